@@ -1,0 +1,222 @@
+"""Replay: a model's forward sees the recorded inputs at perturbed positions, with gradient to its own embedding.
+
+The candidates are looked up by the embedding module itself, in the same call as the tokens: a pre-hook appends
+their ids to the input, a hook takes their rows off again and mixes them. So the module's own hooks (ZeRO-3's
+gathering of parameters, LoRA) and its gradient work as ever, and the lookup happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from perturbations import streams
+from perturbations.edit import mix
+from perturbations.replay import ReplayRecord
+
+
+@dataclass
+class ReplayStats:
+    """What a replayed forward saw.
+
+    Attributes:
+        shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, one (N,) tensor per forward, on the
+            model's device; 0 where a position was cut off.
+        inside: which recorded positions were there to be replayed, (N,) bool, likewise.
+    """
+
+    shifts: list[Tensor] = field(default_factory=list)
+    inside: list[Tensor] = field(default_factory=list)
+
+    def shift_sum(self) -> float:
+        """Sum of the relative shifts of all replayed positions."""
+        return float(sum(shift.sum() for shift in self.shifts))
+
+    def count(self) -> int:
+        """Replayed positions."""
+        return int(sum(int(inside.sum()) for inside in self.inside))
+
+    def mean_shift(self) -> float:
+        """Mean relative shift over all replayed positions, 0 where there were none."""
+        return self.shift_sum() / max(self.count(), 1)
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """The records of a batch, concatenated: N positions in all."""
+
+    sample: Tensor
+    position: Tensor
+    ids: Tensor
+    weights: Tensor
+    sigma: Tensor | None
+    noise_keys: Tensor | None
+
+
+def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat | None:
+    present = [(i, r) for i, r in enumerate(records) if r is not None and len(r)]
+    if not present:
+        return None
+    width = max(r.ids.shape[1] for _, r in present)
+    sample = np.concatenate([np.full(len(r), i) for i, r in present])
+    position = np.concatenate([r.positions for _, r in present]).astype(np.int64)
+    # Narrower records are padded with weight 0 on their own first candidate, which adds nothing to the sum.
+    ids = np.concatenate([np.pad(r.ids, ((0, 0), (0, width - r.ids.shape[1])), mode="edge") for _, r in present])
+    weights = np.concatenate([np.pad(r.weights, ((0, 0), (0, width - r.ids.shape[1]))) for _, r in present])
+    sigma = noise_keys = None
+    if any(r.sigma is not None for _, r in present):
+        scales = [np.zeros(len(r), np.float32) if r.sigma is None else r.sigma for _, r in present]
+        seeds = np.concatenate([np.full(len(r), r.seed, dtype=np.int64) for _, r in present])
+        sigma = torch.from_numpy(np.concatenate(scales)).to(device)
+        noise_keys = streams.keys(
+            torch.from_numpy(seeds).to(device), torch.from_numpy(position).to(device), streams.Stream.NOISE
+        )
+    return _Flat(
+        torch.from_numpy(sample).to(device),
+        torch.from_numpy(position).to(device),
+        torch.from_numpy(ids.astype(np.int64)).to(device),
+        torch.from_numpy(np.ascontiguousarray(weights)).to(device),
+        sigma,
+        noise_keys,
+    )
+
+
+def flat_rows(
+    sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Where recorded positions lie in a forward's flattened input.
+
+    Args:
+        sample: index in the batch, (N,) int64.
+        position: position in the trajectory, (N,) int64.
+        shape: the forward's input shape: (B, T) for a padded batch; (1, total) for a packed one, whose samples
+            stand one after the other without padding.
+        attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
+
+    Returns:
+        Rows in the flattened input (N,), and which of them exist (N,) bool: a trajectory may have been cut.
+
+    Raises:
+        ValueError: where the shape fits neither layout.
+    """
+    if attention_mask is None:
+        inside = (position < shape[1]) & (sample < shape[0])
+        return sample * shape[1] + position, inside
+    mask = attention_mask.bool()
+    lengths = mask.sum(dim=-1)
+    inside = position < lengths[sample]
+    if tuple(shape) == tuple(mask.shape):
+        first = mask.int().argmax(dim=-1)
+        return sample * shape[1] + first[sample] + position, inside
+    # One host synchronisation, in the packed layout only; unpadding itself needs the same one.
+    if shape[0] == 1 and shape[1] == int(lengths.sum()):
+        starts = torch.cumsum(lengths, dim=0) - lengths
+        return starts[sample] + position, inside
+    raise ValueError(
+        f"replay cannot place its records: the model was given {tuple(shape)} tokens, the attention mask is"
+        f" {tuple(mask.shape)} with {int(lengths.sum())} real tokens. Padded batches (B, T) and packed ones"
+        " (1, total) are supported; sequence-parallel slices (ring attention) are not."
+    )
+
+
+class ReplayScope:
+    """The hooks of one replay on one embedding module. Use :func:`replaying`, or enter it as a context."""
+
+    def __init__(self, embedding: nn.Module, measure: bool = True) -> None:
+        """
+        Args:
+            embedding: the input embedding module: ids of any shape to shape + (D,).
+            measure: collect :class:`ReplayStats`.
+        """
+        self._embedding = embedding
+        self._measure = measure
+        self._records: Sequence[ReplayRecord | None] = ()
+        self._mask: Tensor | None = None
+        self._flat: _Flat | None = None
+        self._inside: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._shape: torch.Size | None = None
+        self.stats = ReplayStats()
+
+    @contextmanager
+    def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
+        """Replays ``records``, in batch order, in every forward of the context."""
+        device = next(self._embedding.parameters()).device
+        self._flat = _flatten(records, device)
+        self._records, self._mask, self.stats = records, attention_mask, ReplayStats()
+        if self._flat is None:
+            yield self.stats
+            return
+        if attention_mask is not None:
+            self._mask = attention_mask.to(device)
+        before = self._embedding.register_forward_pre_hook(self._append_candidates)
+        after = self._embedding.register_forward_hook(self._substitute)
+        try:
+            yield self.stats
+        finally:
+            before.remove()
+            after.remove()
+            self._flat = self._mask = None
+
+    def _append_candidates(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens = inputs[0]
+        if tokens.dim() != 2:
+            raise ValueError(f"replay needs token ids of shape (B, T), not {tuple(tokens.shape)}.")
+        batch = tokens.shape[0] if self._mask is None else self._mask.shape[0]
+        if len(self._records) != batch:
+            raise ValueError(
+                f"replay has {len(self._records)} records for a batch of {batch}: give one per row, in batch order"
+                " (None for a row without one)."
+            )
+        self._shape = tokens.shape
+        rows, self._inside = flat_rows(self._flat.sample, self._flat.position, tuple(tokens.shape), self._mask)
+        # A position that was cut off is pointed at row 0 and masked below: no data-dependent shape, no sync.
+        self._rows = torch.where(self._inside, rows, 0)
+        return (torch.cat([tokens.reshape(-1), self._flat.ids.reshape(-1)]), *inputs[1:])
+
+    def _substitute(self, module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        flat, count = self._flat, self._shape.numel()
+        plain, candidates = output[:count], output[count:].view(*flat.ids.shape, -1)
+        sigma = flat.sigma
+        if sigma is not None:
+            # Gemma's embedding module multiplies its output; the recorded scale is that of the bare matrix.
+            sigma = sigma * float(getattr(module, "scalar_embed_scale", 1.0))
+        mixed = mix(candidates, flat.weights, sigma, flat.noise_keys)
+        if self._measure:
+            with torch.no_grad():
+                own = plain[self._rows].float()
+                shift = (mixed.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-12)
+                self.stats.shifts.append(shift * self._inside)
+                self.stats.inside.append(self._inside)
+        # Positions that were cut off are written to the first candidate's row, which is dropped with the rest.
+        target = torch.where(self._inside, self._rows, count)
+        return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
+
+
+@contextmanager
+def replaying(
+    model: nn.Module,
+    records: Sequence[ReplayRecord | None],
+    attention_mask: Tensor | None = None,
+) -> Iterator[ReplayStats]:
+    """Replays recorded inputs in a Hugging Face causal model's forward.
+
+    Args:
+        model: anything with ``get_input_embeddings()``.
+        records: one per row of the batch, in batch order; None for a row that was not perturbed.
+        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
+
+    Yields:
+        Statistics that fill as the model runs.
+
+    Raises:
+        ValueError: inside the forward, where records and batch do not fit.
+    """
+    with ReplayScope(model.get_input_embeddings())(records, attention_mask) as stats:
+        yield stats

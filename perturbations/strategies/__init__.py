@@ -1,0 +1,1 @@
+"""One file per operator; the file's name is the operator's name."""

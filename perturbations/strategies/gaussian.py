@@ -1,0 +1,67 @@
+"""STHT: Gaussian noise on token or soft embeddings (Butt et al., "Soft Tokens, Hard Truths", arXiv 2509.19170)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from perturbations.base import Perturbation, Proposal, Step
+from perturbations.edit import InputEdit, one_hot, realise
+from perturbations.options import option
+from perturbations.registry import register
+from perturbations.strategies.soft import check_top_k
+
+
+@register("gaussian")
+@dataclass(frozen=True, kw_only=True)
+class Gaussian(Perturbation):
+    """Adds isotropic noise to the token's embedding, or to the soft mixture of the likely tokens."""
+
+    paper = "STHT, arXiv 2509.19170"
+
+    base: str = option(
+        "token",
+        "what the noise is added to: sampled token, argmax, or mixture",
+        choices=("token", "fuzzy", "soft"),
+    )
+    sigma: float = option(0.33, "noise scale, relative to the root-mean-square element of sigma_of", low=0.0)
+    sigma_of: str = option(
+        "embedding",
+        "what sigma is relative to: the matrix, or the vector at hand",
+        choices=("embedding", "vector"),
+    )
+    tau: float = option(0.5, "temperature of the soft mixture (base=soft)", above=0.0)
+    k: int = option(32, "tokens in the soft mixture (base=soft)", low=1)
+
+    def propose(self, step: Step) -> Proposal:
+        """e' = h + σ ε with h = E[token], E[argmax z] or Σ_v softmax(z/τ)_v E[v] over the k likeliest tokens.
+
+        τ divides the raw logits z, so the sampling temperature is multiplied back in.
+        """
+        tokens = step.logits.argmax(dim=-1) if self.base == "fuzzy" else step.sampled
+        if self.base != "soft":
+            mean = one_hot(tokens)
+        else:
+            values, ids = step.logits.topk(self.k, dim=-1)
+            scale = step.temperature.unsqueeze(-1) / self.tau
+            mean = InputEdit(ids, torch.softmax(values * scale, dim=-1))
+        if self.sigma_of == "embedding":
+            rms = step.geometry.rms().expand(step.sampled.shape[0])
+        else:
+            rms = realise(mean, step.geometry.lookup, None).float().square().mean(dim=-1).sqrt()
+        return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
+
+    @property
+    def candidates(self) -> int:
+        """1 for a token, k for a soft mixture."""
+        return self.k if self.base == "soft" else 1
+
+    @property
+    def noisy(self) -> bool:
+        """Always: that is the point."""
+        return True
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.candidates, vocabulary)

@@ -1,0 +1,83 @@
+"""N-GRPO: semantic neighbor mixing (Zhu et al., Findings of ACL 2026, arXiv 2606.10768)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from perturbations.base import Perturbation, Proposal, Step
+from perturbations.edit import InputEdit
+from perturbations.options import option
+from perturbations.registry import register
+
+_VARIANTS = {
+    "paper": {"weights": "logits", "realization": "anchor", "space": "input"},
+    "released": {"weights": "probs", "realization": "sampled", "space": "output"},
+}
+
+
+@register("neighbor")
+@dataclass(frozen=True, kw_only=True)
+class Neighbor(Perturbation):
+    """Mixes the most likely token (the anchor) with its k-1 nearest neighbors.
+
+    ``variant`` sets ``weights``, ``realization`` and ``space`` together; each may also be set alone.
+    """
+
+    paper = "N-GRPO, arXiv 2606.10768"
+
+    rate: float = option(0.1, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
+    k: int = option(3, "size of the mixed set, the anchor included", low=2)
+    metric: str = option("cosine", "similarity of embeddings", choices=("cosine", "l2", "l1", "dot"))
+    variant: str = option("paper", "the method as written or as released", choices=("paper", "released"))
+    weights: str | None = option(
+        None, "softmax of the set's logits or of its probabilities", choices=("logits", "probs")
+    )
+    realization: str | None = option(None, "the token in the text", choices=("anchor", "sampled"))
+    space: str | None = option(None, "embeddings in which neighbors are near", choices=("input", "output"))
+    mix_temperature: float = option(1.0, "divides the set's scores before the softmax", above=0.0)
+    skip_special: bool = option(False, "leave special and never-trained tokens out of the neighbors")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part, value in _VARIANTS[self.variant].items():
+            if getattr(self, part) is None:
+                object.__setattr__(self, part, value)
+        if self.rate == 1.0 and self.realization == "anchor":
+            warnings.warn(
+                "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the"
+                " same and every group-relative advantage is zero. Lower the rate, or set realization='sampled'"
+                " or variant='released'.",
+                stacklevel=3,
+            )
+
+    def propose(self, step: Step) -> Proposal:
+        """Section 3 of the paper: anchor, neighbor set C_t, softmax within the set, mixture."""
+        anchor = step.logits.argmax(dim=-1)
+        index = step.geometry.index(self.metric, self.space, self.skip_special)
+        neighbors, _ = index.query(anchor, self.k - 1)
+        ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)
+        if self.weights == "logits":
+            scores = step.logits.gather(-1, ids)
+        else:
+            # As released: the logits had been overwritten by probabilities, then divided by the temperature.
+            log_total = torch.logsumexp(step.logits, dim=-1, keepdim=True)
+            scores = (step.logits.gather(-1, ids) - log_total).exp() / step.temperature.unsqueeze(-1)
+        mixture = torch.softmax(scores / self.mix_temperature, dim=-1)
+        tokens = anchor if self.realization == "anchor" else step.sampled
+        return Proposal(InputEdit(ids, mixture), tokens)
+
+    @property
+    def candidates(self) -> int:
+        """k: the anchor and its neighbors."""
+        return self.k
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        if self.k > vocabulary:
+            raise ValueError(
+                f"perturbation option k={self.k}: must be in [2, {vocabulary}], the model's vocabulary; the paper"
+                " uses 3."
+            )

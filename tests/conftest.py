@@ -1,0 +1,41 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The packaged SmolLM2-135M-Instruct as a Hugging Face folder; made on first use, then kept."""
+    from ngrpo import models
+
+    return models.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real problems beside the clone; absent on other machines."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no real problems at {folder} (the folder ../shared/data from the project's root)")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything under tests/stack carries the marker `stack`; `gpu` tests are skipped without a device."""
+    for item in items:
+        if "stack" in Path(str(item.fspath)).parts:
+            item.add_marker("stack")
+        if item.get_closest_marker("gpu") and not _cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,213 @@
+"""The exact index against hand-derived order, brute force in float64, and awkward embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perturbations.neighbors import ExactIndex, NeighborIndex
+
+# From token 0 = (1, 0):   cosine  dot   L2      L1
+#   1 = (4, 3)              0.8     4    √18      6
+#   2 = (6, 8)              0.6     6    √89     13
+#   3 = (0, 1)              0       0    √2       2
+#   4 = (-1, 0)            -1      -1     2       2   (ties with 3 in L1: the lower id first)
+SMALL = torch.tensor([[1.0, 0.0], [4.0, 3.0], [6.0, 8.0], [0.0, 1.0], [-1.0, 0.0]])
+BY_HAND = {
+    "cosine": ([1, 2, 3, 4], [0.8, 0.6, 0.0, -1.0]),
+    "dot": ([2, 1, 3, 4], [6.0, 4.0, 0.0, -1.0]),
+    "l2": ([3, 4, 1, 2], [-(2**0.5), -2.0, -(18**0.5), -(89**0.5)]),
+    "l1": ([3, 4, 1, 2], [-2.0, -2.0, -6.0, -13.0]),
+}
+METRICS = list(BY_HAND)
+
+
+def brute(embedding: torch.Tensor, token: int, metric: str, exclude: tuple[int, ...] = ()) -> list[int]:
+    """All neighbors of a token, by float64 scores rounded to float32 and then by id."""
+    rows, own = embedding.double(), embedding[token].double()
+    if metric == "cosine":
+        norms = rows.norm(dim=-1) * own.norm()
+        scores = torch.where(norms > 0, (rows * own).sum(-1) / norms, -1.0)
+    elif metric == "dot":
+        scores = (rows * own).sum(-1)
+    else:
+        scores = -torch.linalg.vector_norm(rows - own, ord=1 if metric == "l1" else 2, dim=-1)
+    scores = scores.float().tolist()
+    others = [i for i in range(len(scores)) if i != token and i not in exclude]
+    return sorted(others, key=lambda i: (-scores[i], i))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_order_and_scores_by_hand(metric: str, dtype: torch.dtype) -> None:
+    ids, scores = ExactIndex(SMALL.to(dtype), metric).query(torch.tensor([0]), 4)
+    assert ids.dtype == torch.int64 and scores.dtype == torch.float32
+    assert ids.tolist() == [BY_HAND[metric][0]]
+    assert scores[0].tolist() == pytest.approx(BY_HAND[metric][1], abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_brute_force_with_many_duplicates(metric: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    embedding = torch.randn(400, 24, generator=generator)
+    embedding[100:200] = embedding[7]  # more equal rows than any margin
+    embedding[200:260] = 0.0
+    embedding[300] = 2.0 * embedding[301]  # cosine exactly 1 in mathematics
+    embedding[310:330] = embedding[311] + 1e-4 * torch.randn(20, 24, generator=generator)
+    embedding = embedding.to(dtype)
+    index = ExactIndex(embedding, metric, exclude=(3, 150))
+    tokens = torch.tensor([0, 7, 100, 150, 199, 210, 300, 301, 311, 320, 3])
+    ids, scores = index.query(tokens, 5)
+    assert torch.isfinite(scores).all()
+    for token, row in zip(tokens.tolist(), ids.tolist()):
+        assert row == brute(embedding, token, metric, (3, 150))[:5], token
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_equals_brute_force_where_float32_products_cannot_tell(metric: str) -> None:
+    """Rows that differ by less than a float32 product resolves: a large common part, small differences."""
+    generator = torch.Generator().manual_seed(4)
+    embedding = 1000.0 + 1e-3 * torch.randn(300, 32, generator=generator)
+    index = ExactIndex(embedding, metric)
+    ids, _ = index.query(torch.arange(40), 3)
+    assert ids.tolist() == [brute(embedding, i, metric)[:3] for i in range(40)]
+
+
+def test_reduced_matmul_precision_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may let float32 products round their factors to bfloat16; some processors then do it."""
+    embedding = 1.0 + 0.05 * torch.randn(300, 128, generator=torch.Generator().manual_seed(5))
+    want = ExactIndex(embedding).query(torch.arange(300), 4)[0]
+    rounded = embedding.bfloat16().float()
+    monkeypatch.setattr(ExactIndex, "_products", lambda self, tokens: rounded[tokens] @ rounded.T)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        got = ExactIndex(embedding).query(torch.arange(300), 4)[0]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l1"])
+def test_tiny_vectors_have_directions_too(metric: str) -> None:
+    """Their float32 products underflow to zero."""
+    embedding = 1e-25 * torch.randn(80, 8, generator=torch.Generator().manual_seed(9))
+    ids, _ = ExactIndex(embedding, metric).query(torch.arange(80), 3)
+    assert ids.tolist() == [brute(embedding, i, metric)[:3] for i in range(80)]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_composition_changes_nothing(metric: str, dtype: torch.dtype) -> None:
+    embedding = torch.randn(300, 40, generator=torch.Generator().manual_seed(6)).to(dtype)
+    whole = ExactIndex(embedding, metric)
+    whole.precompute(3)
+    want_ids, want_scores = whole.query(torch.arange(300), 3)
+    singly, backwards = ExactIndex(embedding, metric), ExactIndex(embedding, metric)
+    for token in range(0, 300, 7):
+        ids, scores = singly.query(torch.tensor([token]), 3)
+        assert torch.equal(ids[0], want_ids[token]) and torch.equal(scores[0], want_scores[token])
+    order = torch.arange(299, -1, -1)
+    ids, scores = backwards.query(order, 3)
+    assert torch.equal(ids, want_ids[order]) and torch.equal(scores, want_scores[order])
+
+
+def test_zero_vectors_give_no_nan() -> None:
+    """The cosine with a zero vector is -1, as far as can be; among equals the lower id comes first."""
+    embedding = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1e-20, 0.0]])
+    ids, scores = ExactIndex(embedding).query(torch.tensor([0, 1]), 4)
+    assert ids.tolist() == [[1, 2, 3, 4], [4, 2, 0, 3]]
+    assert scores[0].tolist() == [-1.0] * 4
+    assert scores[1].tolist() == pytest.approx([1.0, 0.5**0.5, -1.0, -1.0])
+
+
+def test_excluded_tokens_are_never_neighbors_but_may_be_asked() -> None:
+    index = ExactIndex(SMALL, exclude=[1])
+    ids, _ = index.query(torch.tensor([0, 1]), 3)
+    assert ids.tolist() == [[2, 3, 4], [2, 0, 3]]  # cosines with (4, 3): 0.96, 0.8, 0.6, -0.8
+
+
+def test_rows_are_remembered_and_a_larger_k_refills(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ExactIndex(SMALL)
+    filled: list[list[int]] = []
+    fill = index._fill_block
+    monkeypatch.setattr(index, "_fill_block", lambda tokens: (filled.append(tokens.tolist()), fill(tokens))[1])
+    index.query(torch.tensor([2, 0, 2]), 2)
+    index.query(torch.tensor([0, 2]), 1)
+    assert filled == [[0, 2]]
+    ids, _ = index.query(torch.tensor([0, 3]), 2)
+    assert filled == [[0, 2], [3]] and ids[0].tolist() == [1, 2]
+    assert index.query(torch.tensor([0]), 4)[0].tolist() == [[1, 2, 3, 4]]
+    index.precompute(4)
+    index.query(torch.arange(5), 4)
+    assert filled == [[0, 2], [3], [0], [1, 2, 3, 4]]
+
+
+def test_precompute_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = torch.randn(60, 8, generator=torch.Generator().manual_seed(7))
+    index = ExactIndex(embedding)
+    sizes: list[int] = []
+    fill = index._fill_block
+    monkeypatch.setattr(index, "_scratch", 60 * 4 * 16)
+    monkeypatch.setattr(index, "_fill_block", lambda tokens: (sizes.append(len(tokens)), fill(tokens))[1])
+    index.precompute(2)
+    assert sizes == [16, 16, 16, 12]
+    assert index.query(torch.arange(60), 2)[0].tolist() == [brute(embedding, i, "cosine")[:2] for i in range(60)]
+
+
+def test_a_device_index_fills_its_table_once_and_then_only_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of CUDA, taken on CPU: nothing after the first query may decide on values."""
+    index = ExactIndex(SMALL)
+    monkeypatch.setattr(index, "_lazy", False)
+    assert index.query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
+    assert index._filled.all()
+    for name in ("_fill", "_fill_all", "_widen"):
+        monkeypatch.setattr(index, name, None)
+    monkeypatch.setattr(torch.Tensor, "__bool__", None)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    ids, _ = index.query(torch.tensor([0, 0]), 2)
+    monkeypatch.undo()
+    assert ids.tolist() == [[1, 2], [1, 2]]
+
+
+def test_a_table_made_in_inference_mode_serves_outside_it() -> None:
+    with torch.inference_mode():
+        index = ExactIndex(SMALL)
+        index.query(torch.tensor([0]), 2)
+    parameter = torch.nn.Parameter(SMALL.clone())
+    outside = ExactIndex(parameter)
+    assert index.query(torch.tensor([3]), 2)[0].tolist() == outside.query(torch.tensor([3]), 2)[0].tolist()
+    assert not outside.query(torch.tensor([3]), 2)[1].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ExactIndex(SMALL, "cosin"), ["'cosin'", "cosine, l2, l1, dot", "Did you mean 'cosine'?"]),
+        (lambda: ExactIndex(SMALL[0]), ["(2,)", "(V, D)"]),
+        (lambda: ExactIndex(SMALL.long()), ["torch.int64", "floats"]),
+        (lambda: ExactIndex(SMALL, exclude=[5]), ["id 5", "[0, 4]"]),
+        (lambda: ExactIndex(SMALL / torch.tensor([1.0, 0.0])), ["row 0", "not finite"]),
+        (lambda: ExactIndex(SMALL).query(torch.tensor([0]), 5), ["k=5", "[1, 4]"]),
+        (lambda: ExactIndex(SMALL).query(torch.tensor([0]), 0), ["k=0", "[1, 4]"]),
+        (lambda: ExactIndex(SMALL).precompute(5), ["k=5", "[1, 4]"]),
+        (
+            lambda: ExactIndex(SMALL, exclude=[1, 2]).query(torch.tensor([0]), 3),
+            ["k=3", "[1, 2]", "2 excluded"],
+        ),
+        (lambda: ExactIndex(SMALL).query(torch.tensor([0, 5]), 2), ["token id 5", "[0, 4]"]),
+        (lambda: ExactIndex(SMALL).query(torch.tensor([-1]), 2), ["token id -1", "[0, 4]"]),
+    ],
+)
+def test_errors_name_value_and_range(call, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_it_is_a_neighbor_index() -> None:
+    assert isinstance(ExactIndex(SMALL), NeighborIndex)
+    with pytest.raises(TypeError, match="abstract"):
+        NeighborIndex()

@@ -1,0 +1,342 @@
+"""Every bad input of registry and options gets a message that mends it; every good one finds its operator."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from perturbations import registry
+from perturbations.base import Perturbation
+from perturbations.options import allowed, coerce, nearest, option
+from perturbations.registry import create
+
+OPERATOR = """
+from dataclasses import dataclass
+from perturbations import Perturbation, Proposal, option, register
+from perturbations.edit import one_hot
+
+{decorator}
+@dataclass(frozen=True, kw_only=True)
+class {name}(Perturbation):
+    paper = "a test"
+    strength: float = option(0.5, "a number", low=0.0, high=1.0)
+
+    def propose(self, step):
+        return Proposal(one_hot(step.sampled), step.sampled)
+
+    @property
+    def candidates(self):
+        return 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_registry(monkeypatch: pytest.MonkeyPatch):
+    """What a test registers or imports is gone after it."""
+    for name in registry._in_tree():
+        registry.get(name)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("their_"):
+            del sys.modules[name]
+
+
+def write_module(folder: Path, name: str, operator: str = "Theirs", decorator: str = "") -> None:
+    (folder / f"{name}.py").write_text(OPERATOR.format(name=operator, decorator=decorator))
+
+
+def message(call) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("neighbr", {}, ["'neighbr'", "Did you mean 'neighbor'?", "gaussian, gumbel, neighbor, none, soft"]),
+        ("xyzzy", {}, ["'xyzzy'", "Available:", "package.module:Name"]),
+        (
+            "neighbor",
+            dict(mertic="l2"),
+            ["'neighbor'", "'mertic'", "Did you mean 'metric'?", "burn_in", "rate"],
+        ),
+        ("neighbor", dict(zzz=1), ["'zzz'", "Its options:"]),
+        ("neighbor", dict(top_p=0.9), ["'top_p'", "gumbel", "soft", "not to 'neighbor'", "--perturbation"]),
+        (
+            "soft",
+            dict(metric="l2"),
+            ["'metric'", "belongs to perturbation neighbor", "--perturbation neighbor"],
+        ),
+        ("neighbor", dict(rate=1.5), ["rate=1.5", "in [0, 1]", "0.1"]),
+        ("neighbor", dict(rate=-0.1), ["rate=-0.1", "in [0, 1]"]),
+        ("neighbor", dict(rate="often"), ["rate='often'", "a number", "in [0, 1]", "0.1"]),
+        ("neighbor", dict(rate=True), ["rate=True", "a number"]),
+        ("neighbor", dict(rate=None), ["rate=None", "a value is needed", "0.1"]),
+        ("neighbor", dict(rate="nan"), ["rate='nan'", "a number"]),
+        ("neighbor", dict(rate=[0.1]), ["rate=[0.1]", "a number"]),
+        ("neighbor", dict(k=1), ["k=1", "at least 2", "3"]),
+        ("neighbor", dict(k=2.5), ["k=2.5", "a whole number"]),
+        ("neighbor", dict(k="3.5"), ["k='3.5'", "a whole number"]),
+        ("neighbor", dict(k="1e999"), ["k='1e999'", "a whole number"]),
+        ("neighbor", dict(k=False), ["k=False", "a whole number"]),
+        ("neighbor", dict(mix_temperature=0), ["mix_temperature=0", "greater than 0", "1.0"]),
+        ("neighbor", dict(mix_temperature=float("inf")), ["mix_temperature=inf", "a number"]),
+        ("neighbor", dict(mix_temperature=10**400), ["mix_temperature=1000", "a number"]),
+        (
+            "neighbor",
+            dict(metric="cosin"),
+            ["metric='cosin'", "cosine, l2, l1, dot", "Did you mean 'cosine'?"],
+        ),
+        ("neighbor", dict(metric=3), ["metric=3", "text"]),
+        ("neighbor", dict(variant="release"), ["variant='release'", "Did you mean 'released'?"]),
+        ("neighbor", dict(weights="prob"), ["weights='prob'", "Did you mean 'probs'?"]),
+        ("neighbor", dict(skip_special="maybe"), ["skip_special='maybe'", "true or false"]),
+        ("neighbor", dict(skip_special=2), ["skip_special=2", "true or false"]),
+        ("neighbor", dict(until=7), ["until=7", "text"]),
+        ("neighbor", dict(every=0), ["every=0", "at least 1"]),
+        ("neighbor", dict(burn_in=-1), ["burn_in=-1", "at least 0"]),
+        ("neighbor", dict(entropy_min=-1), ["entropy_min=-1", "at least 0"]),
+        ("neighbor", dict(seed=None), ["seed=None", "a value is needed"]),
+        ("none", dict(rate=0.1), ["rate=0.1", "in [0, 0]"]),
+        ("gumbel", dict(top_p=0.0), ["top_p=0.0", "in (0, 1]", "0.95"]),
+        ("gumbel", dict(top_p=1.01), ["top_p=1.01", "in (0, 1]"]),
+        ("gaussian", dict(base="argmax"), ["base='argmax'", "token, fuzzy, soft"]),
+        ("gaussian", dict(sigma=-0.1), ["sigma=-0.1", "at least 0"]),
+        ("no_such_module:Name", {}, ["no_such_module", "cannot load", "PYTHONPATH"]),
+        ("perturbations.base:Nothing", {}, ["perturbations.base:Nothing", "cannot load"]),
+        (
+            "perturbations.base:Step",
+            {},
+            ["perturbations.base:Step", "not a subclass of perturbations.Perturbation"],
+        ),
+    ],
+)
+def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: list[str]) -> None:
+    text = message(lambda: create(name, **options))
+    for word in words:
+        assert word in text, text
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "vocabulary"),
+    [("neighbor", 5, 4), ("soft", 5, 4), ("gumbel", 5, 4), ("gaussian", 5, 4)],
+)
+def test_k_beyond_the_vocabulary(name: str, k: int, vocabulary: int) -> None:
+    extra = dict(base="soft") if name == "gaussian" else {}
+    operator = create(name, k=k, **extra)
+    text = message(lambda: operator.check_model(vocabulary))
+    assert f"k={k}" in text and f", {vocabulary}]" in text
+    operator.check_model(k)
+
+
+def test_k_is_of_no_concern_to_gaussian_noise_on_a_token() -> None:
+    create("gaussian", base="token", k=5).check_model(4)
+
+
+# --- values of the command line -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        (dict(rate="0.25"), "rate", 0.25),
+        (dict(rate=0), "rate", 0.0),
+        (dict(k="4"), "k", 4),
+        (dict(k=4.0), "k", 4),
+        (dict(k="4.0"), "k", 4),
+        (dict(k="1e1"), "k", 10),
+        (dict(seed="-3"), "seed", -3),
+        (dict(seed=2**62 + 1), "seed", 2**62 + 1),
+        (dict(seed=str(2**62 + 1)), "seed", 2**62 + 1),
+        (dict(skip_special="true"), "skip_special", True),
+        (dict(skip_special="False"), "skip_special", False),
+        (dict(skip_special=1), "skip_special", True),
+        (dict(until="none"), "until", None),
+        (dict(until=None), "until", None),
+        (dict(until="</end>"), "until", "</end>"),
+        (dict(entropy_min="1.5"), "entropy_min", 1.5),
+        (dict(entropy_min="None"), "entropy_min", None),
+    ],
+)
+def test_text_becomes_the_type_of_the_field(options: dict, field: str, value: object) -> None:
+    got = getattr(create("neighbor", **options), field)
+    assert got == value and type(got) is type(value)
+
+
+def test_allowed_in_words() -> None:
+    @dataclasses.dataclass
+    class Owner:
+        a: float = option(0.5, "h", low=0.0, high=1.0)
+        b: float = option(0.5, "h", above=0.0, high=1.0)
+        c: float = option(0.5, "h", above=0.0)
+        d: int = option(1, "h", low=1)
+        e: int = option(1, "h", high=9)
+        f: str = option("x", "h", choices=("x", "y"))
+        g: str = option("x", "h")
+
+    words = [allowed(f) for f in dataclasses.fields(Owner)]
+    assert words == ["in [0, 1]", "in (0, 1]", "greater than 0", "at least 1", "at most 9", "one of x, y", ""]
+
+
+def test_nearest_only_for_near_misses() -> None:
+    assert nearest("cosin", ["cosine", "l2"]) == " Did you mean 'cosine'?"
+    assert nearest("zzz", ["cosine", "l2"]) == ""
+
+
+def test_plain_dataclass_fields_have_no_range() -> None:
+    field = next(f for f in dataclasses.fields(Perturbation) if f.name == "seed")
+    assert coerce(Perturbation, field, "12") == 12
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_available_lists_the_tree() -> None:
+    assert {"none", "neighbor", "gaussian", "gumbel", "soft"} <= set(registry.available())
+    for name, home in registry.available().items():
+        if home.startswith("perturbations.strategies."):
+            assert registry.get(name).name == name == home.rsplit(".", 1)[1]
+
+
+def test_module_and_name_from_a_folder_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, "their_plain")
+    monkeypatch.syspath_prepend(tmp_path)
+    operator = create("their_plain:Theirs", strength="0.25", rate=0.5)
+    assert (operator.strength, operator.rate) == (0.25, 0.5)
+    assert operator.spec()["name"] == "their_plain:Theirs"
+    assert create(**operator.spec()) == operator
+    assert "strength=2" in message(lambda: create("their_plain:Theirs", strength=2))
+
+
+def test_a_registered_operator_elsewhere_is_found_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(tmp_path, "their_registered", decorator='@register("theirs")')
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("their_registered")
+    operator = create("theirs")
+    assert registry.available()["theirs"] == "their_registered"
+    # Another process has not imported the module, so the spec must not rely on the short name.
+    assert operator.spec()["name"] == "their_registered:Theirs"
+    registry._registered.pop("theirs")
+    assert create(**operator.spec()) == operator
+
+
+def install(folder: Path, package: str, entries: str) -> None:
+    """What pip leaves behind for a package with entry points."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{entries}\n")
+
+
+def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, "their_installed")
+    install(tmp_path, "their_dist", "wobble = their_installed:Theirs\nbroken = their_missing:Theirs")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.available()["wobble"] == "their_installed:Theirs"
+    assert "their_installed" not in sys.modules  # listing names imports nothing
+    operator = create("wobble", strength=1)
+    assert operator.spec()["name"] == "wobble" and create(**operator.spec()) == operator
+    assert "Did you mean 'wobble'?" in message(lambda: create("woble"))
+    assert "their_missing" in message(lambda: create("broken"))
+
+
+def test_a_subclass_without_a_name_is_not_taken_for_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_subclass.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from perturbations.strategies.soft import Soft\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Softer(Soft):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    operator = create("their_subclass:Softer")
+    assert operator.spec()["name"] == "their_subclass:Softer"
+    assert type(create(**operator.spec())) is type(operator)
+    assert type(operator)().spec() != create("soft").spec()
+    module = sys.modules["their_subclass"]
+    del module.Softer.name  # as when it is made directly, not through the registry
+    assert module.Softer().spec()["name"] == "their_subclass:Softer"
+
+
+def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, "their_first", decorator='@register("twice")')
+    write_module(tmp_path, "their_second", decorator='@register("twice")')
+    write_module(tmp_path, "their_clash", decorator='@register("neighbor")')
+    monkeypatch.syspath_prepend(tmp_path)
+    first = importlib.import_module("their_first")
+    text = message(lambda: importlib.import_module("their_second"))
+    assert "'twice'" in text and "their_first.Theirs" in text and "another name" in text
+    importlib.reload(first)  # the same class again is no duplicate
+    registry._registered.pop("neighbor")  # even before ours was imported
+    text = message(lambda: importlib.import_module("their_clash"))
+    assert "'neighbor'" in text and "their_clash.Theirs" in text
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(registry._in_tree()))
+def test_spec_round_trip(name: str) -> None:
+    operator = create(name, seed=5, until="none", protect="1,2")
+    spec = operator.spec()
+    assert spec["name"] == name and spec["seed"] == 5 and spec["until"] is None
+    again = create(**spec)
+    assert again == operator and again.fingerprint() == operator.fingerprint()
+    assert create(name, seed=6).fingerprint() != operator.fingerprint()
+
+
+def test_operators_are_frozen_and_compare_by_value() -> None:
+    operator = create("neighbor", k=2)
+    assert operator == create("neighbor", k="2") != create("neighbor", k=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        operator.k = 4
+
+
+def test_variant_sets_three_options_unless_they_are_set() -> None:
+    parts = lambda o: (o.weights, o.realization, o.space)  # noqa: E731
+    assert parts(create("neighbor")) == ("logits", "anchor", "input")
+    assert parts(create("neighbor", variant="released")) == ("probs", "sampled", "output")
+    mixed = create("neighbor", variant="released", space="input", realization="anchor")
+    assert parts(mixed) == ("probs", "anchor", "input")
+    assert parts(create(**mixed.spec())) == parts(mixed)
+
+
+def test_greedy_combination_warns_and_no_other() -> None:
+    with pytest.warns(UserWarning, match="greedy decoding"):
+        create("neighbor", rate=1.0)
+    with pytest.warns(UserWarning, match="sampled"):
+        create("neighbor", rate=1.0, variant="released", realization="anchor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        create("neighbor", rate=1.0, realization="sampled")
+        create("neighbor", rate=1.0, variant="released")
+        create("neighbor", rate=0.99)
+
+
+def test_gate_and_activity_follow_the_options() -> None:
+    operator = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
+    gate = operator.gate
+    assert (gate.rate, gate.until, gate.entropy_min) == (0.2, "x", 1.0)
+    assert (gate.every, gate.burn_in, gate.protect) == (2, 3, "digits")
+    assert operator.active and not create("neighbor", rate=0).active and not create("none").active
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    neighbor, gumbel, gaussian = create("neighbor"), create("gumbel"), create("gaussian")
+    assert (neighbor.rate, neighbor.k, neighbor.metric, neighbor.until) == (0.1, 3, "cosine", "</think>")
+    assert (neighbor.mix_temperature, neighbor.skip_special) == (1.0, False)
+    assert (gumbel.rate, gumbel.k, gumbel.top_p, gumbel.tau, gumbel.clamp) == (1.0, 5, 0.95, 0.1, True)
+    assert (gaussian.rate, gaussian.sigma, gaussian.sigma_of, gaussian.tau) == (1.0, 0.33, "embedding", 0.5)

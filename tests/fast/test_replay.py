@@ -1,0 +1,170 @@
+"""Records: lossless, small, and refused where they are damaged; where they land in a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from perturbations import InMemoryReplayBuffer, ReplayRecord, replaying
+from perturbations.replay_scope import flat_rows
+from perturbations.streams import Stream, keys, normal
+
+
+def a_record(count: int = 4, k: int = 3, **changes: Any) -> ReplayRecord:
+    draws = np.random.default_rng(count + 10 * k)
+    weights = draws.random((count, k)).astype(np.float32)
+    record = ReplayRecord(
+        (1 << 48) - 7,
+        300,
+        9000,
+        np.array([300, 301, 556, 8999][:count], np.int32),
+        draws.integers(0, 49152, (count, k), dtype=np.int32),
+        weights,
+        None,
+        draws.random(count) < 0.5,
+    )
+    return dataclasses.replace(record, **changes)
+
+
+CASES = {
+    "plain": a_record(),
+    "empty": a_record(count=0),
+    "one token each": a_record(k=1, weights=np.ones((4, 1), np.float32)),
+    "one sigma": a_record(sigma=np.full(4, 0.03, np.float32)),
+    "several sigmas": a_record(sigma=np.array([0.1, 0.2, 0.0, 1e-30], np.float32)),
+    "wide ids": a_record(ids=np.full((4, 3), (1 << 24) - 1, np.int32)),
+    "gaps of 254, 255 and 256": a_record(positions=np.array([254, 509, 765, 766], np.int32)),
+}
+
+
+@pytest.mark.parametrize("record", CASES.values(), ids=CASES)
+def test_round_trip_is_lossless(record: ReplayRecord) -> None:
+    again = ReplayRecord.from_bytes(record.to_bytes())
+    assert again == record
+    for field in dataclasses.fields(record):
+        before, after = getattr(record, field.name), getattr(again, field.name)
+        np.testing.assert_array_equal(before, after)
+        if isinstance(before, np.ndarray):
+            assert before.dtype == after.dtype and before.shape == after.shape
+
+
+@pytest.mark.parametrize("answer", [12, 20, 100, 1000])
+def test_at_most_three_bytes_per_token(answer: int) -> None:
+    """Rate 0.1, k = 3: one edit in ten tokens of 3 × 2 + 3 × 4 + 1 bytes and a bit, and a header of 11 to 13."""
+    count = answer // 10
+    positions = (60 + 10 * np.arange(count)).astype(np.int32)
+    ids, weights = np.full((count, 3), 49151, np.int32), np.full((count, 3), 1 / 3, np.float32)
+    record = ReplayRecord(1, 60, 60 + answer, positions, ids, weights, None, np.ones(count, bool))
+    assert len(record.to_bytes()) <= 3 * answer
+
+
+def test_damaged_bytes_are_refused() -> None:
+    data = a_record().to_bytes()
+    for bad in (b"", data[:5], data[:-1], data + b"\0", b"\x80" + data[1:]):
+        with pytest.raises(ValueError, match="record"):
+            ReplayRecord.from_bytes(bad)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 48])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match=f"seed {seed} must be in"):
+        a_record(seed=seed).to_bytes()
+
+
+def test_too_large_an_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="token id 16777216 is too large"):
+        a_record(ids=np.full((4, 3), 1 << 24, np.int32)).to_bytes()
+
+
+def test_truncate() -> None:
+    short = a_record().truncate(556)
+    assert short.positions.tolist() == [300, 301]
+    assert (short.num_tokens, short.prompt_tokens) == (556, 300)
+    assert a_record().truncate(100).prompt_tokens == 100
+    assert a_record().truncate(9000) == a_record()
+
+
+def test_buffer() -> None:
+    buffer = InMemoryReplayBuffer()
+    buffer.add("a", a_record(1))
+    buffer.add("b", a_record(2))
+    buffer.add("c", a_record(3))
+    buffer.discard(["c", "never there"])
+    assert len(buffer) == 2
+    assert list(buffer.take(["b"])) == ["b"]
+    with pytest.raises(KeyError, match="no replay record for \\['b'\\]"):
+        buffer.take(["b"])
+    assert list(buffer.take()) == ["a"] and len(buffer) == 0
+
+
+def test_rows_by_hand() -> None:
+    """Two samples of 3 and 2 tokens: padded right, padded left, and packed."""
+    sample, position = torch.tensor([0, 1, 1]), torch.tensor([2, 0, 2])
+    right = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    left = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]])
+    for mask, shape, want in ((right, (2, 4), [2, 4]), (left, (2, 4), [3, 6]), (right, (1, 5), [2, 3])):
+        rows, inside = flat_rows(sample, position, shape, mask)
+        assert inside.tolist() == [True, True, False]  # the last position was cut off
+        assert rows[:2].tolist() == want
+    with pytest.raises(ValueError, match="ring attention"):
+        flat_rows(sample, position, (1, 3), right)
+
+
+class Embedder(nn.Module):
+    """A model that is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(torch.arange(20.0).view(10, 2), freeze=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding(tokens)
+
+
+def small(positions: list[int], sigma: float | None = None) -> ReplayRecord:
+    """Mixes rows 1 and 3, (2, 3) and (6, 7), half and half: (4, 5)."""
+    count = len(positions)
+    return ReplayRecord(
+        9,
+        0,
+        3,
+        np.array(positions, np.int32),
+        np.tile(np.array([[1, 3]], np.int32), (count, 1)),
+        np.full((count, 2), 0.5, np.float32),
+        None if sigma is None else np.full(count, sigma, np.float32),
+        np.ones(count, bool),
+    )
+
+
+def test_substitution_by_hand() -> None:
+    model, tokens = Embedder(), torch.tensor([[0, 5, 6], [7, 8, 9]])
+    with replaying(model, [small([1]), None]) as stats:
+        output = model(tokens)
+    assert output.tolist() == [[[0, 1], [4, 5], [12, 13]], [[14, 15], [16, 17], [18, 19]]]
+    # E[5] = (10, 11): shift = |(-6, -6)| / |(10, 11)| = sqrt(72 / 221).
+    assert stats.mean_shift() == pytest.approx((72 / 221) ** 0.5)
+    assert stats.count() == 1
+    assert model(tokens)[0, 1].tolist() == [10, 11], "the hooks are gone after the scope"
+
+
+def test_noise_is_drawn_again_from_the_seed() -> None:
+    model = Embedder()
+    with replaying(model, [small([1], sigma=0.5)]):
+        output = model(torch.tensor([[0, 5, 6]]))
+    noise = normal(keys(torch.tensor([9]), torch.tensor([1]), Stream.NOISE), 2)
+    assert torch.equal(output[0, 1], torch.tensor([4.0, 5.0]) + 0.5 * noise[0])
+
+
+def test_records_and_batch_must_fit() -> None:
+    model = Embedder()
+    with pytest.raises(ValueError, match="1 records for a batch of 2"), replaying(model, [small([1])]):
+        model(torch.tensor([[0, 5, 6], [7, 8, 9]]))
+    assert model(torch.tensor([[5]])).tolist() == [[[10, 11]]], "a failed forward leaves no hook behind"

@@ -1,0 +1,357 @@
+"""Each operator's formulas against numbers derived by hand from the papers (see the comments)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from perturbations import streams
+from perturbations.base import Proposal, Step
+from perturbations.edit import mix, realise
+from perturbations.geometry import Geometry, matrix_geometry
+from perturbations.registry import create
+
+# Cosine, dot, L2 and L1 neighbors of token 0 are worked out in test_neighbors.py:
+# cosine 1, 2, 3, 4; dot 2, 1, 3, 4; L2 and L1 3, 4, 1, 2.
+E = torch.tensor([[1.0, 0.0], [4.0, 3.0], [6.0, 8.0], [0.0, 1.0], [-1.0, 0.0]])
+P = [8 / 16, 4 / 16, 2 / 16, 1 / 16, 1 / 16]
+
+
+class FixedNoise(Step):
+    """A step whose Gumbel draws are given, by token id."""
+
+    def gumbel(self, n: Tensor) -> Tensor:
+        return self.noise.gather(-1, n)
+
+
+def step_of(
+    probabilities: list[float],
+    sampled: int = 3,
+    temperature: float = 1.0,
+    geometry: Geometry | None = None,
+    noise: list[float] | None = None,
+) -> Step:
+    """One position whose temperature-scaled logits are log p, plus a constant, which must not matter."""
+    logits = torch.tensor([probabilities]).log() + 2.5
+    rest = (torch.tensor([sampled]), torch.tensor([temperature]), torch.tensor([7]), torch.tensor([11]))
+    if noise is None:
+        return Step(logits, *rest, geometry or matrix_geometry(E))
+    step = FixedNoise(logits, *rest, geometry or matrix_geometry(E))
+    object.__setattr__(step, "noise", torch.tensor([noise + [0.0] * (len(probabilities) - len(noise))]))
+    return step
+
+
+def row(proposal: Proposal) -> tuple[list[int], list[float], int]:
+    """Candidates, weights and token of the only position."""
+    edit = proposal.edit
+    return edit.ids[0].tolist(), edit.weights[0].tolist(), proposal.tokens.item()
+
+
+def close(*values: float) -> object:
+    return pytest.approx(list(values), abs=2e-6)
+
+
+# --- none -----------------------------------------------------------------------------------------
+
+
+def test_none_feeds_the_sampled_token() -> None:
+    proposal = create("none").propose(step_of(P, sampled=3))
+    assert row(proposal) == ([3], [1.0], 3)
+    assert realise(proposal.edit, matrix_geometry(E).lookup, None).tolist() == [[0.0, 1.0]]
+
+
+# --- neighbor: N-GRPO -----------------------------------------------------------------------------
+
+
+def test_neighbor_paper() -> None:
+    """Anchor 0, its set {0, 1, 2}: p = 8 : 4 : 2, renormalised 4/7, 2/7, 1/7.
+
+    e' = 4/7 (1, 0) + 2/7 (4, 3) + 1/7 (6, 8) = ((4 + 8 + 6)/7, (6 + 8)/7) = (18/7, 2). The text: the anchor.
+    """
+    proposal = create("neighbor").propose(step_of(P, sampled=3))
+    ids, weights, token = row(proposal)
+    assert (ids, token) == ([0, 1, 2], 0)
+    assert weights == close(4 / 7, 2 / 7, 1 / 7)
+    assert realise(proposal.edit, matrix_geometry(E).lookup, None)[0].tolist() == close(18 / 7, 2.0)
+
+
+def test_neighbor_set_is_by_embedding_not_by_probability() -> None:
+    """Anchor 0, but the likeliest others are 3 and 4: the set is still {0, 1, 2}, with p = 6 : 1 : 1."""
+    ids, weights, _ = row(create("neighbor").propose(step_of([6 / 16, 1 / 16, 1 / 16, 5 / 16, 3 / 16])))
+    assert ids == [0, 1, 2] and weights == close(6 / 8, 1 / 8, 1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "shares"),
+    [(0.5, (16, 4, 1)), (2.0, (2, math.sqrt(2), 1))],  # p^2 = 64 : 16 : 4; sqrt p = sqrt 8 : 2 : sqrt 2
+)
+def test_neighbor_mix_temperature(temperature: float, shares: tuple[float, ...]) -> None:
+    _, weights, _ = row(create("neighbor", mix_temperature=temperature).propose(step_of(P)))
+    assert weights == close(*(s / sum(shares) for s in shares))
+
+
+def test_neighbor_paper_weights_do_not_see_the_sampling_temperature_twice() -> None:
+    """The logits are scaled already, so the step's temperature must not enter again."""
+    hot, cold = step_of(P, temperature=1.5), step_of(P, temperature=0.3)
+    operator = create("neighbor")
+    assert row(operator.propose(hot)) == row(operator.propose(cold)) == row(operator.propose(step_of(P)))
+
+
+@pytest.mark.parametrize(
+    ("metric", "ids"), [("cosine", [0, 1, 2]), ("dot", [0, 2, 1]), ("l2", [0, 3, 4]), ("l1", [0, 3, 4])]
+)
+def test_neighbor_metrics(metric: str, ids: list[int]) -> None:
+    assert row(create("neighbor", metric=metric).propose(step_of(P)))[0] == ids
+
+
+def test_neighbor_k() -> None:
+    assert row(create("neighbor", k=2).propose(step_of(P)))[:2] == ([0, 1], close(2 / 3, 1 / 3))
+    ids, weights, _ = row(create("neighbor", k=5).propose(step_of(P)))
+    assert ids == [0, 1, 2, 3, 4] and weights == close(*P)
+    assert create("neighbor", k=5).candidates == 5
+
+
+OUTPUT = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.5, 0.5], [2.0, 0.1]])
+
+
+def two_spaces() -> Geometry:
+    """Input embeddings E; output embeddings in which token 0 is nearest to 4, then 3."""
+    return Geometry(lambda ids: E[ids], lambda: E, lambda: OUTPUT)
+
+
+def test_neighbor_released() -> None:
+    """p_0 - p_4 = 1/2 - 1/4; at temperature (1/4) / ln 2 the scores p / T differ by ln 2: weights 2/3, 1/3.
+
+    Neighbors by the output embeddings, the sampled token in the text, the input embeddings in the mixture:
+    e' = 2/3 (1, 0) + 1/3 (-1, 0) = (1/3, 0).
+    """
+    p = [1 / 2, 1 / 16, 1 / 8, 1 / 16, 1 / 4]
+    step = step_of(p, sampled=3, temperature=0.25 / math.log(2), geometry=two_spaces())
+    proposal = create("neighbor", variant="released", k=2).propose(step)
+    ids, weights, token = row(proposal)
+    assert (ids, token) == ([0, 4], 3)
+    assert weights == close(2 / 3, 1 / 3)
+    assert realise(proposal.edit, two_spaces().lookup, None)[0].tolist() == close(1 / 3, 0.0)
+
+
+def test_neighbor_released_anchor_weight_is_between_a_half_and_0_731() -> None:
+    """Temperature 1, k = 2: certain (p = 1, 0) gives e/(e + 1) = 0.731, equal p give 0.5."""
+    operator = create("neighbor", variant="released", k=2)
+    certain = row(operator.propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1]
+    assert certain == close(math.e / (math.e + 1), 1 / (math.e + 1))
+    assert row(operator.propose(step_of([0.5, 0.5, 0.0, 0.0, 0.0])))[1] == close(0.5, 0.5)
+    assert row(create("neighbor", k=2).propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1] == close(1.0, 0.0)
+
+
+@pytest.mark.parametrize("weights", ["logits", "probs"])
+@pytest.mark.parametrize("realization", ["anchor", "sampled"])
+@pytest.mark.parametrize("space", ["input", "output"])
+def test_neighbor_parts_are_independent(weights: str, realization: str, space: str) -> None:
+    """k = 2, T = 1: the neighbor is 1 by input, 4 by output; both have p = 1/4 against the anchor's 1/2.
+
+    From logits: 2/3, 1/3. From probabilities: e^(1/4) : 1.
+    """
+    p = [1 / 2, 1 / 4, 0.0, 0.0, 1 / 4]
+    operator = create("neighbor", k=2, weights=weights, realization=realization, space=space)
+    ids, got, token = row(operator.propose(step_of(p, sampled=1, geometry=two_spaces())))
+    anchor = 2 / 3 if weights == "logits" else math.exp(0.25) / (math.exp(0.25) + 1)
+    assert ids == [0, 1 if space == "input" else 4]
+    assert got == close(anchor, 1 - anchor)
+    assert token == (0 if realization == "anchor" else 1)
+
+
+def test_neighbor_skips_special_tokens_only_if_asked() -> None:
+    geometry = matrix_geometry(E, special_ids=[1])
+    assert row(create("neighbor").propose(step_of(P, geometry=geometry)))[0] == [0, 1, 2]
+    ids, weights, _ = row(create("neighbor", skip_special=True).propose(step_of(P, geometry=geometry)))
+    assert ids == [0, 2, 3] and weights == close(8 / 11, 2 / 11, 1 / 11)
+
+
+def test_neighbors_follow_the_weights_after_a_refresh() -> None:
+    embedding = E.clone()
+    geometry = matrix_geometry(embedding)
+    operator = create("neighbor", k=2)
+    assert row(operator.propose(step_of(P, geometry=geometry)))[0] == [0, 1]
+    embedding[4] = torch.tensor([1.0, 0.0])
+    geometry.refresh()
+    assert row(operator.propose(step_of(P, geometry=geometry)))[0] == [0, 4]
+
+
+# --- gaussian: STHT -------------------------------------------------------------------------------
+
+# The squares sum to 4 + 4 + 8 + 16 = 32 over 8 elements: the root-mean-square element is 2.
+RMS2 = torch.tensor([[2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [0.0, 4.0]])
+Q = [4 / 8, 2 / 8, 1 / 8, 1 / 8]
+
+
+def gaussian(temperature: float = 1.0, **options: object) -> tuple[list[int], list[float], int, float]:
+    operator = create("gaussian", **options)
+    proposal = operator.propose(step_of(Q, 3, temperature, matrix_geometry(RMS2)))
+    assert operator.noisy and operator.candidates == proposal.edit.ids.shape[1]
+    return (*row(proposal), proposal.edit.sigma.item())
+
+
+def test_gaussian_on_the_token() -> None:
+    assert gaussian(base="token") == ([3], [1.0], 3, pytest.approx(0.66))
+
+
+def test_gaussian_fuzzy_is_on_the_argmax() -> None:
+    assert gaussian(base="fuzzy", sigma=0.5) == ([0], [1.0], 0, pytest.approx(1.0))
+
+
+def test_gaussian_soft() -> None:
+    """softmax(z / 0.5) over the two likeliest: p^2 = 16 : 4, so 4/5 and 1/5; the text has the sampled one."""
+    assert gaussian(base="soft", k=2) == ([0, 1], close(4 / 5, 1 / 5), 3, pytest.approx(0.66))
+    assert gaussian(base="soft", k=2, tau=1.0)[1] == close(2 / 3, 1 / 3)
+
+
+def test_gaussian_soft_temperature_is_that_of_the_raw_logits() -> None:
+    """The step has z / T with T = 0.5, which is already z / τ for τ = 0.5: p itself, 2/3 and 1/3."""
+    assert gaussian(0.5, base="soft", k=2)[1] == close(2 / 3, 1 / 3)
+    assert gaussian(2.0, base="soft", k=2)[1] == close(16 / 17, 1 / 17)  # p^(2/0.5) = 4^4 : 2^4
+
+
+@pytest.mark.parametrize(
+    ("options", "rms"),
+    [
+        (dict(base="token"), math.sqrt(8)),  # (0, 4)
+        (dict(base="fuzzy"), math.sqrt(2)),  # (2, 0)
+        (dict(base="soft", k=2, tau=1.0), math.sqrt(10 / 9)),  # 2/3 (2, 0) + 1/3 (0, 2) = (4/3, 2/3)
+    ],
+)
+def test_gaussian_sigma_of_the_vector_at_hand(options: dict, rms: float) -> None:
+    assert gaussian(sigma_of="vector", **options)[3] == pytest.approx(0.33 * rms, rel=1e-6)
+
+
+def test_gaussian_noise_is_normal_with_that_scale() -> None:
+    """e' - h over 4,000 positions of 8 elements: mean 0, standard deviation σ = 0.33 · 1."""
+    embedding = torch.cat([torch.ones(2, 8), -torch.ones(2, 8)])
+    n, geometry = 4000, matrix_geometry(embedding)
+    seeds, positions = torch.full((n,), 5), torch.arange(n)
+    step = Step(torch.zeros(n, 4), torch.full((n,), 2), torch.ones(n), seeds, positions, geometry)
+    edit = create("gaussian").propose(step).edit
+    noise = realise(edit, geometry.lookup, streams.keys(seeds, positions, streams.Stream.NOISE)) - embedding[2]
+    assert noise.mean().item() == pytest.approx(0.0, abs=4 * 0.33 / math.sqrt(noise.numel()))
+    assert noise.std().item() == pytest.approx(0.33, rel=4 / math.sqrt(2 * noise.numel()))
+
+
+# --- soft: Soft Thinking --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        (dict(k=3, top_p=1.0), [4 / 7, 2 / 7, 1 / 7]),
+        (dict(k=3, top_p=0.6), [2 / 3, 1 / 3, 0.0]),  # 1/2 is less than 0.6, 3/4 is not
+        (dict(k=3, top_p=0.4), [1.0, 0.0, 0.0]),
+        (dict(k=2, top_p=0.95), [2 / 3, 1 / 3]),
+        (dict(k=1, top_p=0.95), [1.0]),
+    ],
+)
+def test_soft(options: dict, weights: list[float]) -> None:
+    ids, got, token = row(create("soft", **options).propose(step_of(P, sampled=4)))
+    # In the place of a token that top-p cuts the first one stands again.
+    assert ids == [i if w else 0 for i, w in enumerate(weights)] and got == close(*weights) and token == 4
+
+
+def test_soft_mixture() -> None:
+    """2/3 (1, 0) + 1/3 (4, 3) = (2, 1)."""
+    edit = create("soft", k=2).propose(step_of(P)).edit
+    assert realise(edit, matrix_geometry(E).lookup, None)[0].tolist() == close(2.0, 1.0)
+
+
+# --- gumbel: SofT-GRPO ----------------------------------------------------------------------------
+
+
+def gumbel(probabilities: list[float], noise: list[float], **options: object) -> tuple[list[int], list[float], int]:
+    return row(create("gumbel", **options).propose(step_of(probabilities, noise=noise)))
+
+
+def test_gumbel_weights_and_token() -> None:
+    """p = 4/7, 2/7, 1/7, g = 0, ln 4, ln 2, τ_g = 1: weights as p e^g = 4 : 8 : 2. Text: the largest."""
+    ids, weights, token = gumbel(P, [0.0, math.log(4), math.log(2)], k=3, top_p=1.0, tau=1.0)
+    assert (ids, token) == ([0, 1, 2], 1)
+    assert weights == pytest.approx([2 / 7, 4 / 7, 1 / 7], abs=1e-5)  # 1e-6 inside the logarithm
+
+
+def test_gumbel_default_temperature_is_a_tenth() -> None:
+    """(p e^g)^10 with p = 2 : 1 and g = 0: 1024 : 1."""
+    _, weights, token = gumbel(P, [0.0, 0.0], k=2)
+    assert weights == pytest.approx([1024 / 1025, 1 / 1025], abs=1e-5) and token == 0
+
+
+def test_gumbel_noise_is_clamped() -> None:
+    """g = 5, -9, 0 becomes 3, -1.5, 0: weights as 4 e^3 : 2 e^-1.5 : 1; unclamped 4 e^5 : 2 e^-9 : 1."""
+    for clamp, noise in ((True, [3.0, -1.5, 0.0]), (False, [5.0, -9.0, 0.0])):
+        shares = [p * math.exp(g) for p, g in zip((4, 2, 1), noise)]
+        got = gumbel(P, [5.0, -9.0, 0.0], k=3, top_p=1.0, tau=1.0, clamp=clamp)[1]
+        assert got == pytest.approx([s / sum(shares) for s in shares], rel=1e-3)
+
+
+def test_gumbel_top_p_comes_before_the_noise() -> None:
+    """top-p 0.6 leaves 0 and 1, renormalised 2 : 1; the third has weight 0 however large its noise."""
+    ids, weights, token = gumbel(P, [0.0, 0.0, 3.0], k=3, top_p=0.6, tau=1.0)
+    assert ids == [0, 1, 0] and weights == pytest.approx([2 / 3, 1 / 3, 0.0], abs=1e-5) and token == 0
+
+
+def test_gumbel_floor_inside_the_logarithm() -> None:
+    """p_1 = 1e-9, g = -1.5 and 3, τ_g = 1: weight (1e-9 + 1e-6) e^4.5 = 9.01e-5 of p_0's; 9e-8 without."""
+    ids, weights, _ = gumbel([1.0, 1e-9, 0.0, 0.0, 0.0], [-1.5, 3.0], k=2, top_p=1.0, tau=1.0)
+    assert ids == [0, 1]
+    assert weights[1] == pytest.approx(1.001e-6 * math.exp(4.5), rel=1e-3)
+
+
+def many(n: int, probabilities: list[float]) -> Step:
+    logits = torch.tensor([probabilities]).log().expand(n, -1).contiguous()
+    tokens = torch.zeros(n, dtype=torch.int64)
+    return Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), matrix_geometry(E))
+
+
+def test_gumbel_token_is_a_sample_from_the_probabilities() -> None:
+    """The Gumbel-max trick, over 20,000 positions and all five tokens: chi-squared with 4 degrees."""
+    n = 20_000
+    proposal = create("gumbel", k=5, top_p=1.0, clamp=False).propose(many(n, P))
+    want = torch.tensor(P, dtype=torch.float64) * n
+    chi = ((proposal.tokens.bincount(minlength=5) - want) ** 2 / want).sum().item()
+    assert chi < 18.5  # exceeded by 0.1% of fair samples
+    largest = proposal.edit.ids.gather(-1, proposal.edit.weights.argmax(-1, keepdim=True)).flatten()
+    assert (largest == proposal.tokens).double().mean() > 0.999  # equal weights in float32 aside
+
+
+def test_gumbel_draws_come_from_the_weights_stream() -> None:
+    step = many(50, P)
+    weights = create("gumbel", k=3, top_p=1.0, tau=1.0).propose(step).edit.weights
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
+    noise = streams.gumbel(keys, 3).clamp(-1.5, 3.0)
+    shares = torch.tensor([4 / 7, 2 / 7, 1 / 7]) * noise.exp()
+    assert torch.allclose(weights, shares / shares.sum(-1, keepdim=True), atol=1e-4)
+
+
+# --- the universal form ---------------------------------------------------------------------------
+
+
+def test_mix_by_hand_with_gradient() -> None:
+    """1/4 (4, 8) + 3/4 (0, 4) = (1, 5); the gradient to a candidate is its weight."""
+    vectors = torch.tensor([[[4.0, 8.0], [0.0, 4.0]]], dtype=torch.bfloat16, requires_grad=True)
+    mixed = mix(vectors, torch.tensor([[0.25, 0.75]]), None, None)
+    assert mixed.dtype == torch.bfloat16 and mixed.tolist() == [[1.0, 5.0]]
+    mixed.sum().backward()
+    assert vectors.grad.tolist() == [[[0.25, 0.25], [0.75, 0.75]]]
+
+
+def test_mix_rounds_once_at_the_end() -> None:
+    """In bfloat16: neither the weights nor the products are rounded, only the sum."""
+    generator = torch.Generator().manual_seed(8)
+    vectors = torch.randn(100, 3, 32, generator=generator).bfloat16()
+    weights = torch.softmax(torch.randn(100, 3, generator=generator), dim=-1)
+    want = (vectors.double() * weights.double().unsqueeze(-1)).sum(dim=1).bfloat16()
+    assert (mix(vectors, weights, None, None) == want).double().mean() > 0.999  # sums near a midpoint aside
+
+
+def test_mix_adds_scaled_noise() -> None:
+    keys = streams.keys(torch.tensor([3]), torch.tensor([4]), streams.Stream.NOISE)
+    mixed = mix(torch.ones(1, 1, 6), torch.ones(1, 1), torch.tensor([0.5]), keys)
+    assert torch.allclose(mixed, 1.0 + 0.5 * streams.normal(keys, 6))
