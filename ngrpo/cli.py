@@ -1,0 +1,90 @@
+"""The command `ngrpo`: train, list, model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from perturbations.options import nearest
+
+_USAGE = """\
+usage: ngrpo COMMAND ...
+
+  train   OpenRLHF with perturbed rollouts (ngrpo train --help)
+  list    the operators: name, source, paper
+  model   make a packaged model into a local Hugging Face folder and print its path
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the words after ``ngrpo``; the process's own by default.
+
+    Returns:
+        The exit code: 0, 1 for a failed run, 2 for bad input, 130 when interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0 if words else 2
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "list": _list, "model": _model}
+    try:
+        if words[0] == "--version":
+            from ngrpo import __version__
+
+            print(f"ngrpo {__version__}")
+            return 0
+        if words[0] not in commands:
+            raise ValueError(
+                f"unknown command {words[0]!r}.{nearest(words[0], commands)} Commands: {', '.join(commands)}."
+            )
+        return commands[words[0]](words[1:])
+    except ValueError as error:
+        print(f"ngrpo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ngrpo: interrupted", file=sys.stderr)
+        return 130
+
+
+def _list(words: list[str]) -> int:
+    if words and words != ["--help"]:
+        raise ValueError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
+    from ngrpo.catalogue import listing
+
+    print(listing())
+    return 0
+
+
+def _model(words: list[str]) -> int:
+    from ngrpo import models
+
+    if len(words) != 1 or words[0].startswith("-"):
+        print(f"usage: ngrpo model NAME\n\npackaged models: {', '.join(models.PACKAGED)}")
+        return 0 if words in (["-h"], ["--help"]) else 2
+    if words[0] not in models.PACKAGED:
+        hint = nearest(words[0], models.PACKAGED)
+        raise ValueError(f"unknown packaged model {words[0]!r}.{hint} Available: {', '.join(models.PACKAGED)}.")
+    print(models.resolve(words[0], report=_say))
+    return 0
+
+
+def _train(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        from ngrpo.catalogue import train_help
+
+        print(train_help())
+        return 0
+    from ngrpo import train
+
+    return train.openrlhf_help() if "--openrlhf-help" in words else train.run(words, report=_say)
+
+
+def _say(line: str) -> None:
+    print(f"ngrpo: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

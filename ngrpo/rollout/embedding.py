@@ -1,0 +1,82 @@
+"""The input embedding of a vLLM model, with an override that is part of the compiled graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class InputOverride:
+    """Persistent buffers that replace the embedding's output at chosen rows of the next forward.
+
+    They are in place before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
+    stay on. The module's class is swapped for a subclass: neither its parameters nor its name in the model change.
+    """
+
+    def __init__(
+        self, module: nn.Module, max_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """
+        Args:
+            module: the model's input embedding.
+            max_tokens: rows of the largest forward.
+            hidden: D.
+            dtype: of the embedding's output.
+            device: of the model.
+        """
+        self._plain_forward = type(module).forward
+        self._module = module
+        # Plain attributes and not registered buffers: vLLM 0.29's layerwise reload moves registered ones.
+        module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
+        module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
+        module.__class__ = _subclass(type(module))
+        self._dirty = False
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """The embedding's own output for ids (N,): (N, D), summed over tensor-parallel ranks."""
+        return self._plain_forward(self._module, ids)
+
+    def clear(self) -> None:
+        """No row of the next forward is replaced."""
+        if self._dirty:
+            self._module.overridden.zero_()
+            self._dirty = False
+
+    def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None) -> None:
+        """Replaces rows of the next forward: rows (N,) int64, vectors (N, D), where mask (N,) bool is True."""
+        self._module.override.index_copy_(0, rows, vectors)
+        flags = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
+        self._module.overridden.index_copy_(0, rows, flags.unsqueeze(-1))
+        self._dirty = True
+
+
+def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+    plain_forward = base.forward
+
+    def forward(self: nn.Module, input_: Tensor) -> Tensor:
+        output = plain_forward(self, input_)
+        rows = output.shape[0]
+        return torch.where(self.overridden[:rows], self.override[:rows], output)
+
+    return type(f"Perturbed{base.__name__}", (base,), {"forward": forward})
+
+
+def find_input_embedding(model: nn.Module) -> nn.Module:
+    """The one input embedding of a vLLM model.
+
+    Raises:
+        ValueError: where there is none, or several, as in models with per-layer embeddings.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    }
+    if len(found) != 1:
+        raise ValueError(
+            f"perturbation: {type(model).__name__} has {len(found)} input embeddings"
+            f" ({', '.join(found) or 'none'}), and exactly one is needed. Use a text-only causal language model."
+        )
+    return next(iter(found.values()))

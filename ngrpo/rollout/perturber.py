@@ -1,0 +1,305 @@
+"""The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
+
+Before the forward, the edits drawn after the last step are written into the embedding's override. After the
+logits, the next tokens are drawn, the gated rows' edits proposed, and both noted in the trajectory store. The host
+knows which rows are gated (the plan needs no logits), so there is no loop over requests and no synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngrpo.rollout.embedding import InputOverride
+from ngrpo.rollout.sampling import race
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import streams
+from perturbations.base import Perturbation, Step
+from perturbations.edit import InputEdit, realise
+from perturbations.gates import TokenConditions
+from perturbations.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The step in flight: which trajectory each row belongs to, and where its next token goes."""
+
+    slots: np.ndarray
+    next_positions: np.ndarray
+    sampled: np.ndarray
+    seeds: Tensor
+    slot_tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _Edits:
+    """Edits drawn in the last step, still on the device: row i is (slots[i], positions[i])."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    vectors: Tensor
+    admitted: Tensor
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host."""
+
+    ready: torch.cuda.Event | None
+    slots: np.ndarray
+    positions: np.ndarray
+    rows: np.ndarray
+    log_probs: Tensor
+    gated: np.ndarray
+    edits: tuple[Tensor, ...]
+
+
+class RolloutPerturber:
+    """Perturbs the rollouts of one worker. Tensor-parallel ranks do the same work on the same draws."""
+
+    def __init__(
+        self,
+        operator: Perturbation,
+        store: TrajectoryStore,
+        conditions: TokenConditions,
+        geometry: Geometry,
+        override: InputOverride,
+        device: torch.device,
+    ) -> None:
+        self._operator, self._store, self._conditions = operator, store, conditions
+        self._geometry, self._override, self._device = geometry, override, device
+        self._names: list[str] = []
+        self._slots = np.zeros(0, dtype=np.int64)
+        self._seeds = self._slot_tensor = torch.zeros(0, dtype=torch.int64)
+        self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
+        self._last_position = np.full(store.slots, -1, dtype=np.int64)
+        self._edits: _Edits | None = None
+        self._notes: deque[_Note] = deque()
+        self._batch: _Batch | None = None
+
+    # --- before the forward -------------------------------------------------------------------------------------
+
+    def begin(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray, discard: np.ndarray) -> None:
+        """Prepares the override for a forward.
+
+        Args:
+            names: request ids in batch order.
+            starts: first position computed of each request, (B,).
+            counts: positions computed of each request, (B,).
+            discard: requests whose prefill is not complete, so that their sample is thrown away, (B,) bool.
+        """
+        self._locate_rows(names)
+        self._override.clear()
+        slots, ends = self._slots, starts + counts
+        last_rows = np.cumsum(counts) - 1
+        if self._edits is not None and len(self._edits.slots):
+            self._place_fresh(self._edits, ends, last_rows)
+        # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
+        fresh = (counts == 1) & (starts == self._last_position[slots])
+        for row in np.flatnonzero(~fresh & self._store.has_edits[slots]):
+            self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
+        self._batch = _Batch(slots, ends, ~discard, self._seeds, self._slot_tensor)
+
+    def _locate_rows(self, names: Sequence[str]) -> None:
+        if names == self._names:
+            return
+        self._row_of_slot[self._slots] = -1
+        self._names = list(names)
+        self._slots = np.array([self._store.live[name].slot for name in names], dtype=np.int64)
+        self._row_of_slot[self._slots] = np.arange(len(names))
+        self._seeds = self._upload(self._store.seeds[self._slots])
+        self._slot_tensor = self._upload(self._slots)
+
+    def _place_fresh(self, edits: _Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
+        rows = self._row_of_slot[edits.slots]
+        present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
+        if present.all():
+            self._override.put(self._upload(last_rows[rows]), edits.vectors, edits.admitted)
+        elif present.any():
+            keep = self._upload(np.flatnonzero(present))
+            self._override.put(self._upload(last_rows[rows[present]]), edits.vectors[keep], edits.admitted[keep])
+
+    def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
+        """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
+        self.drain(wait=True)
+        store = self._store
+        positions = start + np.flatnonzero(store.edited[slot, start : start + count])
+        if not len(positions):
+            return
+        edit = InputEdit(
+            self._upload(store.ids[slot, positions].astype(np.int64)),
+            self._upload(store.weights[slot, positions]),
+            self._upload(store.sigma[slot, positions]) if self._operator.noisy else None,
+        )
+        seeds = self._upload(np.full(len(positions), store.seeds[slot]))
+        vectors = self._realise(edit, seeds, self._upload(positions))
+        self._override.put(self._upload(last_row - (start + count - 1) + positions), vectors)
+
+    # --- after the logits ---------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step of real requests is in flight (a warm-up run is not)."""
+        return self._batch is not None
+
+    def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
+        """Draws the next tokens and the edits of the gated rows.
+
+        Args:
+            scaled: z̃, (B, V) float32.
+            temperature: (B,) float32, 1 for greedy rows.
+            drawable: logits after top-k, top-p and min-p, (B, V) float32.
+            greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
+
+        Returns:
+            The tokens, (B,) int64.
+        """
+        batch, self._batch = self._batch, None
+        store = self._store
+        within = batch.sampled & (batch.next_positions < store.length)
+        places = np.minimum(batch.next_positions, store.length - 1)
+        if (places >= store.planned_until[batch.slots]).any():
+            store.plan(batch.slots, places)
+        tokens, log_total = race(drawable, scaled, self._upload(store.token_keys[batch.slots, places]))
+        if greedy is not None:
+            tokens = torch.where(greedy >= 0, greedy, tokens)
+
+        gated = np.flatnonzero(within & store.planned[batch.slots, places])
+        self._edits = edits = None
+        if len(gated):
+            edits = self._perturb(batch, gated, scaled, temperature, tokens)
+        if self._conditions.tracks_tokens:
+            if batch.sampled.all():
+                self._conditions.observe(batch.slot_tensor, tokens)
+            else:
+                kept = self._upload(np.flatnonzero(batch.sampled))
+                self._conditions.observe(batch.slot_tensor[kept], tokens[kept])
+        log_probs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
+        self._note(batch, within, log_probs, gated, edits or ())
+        # Only what this very step drew can be fresh in the next one; anything older comes from the store.
+        self._last_position.fill(-1)
+        drawn = batch.slots[within]
+        self._last_position[drawn] = batch.next_positions[within]
+        store.lengths[drawn] = batch.next_positions[within] + 1
+        return tokens
+
+    def _perturb(
+        self,
+        batch: _Batch,
+        gated: np.ndarray,
+        scaled: Tensor,
+        temperature: Tensor,
+        tokens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Proposes edits at gated rows, writes their tokens in place, and keeps them for the next forward."""
+        everything = len(gated) == len(batch.slots)
+        rows = self._upload(gated)
+        sampled = tokens[rows]
+        step = Step(
+            scaled if everything else scaled[rows],
+            sampled,
+            temperature[rows],
+            batch.seeds[rows],
+            self._upload(batch.next_positions[gated]),
+            self._geometry,
+        )
+        proposal = self._operator.propose(step)
+        edit = proposal.edit
+        if self._conditions.trivial:
+            admitted = torch.ones_like(rows, dtype=torch.bool)
+            chosen = proposal.tokens
+        else:
+            slots = batch.slot_tensor[rows]
+            opened = self._conditions.open(slots, step.logits)
+            admitted = opened & self._conditions.mixes(slots, proposal.tokens)
+            chosen = torch.where(opened, proposal.tokens, sampled)
+        tokens[rows] = chosen
+        vectors = self._realise(edit, step.seeds, step.positions)
+        self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, admitted)
+        parts = (admitted, edit.ids.to(torch.int32), edit.weights, chosen == sampled)
+        return parts if edit.sigma is None else (*parts, edit.sigma)
+
+    def _realise(self, edit: InputEdit, seeds: Tensor, positions: Tensor) -> Tensor:
+        noise = None
+        if edit.sigma is not None:
+            noise = streams.keys(seeds, positions, streams.Stream.NOISE)
+        return realise(edit, self._override.lookup, noise)
+
+    # --- the store ----------------------------------------------------------------------------------------------
+
+    def _note(
+        self,
+        batch: _Batch,
+        within: np.ndarray,
+        log_probs: Tensor,
+        gated: np.ndarray,
+        edits: tuple[Tensor, ...],
+    ) -> None:
+        ready = None
+        if self._device.type == "cuda":
+            log_probs = log_probs.to("cpu", non_blocking=True)
+            edits = tuple(part.to("cpu", non_blocking=True) for part in edits)
+            ready = torch.cuda.Event()
+            ready.record()
+        self._store.has_edits[batch.slots[gated]] = True
+        rows = np.flatnonzero(within)
+        self._notes.append(_Note(ready, batch.slots, batch.next_positions, rows, log_probs, gated, edits))
+        self.drain(wait=False)
+
+    def drain(self, wait: bool) -> None:
+        """Moves finished notes into the store; with ``wait``, all of them."""
+        while self._notes:
+            note = self._notes[0]
+            if note.ready is not None:
+                if wait:
+                    note.ready.synchronize()
+                elif not note.ready.query():
+                    return
+            self._notes.popleft()
+            self._write(note)
+
+    def _write(self, note: _Note) -> None:
+        store, rows = self._store, note.rows
+        store.log_probs[note.slots[rows], note.positions[rows]] = note.log_probs.numpy()[rows]
+        if not len(note.gated):
+            return
+        at = (note.slots[note.gated], note.positions[note.gated])
+        store.edited[at] = note.edits[0].numpy()
+        store.ids[at] = note.edits[1].numpy()
+        store.weights[at] = note.edits[2].numpy()
+        store.agreed[at] = note.edits[3].numpy()
+        if len(note.edits) > 4:
+            store.sigma[at] = note.edits[4].numpy()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def opened(self, name: str) -> None:
+        """A request has its slot: the row's state starts afresh."""
+        slot = self._store.live[name].slot
+        if self._store.slots > len(self._row_of_slot):
+            more = self._store.slots - len(self._row_of_slot)
+            self._row_of_slot = np.concatenate([self._row_of_slot, np.full(more, -1, dtype=np.int64)])
+            self._last_position = np.concatenate([self._last_position, np.full(more, -1, dtype=np.int64)])
+            self._conditions.grow(self._store.slots)
+        self._last_position[slot] = -1
+        self._conditions.reset(slot)
+
+    def closed(self, slot: int) -> None:
+        """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
+        if self._edits is not None:
+            self._edits.positions[self._edits.slots == slot] = -1
+
+    def weights_changed(self) -> None:
+        """New weights: neighbors and scales are computed again on their next use."""
+        self._geometry.refresh()
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor

@@ -1,0 +1,199 @@
+"""vLLM's plugin entry point (group ``vllm.general_plugins``), loaded by vLLM in each of its processes.
+
+Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("ngrpo.rollout")
+_MARK = "_ngrpo_original"
+
+
+def register() -> None:
+    """Puts the hooks in place, once per process.
+
+    Raises:
+        RuntimeError: where this vLLM is not one that the hooks were checked against.
+    """
+    import vllm
+
+    from ngrpo.rollout.settings import supported
+
+    if not supported(vllm.__version__):
+        # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
+        logger.warning("ngrpo: vLLM %s is not supported (0.26 to 0.29 are); perturbations are off.", vllm.__version__)
+        _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
+        return
+    _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
+    _wrap("vllm.config.vllm", "VllmConfig.use_v2_model_runner", _v1_when_perturbed)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
+    _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
+    _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
+    _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
+    _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
+    _extend_workers()
+
+
+def _wrap(module: str, path: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function, method or property by ``make(original)``, unless it has been."""
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = vars(owner)[name]
+    if hasattr(original, _MARK) or hasattr(getattr(original, "fget", None), _MARK):
+        return
+    plain = original.fget if isinstance(original, property) else original
+    replacement = functools.wraps(plain)(make(plain))
+    setattr(replacement, _MARK, plain)
+    setattr(owner, name, property(replacement) if isinstance(original, property) else replacement)
+
+
+def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks the spec and what it is combined with, in the caller's process, before any model loads."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from ngrpo.rollout import settings
+
+        operator = settings.read(self.additional_config)
+        config = original(self, *args, **kwargs)
+        if operator is not None:
+            settings.check_engine(config, operator)
+        return config
+
+    return create_engine_config
+
+
+def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import vllm
+
+        if isinstance(self.additional_config, dict) and self.additional_config.get("perturbation"):
+            raise RuntimeError(f"perturbations need vLLM 0.26 to 0.29, not {vllm.__version__}: install one of these.")
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def _v1_when_perturbed(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """vLLM 0.29 prefers its V2 model runner, which has no seams for this yet; an explicit choice of V2 is refused."""
+
+    def use_v2_model_runner(self: Any) -> bool:
+        from ngrpo.rollout import settings
+
+        if settings.read(self.additional_config) is None:
+            return original(self)
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+            raise ValueError(
+                "VLLM_USE_V2_MODEL_RUNNER=1: perturbations run in vLLM's V1 model runner. Unset it, or set it to 0."
+            )
+        return False
+
+    return use_v2_model_runner
+
+
+def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        from ngrpo.rollout import settings
+
+        original(self, *args, **kwargs)
+        operator = settings.read(self.vllm_config.additional_config)
+        if operator is not None:
+            from ngrpo.rollout.runner import AttachedPerturbation
+
+            self.perturbation = AttachedPerturbation(self.model_runner, operator)
+            logger.info("perturbation %s is on: %s", operator.name, operator.fingerprint())
+
+    return load_model
+
+
+def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
+
+    def child_params(self: Any, index: int) -> Any:
+        from ngrpo.rollout.settings import KEY
+
+        params = original(self, index)
+        wish = (params.extra_args or {}).get(KEY)
+        if wish and wish.get("seed") is not None:
+            params = params.clone()
+            params.extra_args = {**params.extra_args, KEY: {**wish, "sample": index}}
+        return params
+
+    return child_params
+
+
+def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None]:
+    """The scheduler hashes blocks in the engine core's process, which may be another than the worker's."""
+
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from ngrpo.rollout import settings
+        from ngrpo.rollout.prefix_cache import with_trajectory_keys
+
+        if settings.read(vllm_config.additional_config) is not None:
+            # block_pool holds the function under a name of its own.
+            for module in ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool"):
+                _wrap(module, "generate_block_hash_extra_keys", with_trajectory_keys)
+        original(self, vllm_config, *args, **kwargs)
+
+    return init
+
+
+def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
+    """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
+
+    def abort_request(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> None:
+        names = list(request_ids)
+        original(self, names, *args, **kwargs)
+        if _perturbed(self):
+            self.collective_rpc("perturbation_drop", args=(names,))
+
+    return abort_request
+
+
+def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def abort(self: Any, request_id: Any, *args: Any, **kwargs: Any) -> None:
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        await original(self, names, *args, **kwargs)
+        if _perturbed(self):
+            await self.collective_rpc("perturbation_drop", args=(names,))
+
+    return abort
+
+
+def _perturbed(engine: Any) -> bool:
+    from ngrpo.rollout import settings
+
+    return settings.read(engine.vllm_config.additional_config) is not None
+
+
+def _extend_workers() -> None:
+    """Remote procedures of every worker, called with ``collective_rpc`` by name."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def fingerprint(self: Any) -> str:
+        attached = getattr(self, "perturbation", None)
+        return attached.operator.fingerprint() if attached else ""
+
+    def take(self: Any, names: list[str] | None = None, unfinished: list[str] | None = None) -> Any:
+        return self.perturbation.book.take(names, unfinished)
+
+    def drop(self: Any, names: list[str]) -> None:
+        self.perturbation.book.drop(names)
+
+    def replace(self: Any, spec: dict[str, Any]) -> None:
+        from perturbations import registry
+
+        self.perturbation.replace(registry.create(**spec))
+
+    WorkerBase.perturbation_fingerprint = fingerprint
+    WorkerBase.perturbation_replace = replace
+    WorkerBase.perturbation_take = take
+    WorkerBase.perturbation_drop = drop

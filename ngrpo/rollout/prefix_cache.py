@@ -1,0 +1,37 @@
+"""Prefix caching: a block that holds generated tokens belongs to its trajectory alone; prompt blocks are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ngrpo.rollout.settings import KEY
+from perturbations.replay import ReplayRecord
+
+
+def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps vLLM's ``generate_block_hash_extra_keys`` (v1/core/kv_cache_utils.py, 0.26 to 0.29).
+
+    A block's hash does not show what was fed at its positions, only which tokens stand there. So a block that
+    reaches beyond the prompt, or beyond the first position that a record to be replayed touches, gets the request's
+    own id as an extra key: found again by the same request after a preemption, and by no other.
+    """
+
+    def generate_block_hash_extra_keys(request: Any, start: int, end: int, start_mm_idx: int) -> Any:
+        keys, next_mm_idx = original(request, start, end, start_mm_idx)
+        if end > _shared_tokens(request):
+            keys = (*(keys or ()), f"{KEY}:{request.request_id}")
+        return keys, next_mm_idx
+
+    return generate_block_hash_extra_keys
+
+
+def _shared_tokens(request: Any) -> int:
+    """How many of a request's first tokens are fed as they are, whoever asks."""
+    params = request.sampling_params
+    wish = (getattr(params, "extra_args", None) or {}).get(KEY) or {}
+    if wish.get("record"):
+        positions = ReplayRecord.from_bytes(wish["record"]).positions
+        if len(positions):
+            return min(int(positions[0]), request.num_prompt_tokens)
+    return request.num_prompt_tokens

@@ -1,0 +1,93 @@
+"""Picking up the records of finished requests from an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ngrpo.rollout.requests import external_id
+from perturbations import registry
+from perturbations.replay import ReplayRecord
+
+_MISSING = (
+    "this engine has no perturbation: build it with additional_config={'perturbation': {'name': 'neighbor'}} in an"
+    " environment where ngrpo is installed (pip install ngrpo), so that vLLM finds its plugin; VLLM_PLUGINS, if set,"
+    " must name ngrpo_perturbation."
+)
+
+
+def take_records(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
+    """Hands over the records of finished requests; each is handed over once.
+
+    Args:
+        llm: a ``vllm.LLM`` with a perturbation.
+        request_ids: ``RequestOutput.request_id`` of the requests wanted; None for all that have finished.
+
+    Returns:
+        ``request_id`` to record. With ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``,
+        as vLLM itself numbers them.
+
+    Raises:
+        RuntimeError: where the engine has no perturbation installed.
+    """
+    return {name: record for name, (record, _) in take_trajectories(llm, request_ids).items()}
+
+
+def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
+    """As :func:`take_records`, with log π of each generated token at temperature, before top-k, top-p and min-p.
+
+    Returns:
+        Key to record and (generated,) float32.
+    """
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    unfinished = list(llm.llm_engine.output_processor.request_states)
+    wanted = None if request_ids is None else list(request_ids)
+    taken = llm.llm_engine.collective_rpc("perturbation_take", args=(wanted, unfinished))[0]
+    return {external_id(name): parse(pair) for name, pair in taken.items()}
+
+
+def parse(pair: Sequence[bytes]) -> tuple[ReplayRecord, np.ndarray]:
+    """The record and log-probabilities of one trajectory, from what a worker sent."""
+    return ReplayRecord.from_bytes(pair[0]), np.frombuffer(pair[1], dtype=np.float32)
+
+
+def drop_records(llm: Any, request_ids: Sequence[str]) -> None:
+    """Forgets the records of aborted requests, by ``RequestOutput.request_id``."""
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    llm.llm_engine.collective_rpc("perturbation_drop", args=(list(request_ids),))
+
+
+def set_perturbation(llm: Any, name: str, **options: Any) -> None:
+    """Gives a running engine another operator, between requests: to compare operators without loading twice.
+
+    Args:
+        llm: a ``vllm.LLM`` built with a perturbation.
+        name: as in :func:`perturbations.create`; rate 0 is allowed here and draws as the engine does.
+        options: as in :func:`perturbations.create`.
+
+    Raises:
+        ValueError: for a bad spec.
+        RuntimeError: where the engine has no perturbation installed.
+    """
+    operator = registry.create(name, **options)
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    llm.llm_engine.collective_rpc("perturbation_replace", args=(operator.spec(),))
+
+
+def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:
+    """Raises ``RuntimeError`` unless every worker of an engine runs the same, expected perturbation.
+
+    Args:
+        fingerprints: one per worker, empty where a worker has none.
+        expected: the spec's fingerprint, or None for any.
+    """
+    for rank, seen in enumerate(fingerprints):
+        if not seen:
+            raise RuntimeError(f"vLLM worker {rank} runs unperturbed: {_MISSING}")
+        if expected is not None and seen != expected:
+            raise RuntimeError(
+                f"vLLM worker {rank} runs another perturbation than this run asked for: {seen} instead of {expected}."
+                " Are all nodes on the same version of ngrpo?"
+            )

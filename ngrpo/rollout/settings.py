@@ -1,0 +1,71 @@
+"""The perturbation of an engine, read from vLLM's ``additional_config``, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from perturbations import registry
+from perturbations.base import Perturbation
+
+KEY = "perturbation"
+
+
+def read(additional_config: Any) -> Perturbation | None:
+    """The operator that ``additional_config={"perturbation": {...}}`` names; None where nothing is perturbed.
+
+    Raises:
+        ValueError: for anything that is not a valid spec.
+    """
+    spec = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    if spec is None:
+        return None
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise ValueError(
+            f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
+            " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
+        )
+    operator = registry.create(**spec)
+    return operator if operator.active else None
+
+
+def check_engine(config: Any, operator: Perturbation) -> None:
+    """Refuses what would silently change the result.
+
+    Args:
+        config: a ``vllm.config.VllmConfig``.
+        operator: the engine's perturbation.
+
+    Raises:
+        ValueError: with the setting and the mend.
+    """
+    problems = []
+    if config.speculative_config is not None:
+        problems.append("speculative decoding: the draft model would not see the perturbed inputs. Turn it off")
+    if config.parallel_config.pipeline_parallel_size > 1:
+        size = config.parallel_config.pipeline_parallel_size
+        problems.append(
+            f"pipeline_parallel_size={size}: only the first stage embeds. Set it to 1 and use tensor parallelism"
+        )
+    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        problems.append("decode context parallelism. Set decode_context_parallel_size to 1")
+    model = config.model_config
+    if model.enable_prompt_embeds:
+        problems.append("enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off")
+    if model.is_multimodal_model:
+        problems.append("a multimodal model: its inputs do not pass through one embedding. Use a text-only model")
+    if model.runner_type != "generate":
+        problems.append(f"runner={model.runner_type!r}: only generation is perturbed. Use runner='generate'")
+    if model.is_encoder_decoder:
+        problems.append("an encoder-decoder model. Use a decoder-only model")
+    if config.kv_transfer_config is not None:
+        problems.append("KV transfer between engines: perturbed blocks must not be shared. Leave it out")
+    if problems:
+        raise ValueError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
+    operator.check_model(model.get_vocab_size())
+
+
+def supported(version: str, supported_minors: Sequence[int] = (26, 27, 28, 29)) -> bool:
+    """Whether a vLLM version is in the checked range, 0.26 to 0.29."""
+    parts = version.split("+")[0].split(".")
+    return parts[0] == "0" and parts[1].isdigit() and int(parts[1]) in supported_minors

@@ -1,0 +1,180 @@
+"""What a run did: `summary.json` and a short table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngrpo import __version__
+from ngrpo.events import Series, read_scalars
+from ngrpo.hardware.profile import flag_value
+from ngrpo.preflight import installed_version, vllm_version
+from perturbations import registry
+
+_PREFIX = "train/"
+_PERTURBATION = "perturbation/"
+_PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
+_DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
+_ROWS = 24
+_BARS = "▁▂▃▄▅▆▇█"
+
+# Heading, key in a step, digits.
+_COLUMNS = (
+    ("reward", "reward", 3),
+    ("rate", "rate", 3),
+    ("anchor≠sampled", "anchor_differs", 3),
+    ("shift", "shift", 3),
+    ("gap perturbed", "gap_perturbed_mean", 5),
+    ("max", "gap_perturbed_max", 4),
+    ("gap plain", "gap_plain_mean", 5),
+    ("max", "gap_plain_max", 4),
+    ("tokens/s", "tokens_per_second", 0),
+    ("s/step", "step_seconds", 1),
+)
+
+
+def finish(
+    folder: Path,
+    args: Sequence[str],
+    *,
+    spec: Mapping[str, Any] | None,
+    hardware: str,
+    began: float,
+) -> str:
+    """Writes ``summary.json`` of a finished run.
+
+    Args:
+        folder: the run's folder.
+        args: the flags that OpenRLHF was started with.
+        spec: the perturbation, or None.
+        hardware: ``cpu`` or ``cuda``.
+        began: Unix time of the start; older logs in the same folder are not this run's.
+
+    Returns:
+        The table for the screen.
+    """
+    log = Path(flag_value(args, "--logger.tensorboard_dir") or folder / "tensorboard")
+    scalars = read_scalars(log, began) if log.is_dir() else {}
+    place = folder / "summary.json"
+    summary: dict[str, Any] = {
+        "perturbation": None if spec is None else dict(spec),
+        "steps": steps(scalars),
+        "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
+        "seconds": round(time.time() - began, 1),
+        "seed": int(flag_value(args, "--train.seed") or _DEFAULT_SEED),
+        "hardware": hardware,
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+        "versions": versions(),
+        "places": {
+            "checkpoint": flag_value(args, "--ckpt.output_dir"),
+            "tensorboard": str(log),
+            "summary": str(place),
+        },
+        "openrlhf_args": list(args),
+        "scalars": scalars,
+    }
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return table(summary)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of all that computes."""
+    return {
+        "ngrpo": __version__,
+        "vllm": vllm_version(),
+        **{name: installed_version(name) for name in _PACKAGES},
+    }
+
+
+def steps(scalars: Series) -> list[dict[str, float]]:
+    """One row per training step, with the keys that were logged for it.
+
+    ``tokens_per_second`` is generated tokens over the generation's time; ``anchor_differs`` is the share of
+    perturbed positions whose token is not the ordinarily sampled one.
+    """
+    train = {tag[len(_PREFIX) :]: values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
+    rows = []
+    for step, reward in train.get("rollout/reward_mean", {}).items():
+        row: dict[str, float] = {"step": step, "reward": reward}
+        for tag, values in train.items():
+            if tag.startswith(_PERTURBATION) and step in values:
+                row[tag[len(_PERTURBATION) :]] = values[step]
+        if "anchor_agreement" in row:
+            row["anchor_differs"] = 1.0 - row["anchor_agreement"]
+        at = {tag: values[step] for tag, values in train.items() if step in values}
+        seconds = at.get("timing/generation", 0.0)
+        if seconds > 0.0 and "rollout/response_length_mean" in at and "rollout/num_samples" in at:
+            row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
+        if "timing/step_total" in at:
+            row["step_seconds"] = at["timing/step_total"]
+        rows.append(row)
+    return rows
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary for people: one line per step (thinned where there are many), then where everything is."""
+    rows = summary["steps"]
+    places = summary["places"]
+    lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
+    if rows:
+        lines += ["", *_grid(_thin(rows)), "", *_figures(rows)]
+    else:
+        lines += ["", "no training step was logged: are there fewer prompts than --rollout.batch_size?"]
+    lines += [
+        f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}",
+        f"checkpoint    {places['checkpoint']}",
+        f"TensorBoard   {places['tensorboard']}",
+        f"summary       {places['summary']}",
+    ]
+    return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars, the lowest and the highest of them at the ends of the scale."""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _describe(spec: Mapping[str, Any] | None) -> str:
+    """Name, rate, and the options that are not at their defaults."""
+    if spec is None:
+        return "none (stock OpenRLHF and vLLM)"
+    defaults = {field.name: field.default for field in dataclasses.fields(registry.get(spec["name"]))}
+    options = {key: value for key, value in spec.items() if key == "rate" or defaults.get(key, value) != value}
+    return " ".join([str(spec["name"]), *(f"{key}={value}" for key, value in options.items())])
+
+
+def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    stride = -(-len(rows) // _ROWS)
+    return [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
+
+
+def _grid(rows: list[dict[str, float]]) -> list[str]:
+    shown = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    cells = [["step", *(heading for heading, _, _ in shown)]]
+    for row in rows:
+        numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in shown)
+        cells.append([str(int(row["step"])), *numbers])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells]
+
+
+def _figures(rows: list[dict[str, float]]) -> list[str]:
+    rewards = [row["reward"] for row in rows]
+    lines = [f"reward        {sparkline(rewards)}  {rewards[0]:.3f} → {rewards[-1]:.3f}"]
+    size = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
+    if size:
+        lines.append(f"records       {sum(size) / len(size):.2f} bytes per generated token")
+    return lines

@@ -1,0 +1,101 @@
+"""`ngrpo train`: check everything, launch OpenRLHF, sum up."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from ngrpo import flags, models, preflight, progress, summary, tasks
+from ngrpo.hardware import profile_for
+from ngrpo.hardware.profile import flag_value
+
+
+def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+    """Trains.
+
+    Args:
+        words: everything after ``ngrpo train``.
+        report: called with each line for the user that is not the summary.
+
+    Returns:
+        The exit code: 0, or 1 where the training itself failed.
+
+    Raises:
+        ValueError: for bad input, before any model loads.
+    """
+    command = flags.parse(words)
+    hardware = profile_for(command.hardware).name
+    for note in (*command.notes, *_hardware_notes(hardware)):
+        report(f"warning: {note}")
+    folder = _run_folder(command)
+    args = _prepare(command, folder, report)
+    began = time.time()
+    status = _launch(args, command, hardware, report)
+    if status == 0:
+        print(summary.finish(folder, args, spec=command.spec, hardware=hardware, began=began), flush=True)
+    return status
+
+
+def openrlhf_help() -> int:
+    """Prints OpenRLHF's own help, also where its needs (flash-attn) have stand-ins."""
+    from ngrpo.trainer.launch import launch
+
+    preflight.check_stack()
+    launch(["--help"], spec=None, hardware="auto")
+    return 0
+
+
+def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
+    """Checks first, what takes longest last. Returns the flags for OpenRLHF, additions in front."""
+    given = command.openrlhf_args
+    preflight.check_stack()
+    preflight.check_flags(given, command.spec)
+    flags.replace_model_names(given, models.check_name)
+    added = flags.run_flags(folder, given)
+    if command.task is not None:
+        added += tasks.expand(command.task, folder / "task", given)
+    preflight.check_files([*added, *given])
+    if added:
+        report(f"added to OpenRLHF's flags: {shlex.join(added)}")
+    args = flags.replace_model_names([*added, *given], lambda name: models.resolve(name, report=report))
+    preflight.check_model(flag_value(args, "--actor.model_name_or_path") or "", command.spec)
+    return args
+
+
+def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
+    from ngrpo.trainer.launch import TrainingFailed, launch
+    from ngrpo.trainer.seams import SeamMismatch
+
+    log = progress.into_file(Path(command.log_file).expanduser()) if command.log_file else nullcontext()
+    try:
+        with log:
+            launch(args, spec=command.spec, hardware=hardware)
+    except SeamMismatch as error:
+        raise ValueError(str(error)) from None
+    except TrainingFailed as error:
+        report(f"training failed: {error}")
+        return 1
+    return 0
+
+
+def _run_folder(command: flags.TrainCommand) -> Path:
+    if command.run_dir is not None:
+        return Path(command.run_dir).expanduser()
+    operator = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{operator}"
+
+
+def _hardware_notes(hardware: str) -> list[str]:
+    if hardware == "cpu":
+        return []
+    import torch
+
+    if torch.cuda.is_available() or os.environ.get("RAY_ADDRESS"):
+        return []
+    python = f"{sys.executable} sees no CUDA device"
+    return [f"--hardware cuda, but {python}: without a Ray cluster that has GPUs this waits for them forever."]

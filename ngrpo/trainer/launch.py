@@ -1,0 +1,149 @@
+"""Runs OpenRLHF's own training program in this process, on the Ray and the hardware at hand.
+
+`openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser; what is ours is in place
+before it starts: the seams in this process, and in every Ray worker through `worker_process_setup_hook`.
+Without a perturbation and on CUDA there is nothing of ours at all: that is stock OpenRLHF.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngrpo.hardware import Profile, profile_for, with_default_flags
+from ngrpo.trainer.install import CONDITIONS, install
+from ngrpo.trainer.seams import check
+
+SPEC = "NGRPO_PERTURBATION"
+"""Environment variable: the perturbation's spec as JSON, in the driver and in every worker process."""
+
+_PROGRAM = "openrlhf.cli.train_ppo_ray"
+
+# What OpenRLHF 0.11.2 gives its own ray.init (cli/train_ppo_ray.py); ours takes its place.
+_OPENRLHF_ENV = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+}
+
+
+class TrainingFailed(RuntimeError):
+    """OpenRLHF, or one of its Ray actors, ended with an error; the message names the root cause."""
+
+
+def launch(openrlhf_args: Sequence[str], *, spec: Mapping[str, Any] | None, hardware: str) -> None:
+    """Trains until OpenRLHF's program ends.
+
+    Args:
+        openrlhf_args: OpenRLHF's flags, e.g. ``["--actor.model_name_or_path", "…", …]``.
+        spec: The perturbation's spec, which serialises to JSON; None for plain OpenRLHF.
+        hardware: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: For a flag that this hardware cannot serve.
+        ngrpo.trainer.seams.SeamMismatch: Where upstream is not what we were written against.
+        TrainingFailed: With the root cause, whatever process it happened in.
+        SystemExit: OpenRLHF's parser refused a flag (or printed its help).
+    """
+    profile = profile_for(hardware)
+    flags, added = with_default_flags(openrlhf_args, profile)
+    profile.check(flags)
+    if added:
+        print(f"[hardware {profile.name}] default flags: {shlex.join(added)}", flush=True)
+    conditions = conditions_for(profile, spec)
+    check(conditions)
+    for name, value in profile.env.items():
+        os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
+    if conditions:
+        _start_ray(profile, flags, conditions, spec)
+        install(conditions)
+    _run(flags)
+
+
+def conditions_for(profile: Profile, spec: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Returns the conditions of `ngrpo.trainer.seams` that hold; none means stock OpenRLHF."""
+    conditions = ("cpu",) if profile.name == "cpu" else ()
+    return conditions if spec is None else (*conditions, "perturbation")
+
+
+def worker_env(profile: Profile, conditions: Sequence[str], spec: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns the environment of every Ray worker process; what the user exported wins."""
+    env = {**_OPENRLHF_ENV, **profile.env}
+    env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
+    env[CONDITIONS] = ",".join(conditions)
+    if spec is not None:
+        env[SPEC] = json.dumps(spec, sort_keys=True)
+    # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
+    # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
+    here = str(Path(__file__).resolve().parents[2])
+    paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
+    return env
+
+
+def _start_ray(
+    profile: Profile, flags: Sequence[str], conditions: Sequence[str], spec: Mapping[str, Any] | None
+) -> None:
+    """Starts Ray, or connects to the cluster in RAY_ADDRESS, with the setup hook for every worker."""
+    import ray
+
+    env = worker_env(profile, conditions, spec)
+    os.environ.update({name: env[name] for name in (CONDITIONS, SPEC) if name in env})
+    resources = {} if os.environ.get("RAY_ADDRESS") else profile.ray_init(flags)
+    ray.init(
+        runtime_env={"env_vars": env, "worker_process_setup_hook": "ngrpo.trainer.install.in_worker"},
+        **resources,
+    )
+
+
+def _run(flags: Sequence[str]) -> None:
+    argv, sys.argv = sys.argv, [_PROGRAM, *flags]
+    logs = ""
+    try:
+        runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        logs = _log_folder()
+        traceback.print_exc()
+        raise TrainingFailed(root_cause(error) + logs) from None
+    finally:
+        sys.argv = argv
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
+
+
+def root_cause(error: BaseException) -> str:
+    """Returns the innermost error of a chain of Ray errors in one paragraph, and where it was raised."""
+    where = ""
+    while True:
+        cause = getattr(error, "cause", None)  # RayTaskError: the error as raised in the actor.
+        where = str(getattr(error, "function_name", "") or where)
+        following = cause if isinstance(cause, BaseException) else error.__cause__
+        if following is None or following is error:
+            break
+        error = following
+    text = str(error).strip() or "(no message)"
+    cause_text = f"{type(error).__name__}: {text}"
+    # An actor that died while it was made has its whole traceback as its message; the error's own line
+    # is the last one that is not indented.
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    if lines and "\n  File " in text:
+        cause_text = lines[-1] + f"\n  ({type(error).__name__}; the traceback is above)"
+    return cause_text + (f"\n  in {where}" if where else "")
+
+
+def _log_folder() -> str:
+    try:
+        import ray
+
+        node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
+        return "" if node is None else f"\n  logs of all processes: {node.get_logs_dir_path()}"
+    except (ImportError, AttributeError):
+        return ""

@@ -1,0 +1,94 @@
+"""What each training step reports of its perturbation, so that a broken replay is seen on the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngrpo.trainer.sidecar import Sidecar, unpack
+
+SHIFT_SUM, SHIFT_COUNT = "perturbation/shift_sum", "perturbation/shift_count"
+
+
+def step_metrics(passengers: Sequence[Sidecar | None], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Summarises a batch of trajectories before the update.
+
+    Args:
+        passengers: one per sample; samples without one are left out.
+        log_probs: log π of the trainer by position of the token, (T,) each, entry 0 unused.
+
+    Returns:
+        ``rate``: perturbed positions per generated token. ``anchor_agreement``: share of perturbed positions whose
+        token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of tokens predicted
+        right after a perturbed input; ``gap_plain_*``: of all others. ``record_bytes_per_token``: serialised size.
+        A value that has no token to speak of is left out.
+    """
+    generated = perturbed = agreed = size = 0
+    after, elsewhere = [], []
+    for passenger, trainer in zip(passengers, log_probs):
+        if passenger is None:
+            continue
+        record, rollout = passenger.record, passenger.log_probs[: len(trainer)]
+        tokens = np.flatnonzero(~np.isnan(rollout))
+        gap = np.abs(trainer[tokens] - rollout[tokens])
+        follows = np.isin(tokens - 1, record.positions)
+        after.append(gap[follows])
+        elsewhere.append(gap[~follows])
+        generated += len(tokens)
+        perturbed += int(np.isin(record.positions, tokens).sum())
+        agreed += int(record.agreed.sum())
+        size += len(record.to_bytes())
+    if not generated:
+        return {}
+    metrics = {"rate": perturbed / generated, "record_bytes_per_token": size / generated}
+    if perturbed:
+        metrics["anchor_agreement"] = agreed / perturbed
+    for name, parts in (("gap_perturbed", after), ("gap_plain", elsewhere)):
+        gap = np.concatenate(parts)
+        if len(gap):
+            metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gap.mean()), float(gap.max())
+    return {f"perturbation/{name}": value for name, value in metrics.items()}
+
+
+def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`RemoteExperienceMaker.make_experience_batch`: measures right after the actor's forward."""
+
+    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+        experiences = original(self, rollout_samples)
+        passengers, log_probs = [], []
+        for experience in experiences:
+            passengers.extend(unpack(experience.mm_train_inputs))
+            # Entry t of the log-probabilities is of token t + 1; masked entries are 0.
+            padded = np.pad(experience.action_log_probs.float().numpy(), ((0, 0), (1, 0)))
+            lengths = experience.attention_mask.sum(dim=-1).tolist()
+            log_probs.extend(row[:length] for row, length in zip(padded, lengths))
+        self.perturbation_metrics = step_metrics(passengers, log_probs)
+        return experiences
+
+    return make_experience_batch
+
+
+def reporting_trainer(plain: type) -> type:
+    """`PPOTrainer` and `TrainingActor`: the measures join each step's status, and so the log and TensorBoard.
+
+    A subclass, since ``@ray.remote`` copies inherited methods into the class it decorates: a method replaced in
+    ``BasePPOTrainer`` would not be called.
+    """
+
+    class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
+        def train_step(self, *args: Any, **kwargs: Any) -> Any:
+            status, global_step = plain.train_step(self, *args, **kwargs)
+            add_measures(status, self.experience_maker.perturbation_metrics)
+            return status, global_step
+
+    return ReportingTrainer
+
+
+def add_measures(status: dict[str, Any], measures: dict[str, float]) -> None:
+    """Adds a step's measures to OpenRLHF's status, and turns the sums of the replay into the mean shift."""
+    status.update(measures)
+    total, count = status.pop(SHIFT_SUM, 0.0), status.pop(SHIFT_COUNT, 0.0)
+    if count:
+        status["perturbation/shift"] = total / count

@@ -1,0 +1,166 @@
+"""OpenRLHF's rollout actor with a perturbed vLLM engine: each response carries its record.
+
+The functions at the end are rows of `ngrpo.trainer.seams`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextvars import ContextVar
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+
+from ngrpo.rollout.records import check_installed, parse
+from ngrpo.rollout.settings import KEY
+from ngrpo.trainer.launch import SPEC
+from ngrpo.trainer.sidecar import Sidecar
+from perturbations import registry
+from perturbations.base import Perturbation
+from perturbations.streams import trajectory_seed
+
+
+class _Trajectory:
+    """The turns of one trajectory so far; a further turn replays the record of those before it."""
+
+    def __init__(self) -> None:
+        self.sidecar: Sidecar | None = None
+
+    def add(self, pair: Any, prompt: list[int], tokens: list[int]) -> None:
+        record, log_probs = parse(pair)
+        length = len(prompt) + len(tokens)
+        by_position = np.full(length, np.nan, dtype=np.float32)
+        if self.sidecar is not None:
+            # The last token of a turn may have been re-tokenised away by the agent; positions rule.
+            known = self.sidecar.log_probs[: len(prompt)]
+            by_position[: len(known)] = known
+        # The engine may have computed a token or two past a stop string.
+        by_position[len(prompt) :] = log_probs[: len(tokens)]
+        self.sidecar = Sidecar(record.truncate(length), by_position)
+
+
+# Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
+_trajectory: ContextVar[_Trajectory | None] = ContextVar("trajectory", default=None)
+
+
+class RecordingExecutor:
+    """Wraps OpenRLHF's agent executor: puts the record of a trajectory into its response."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+        """As the wrapped executor's, with the record in ``mm_train_inputs``."""
+        trajectory = _Trajectory()
+        token = _trajectory.set(trajectory)
+        try:
+            response = await self._executor.execute(**kwargs)
+        finally:
+            _trajectory.reset(token)
+        if trajectory.sidecar is not None:
+            response["mm_train_inputs"] = trajectory.sidecar.pack()
+        return response
+
+
+def engine_operator(seed: int) -> Perturbation:
+    """The run's operator for the engine with this OpenRLHF seed: every engine has streams of its own."""
+    spec = json.loads(os.environ[SPEC])
+    mixed = trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF
+    return registry.create(**{**spec, "seed": mixed})
+
+
+async def confirm(actor: Any, operator: Perturbation) -> None:
+    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this operator."""
+    try:
+        fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
+    except Exception:
+        # vLLM answers a method that its workers lack with an error of its own.
+        fingerprints = [""]
+    check_installed(fingerprints, operator.fingerprint())
+
+
+async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
+    """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)"""
+    from vllm.inputs import TokensPrompt
+    from vllm.utils import random_uuid
+
+    trajectory = _trajectory.get()
+    params, name = deepcopy(sampling_params), random_uuid()
+    wish = dict((params.extra_args or {}).get(KEY) or {})
+    if trajectory is not None and trajectory.sidecar is not None:
+        wish["record"] = trajectory.sidecar.record.to_bytes()
+    params.extra_args = {**(params.extra_args or {}), KEY: wish}
+    async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
+        output = partial
+    taken = (await actor.llm.collective_rpc("perturbation_take", args=([name], None)))[0]
+    if trajectory is not None and wish.get("enabled", True):
+        (pair,) = taken.values()
+        trajectory.add(pair, list(prompt), list(output.outputs[0].token_ids))
+    return output
+
+
+def perturbed_engine(plain: type) -> type:
+    """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
+
+    Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
+    """
+
+    class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
+        async def __init__(self, *args: Any, **kwargs: Any) -> None:
+            operator = engine_operator(kwargs.get("seed", 0))
+            kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), KEY: operator.spec()}
+            await plain.__init__(self, *args, **kwargs)
+            await confirm(self, operator)
+            self.executor = RecordingExecutor(self.executor)
+
+        async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+            if multi_modal_data:
+                raise ValueError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
+            return await generate(self, prompt_token_ids, sampling_params)
+
+    return PerturbedRolloutRayActor
+
+
+class _WithoutPerturbation:
+    """Stands for an engine's handle while evaluation samples are requested."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.get_num_unfinished_requests = engine.get_num_unfinished_requests
+        self.generate_responses = self
+
+    def remote(self, *, sampling_params: Any, **kwargs: Any) -> Any:
+        """``engine.generate_responses.remote`` with the perturbation switched off for the request."""
+        params = deepcopy(sampling_params)
+        params.extra_args = {**(params.extra_args or {}), KEY: {"enabled": False}}
+        return self._engine.generate_responses.remote(sampling_params=params, **kwargs)
+
+
+def plain_evaluation(plain: type) -> type:
+    """`SamplesGenerator` that never perturbs evaluation rollouts, unless ``perturb_eval`` asks for it."""
+
+    class PlainEvaluationSamplesGenerator(plain):  # type: ignore[misc, valid-type]
+        _evaluating = False
+
+        def generate_eval_samples(self, **kwargs: Any) -> Any:
+            self._evaluating = not json.loads(os.environ[SPEC]).get("perturb_eval", False)
+            try:
+                return super().generate_eval_samples(**kwargs)
+            finally:
+                self._evaluating = False
+
+        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
+            if not self._evaluating:
+                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
+            engines, self.vllm_engines = (
+                self.vllm_engines,
+                [_WithoutPerturbation(e) for e in self.vllm_engines],
+            )
+            try:
+                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
+            finally:
+                self.vllm_engines = engines
+
+    return PlainEvaluationSamplesGenerator

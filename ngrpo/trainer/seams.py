@@ -1,0 +1,289 @@
+"""Everything that is replaced in OpenRLHF, Ray, vLLM and torch for training: one table.
+
+Upstream stays unmodified on disk. A row says what is replaced, by what, why, under which condition, and
+the state of the upstream source that it was written against. `check` compares that state with what is
+installed before anything starts, so an upgrade that moves a seam is one clear error and not a run that
+trains on something else. `python -m ngrpo.trainer.seams` prints the table and the states found.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+
+IMPORT = "<import>"
+
+
+class SeamMismatch(RuntimeError):
+    """Upstream code is not what a row of the table was written against."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One replaced (or relied-upon) piece of upstream code.
+
+    Attributes:
+        module: Upstream module.
+        attribute: Dotted name inside it, or `IMPORT` for a context that holds while it is imported.
+        ours: ``"module:function"``; the function takes the original and returns what takes its place
+            (for a ``@ray.remote`` class: takes the plain class, returns a subclass). Rows for one
+            attribute apply in the order of the table, each onto the one before, so they compose.
+            None: nothing is replaced, we only rely on it.
+        when: The condition under which the row is active, e.g. ``"cpu"`` or ``"perturbation"``.
+        upstream: ``"sha:…"`` of the definition's source, or its parameter names ``"(self, x)"`` where
+            only the signature matters, or ``"import"`` for a name that the module merely imports.
+        checked: Distribution and version that the row was checked with.
+        why: Why, in one line.
+    """
+
+    module: str
+    attribute: str
+    ours: str | None
+    when: str
+    upstream: str
+    checked: str
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+_CPU, _SYNC = "ngrpo.hardware.cpu", "ngrpo.trainer.weight_sync"
+_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+
+SEAMS: tuple[Seam, ...] = (
+    # ---- a machine without CUDA -------------------------------------------------------------------
+    Seam(
+        "torch.cuda", "current_device", f"{_CPU}:cuda_current_device", "cpu", "()", "torch 2.13.0",
+        "OpenRLHF moves batches to torch.cuda.current_device()",
+    ),
+    Seam(
+        "torch.cuda", "set_device", f"{_CPU}:cuda_do_nothing", "cpu", "(device)", "torch 2.13.0",
+        "DeepspeedStrategy.setup_distributed chooses a CUDA device",
+    ),
+    Seam(
+        "torch.cuda", "synchronize", f"{_CPU}:cuda_do_nothing", "cpu", "(device)", "torch 2.13.0",
+        "torch_dist_barrier_and_cuda_sync waits for the device",
+    ),
+    Seam(
+        "openrlhf.models.ring_attn_utils", IMPORT, "ngrpo.hardware.flash_attn_cpu:during_import", "cpu",
+        "import", "openrlhf 0.11.2", "imports flash_attn, which has no CPU build, at module level",
+    ),
+    Seam(
+        "openrlhf.utils.deepspeed.deepspeed", "init_device_mesh", f"{_CPU}:device_mesh", "cpu",
+        "import", "openrlhf 0.11.2", 'asks for a device mesh on "cuda" by name',
+    ),
+    Seam(
+        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.moving_average", f"{_CPU}:moving_average",
+        "cpu", "(self, model, model_ema, beta, device)", "openrlhf 0.11.2",
+        'the actor passes the device "cuda" by name (--train.enable_ema)',
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__",
+        f"{_CPU}:replay_buffer_init", "cpu", "sha:ee37108b4b5d", "openrlhf 0.11.2",
+        'its target device is "cuda:{index}"',
+    ),
+    Seam(
+        "deepspeed.comm.torch", "build_shm_op", f"{_CPU}:shared_memory_op", "cpu", "()", "deepspeed 0.19.6",
+        "compiles an all-reduce kernel for half a minute, also for a group of one process",
+    ),
+    # ---- weight sync without NCCL -----------------------------------------------------------------
+    Seam(
+        _ACTOR, "ActorPPOTrainer._init_vllm_sync_group", f"{_SYNC}:no_sync_group", "cpu",
+        "sha:2af981ae42b8",
+        "openrlhf 0.11.2", "opens an NCCL group between the trainer and the engines",
+    ),
+    Seam(
+        _ACTOR, "ActorPPOTrainer.broadcast_to_vllm", f"{_SYNC}:hand_over_weights", "cpu",
+        "sha:a7ed79f664d6",
+        "openrlhf 0.11.2", "broadcasts parameters over NCCL; ours hands them over in shared memory",
+    ),
+    Seam(
+        "openrlhf.trainer.ray.vllm_engine", "RolloutRayActor", f"{_SYNC}:engine_with_file_sync", "cpu",
+        "sha:6bda23ee4983",
+        "openrlhf 0.11.2", "gains the method that takes those weights",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
+        "(self, weights_iterator, weights_path, is_checkpoint_format)", "vllm 0.29.0",
+        "takes the weights; plain load_weights fails on CPU, where linear weights are repacked",
+    ),
+    # ---- perturbed rollouts and their replay ------------------------------------------------------
+    Seam(
+        "openrlhf.trainer.ray.vllm_engine", "RolloutRayActor",
+        "ngrpo.trainer.rollout_actor:perturbed_engine", "perturbation", "sha:6bda23ee4983",
+        "openrlhf 0.11.2", "gives vLLM the spec, and each response its record",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator",
+        "ngrpo.trainer.rollout_actor:plain_evaluation", "perturbation", "sha:11458b2545a7",
+        "openrlhf 0.11.2", "evaluation rollouts are not perturbed",
+    ),
+    Seam(
+        _ACTOR, "PolicyModelActor", "ngrpo.trainer.model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
+        "openrlhf 0.11.2", "its log-probabilities are of the replayed history",
+    ),
+    Seam(
+        "openrlhf.trainer.ray.launcher", "ReferenceModelActor",
+        "ngrpo.trainer.model_actors:replaying_reference", "perturbation", "sha:871e4cda19c1",
+        "openrlhf 0.11.2", "likewise, through its own embedding",
+    ),
+    Seam(
+        _ACTOR, "ActorPPOTrainer.training_step", "ngrpo.trainer.model_actors:replaying_training_step",
+        "perturbation", "sha:783a57970a6a",
+        "openrlhf 0.11.2", "the forward that is differentiated replays",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience_batch",
+        "ngrpo.trainer.metrics:measured_experience", "perturbation", "sha:b5693a55753f",
+        "openrlhf 0.11.2", "measures rollout against replay before the update",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_trainer", "PPOTrainer", "ngrpo.trainer.metrics:reporting_trainer",
+        "perturbation", "sha:74b355e75a15",
+        "openrlhf 0.11.2", "the measures join the step's log",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_trainer_async", "TrainingActor", "ngrpo.trainer.metrics:reporting_trainer",
+        "perturbation", "sha:ad079d89d655",
+        "openrlhf 0.11.2", "likewise, in asynchronous training",
+    ),
+    Seam(
+        "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, "perturbation", "sha:e557741c5553",
+        "openrlhf 0.11.2", "calls generate() once per turn and returns mm_train_inputs in its response",
+    ),
+)  # fmt: skip
+
+
+def active(conditions: Iterable[str]) -> tuple[Seam, ...]:
+    """Returns the rows whose condition holds, in the order of the table."""
+    held = frozenset(conditions)
+    return tuple(seam for seam in SEAMS if seam.when in held)
+
+
+def check(conditions: Iterable[str], seams: Iterable[Seam] | None = None) -> None:
+    """Compares every active row with the installed sources, without importing them.
+
+    Raises:
+        SeamMismatch: One error that lists every row that does not match, expected and found.
+    """
+    rows = active(conditions) if seams is None else tuple(seams)
+    wrong = [(seam, state) for seam in rows if (state := found(seam)) != seam.upstream]
+    if wrong:
+        lines = [
+            f"  {seam.target}\n"
+            f"    expected {seam.upstream} ({seam.checked}), found {state} ({_installed(seam.module)})\n"
+            f"    replaced by {seam.ours or 'nothing, only relied upon'}: {seam.why}"
+            for seam, state in wrong
+        ]
+        releases = sorted({seam.checked.replace(" ", "==") for seam, _ in wrong})
+        raise SeamMismatch(
+            f"{len(wrong)} of {len(rows)} seams do not match the installed packages:\n"
+            + "\n".join(lines)
+            + f"\nInstall the checked release ({', '.join(releases)}), or read the new source, adapt ours "
+            "and enter the new state in ngrpo/trainer/seams.py (python -m ngrpo.trainer.seams prints it)."
+        )
+
+
+def found(seam: Seam) -> str:
+    """Returns the state of a row's upstream code in the form that the row uses, or what is missing."""
+    tree = _tree(seam.module)
+    if isinstance(tree, str):
+        return tree
+    if seam.attribute == IMPORT:
+        return "import"
+    if seam.upstream == "import":
+        return "import" if _imports(tree, seam.attribute) else "nothing of that name"
+    node = _definition(tree, seam.attribute)
+    if node is None:
+        return "nothing of that name"
+    if seam.upstream.startswith("("):
+        if isinstance(node, ast.ClassDef):
+            return "a class"
+        arguments = node.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        return f"({', '.join(names)})"
+    return _source_hash(_source(seam.module), node)
+
+
+# ---- reading upstream sources (parsing only: importing OpenRLHF takes seconds and needs flash_attn) ----
+
+
+def _path(module: str) -> Path | None:
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    if spec is None or not spec.origin:
+        return None
+    base = Path(spec.origin).parent.joinpath(*rest)
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if rest and p.is_file()), None)
+
+
+@cache
+def _source(module: str) -> str | None:
+    path = _path(module)
+    return None if path is None else path.read_text(encoding="utf-8")
+
+
+@cache
+def _tree(module: str) -> ast.Module | str:
+    source = _source(module)
+    return f"no module {module}" if source is None else ast.parse(source)
+
+
+def _definition(tree: ast.AST, dotted: str) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
+    node: ast.AST = tree
+    for name in dotted.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        matches = [n for n in getattr(node, "body", []) if isinstance(n, kinds) and n.name == name]
+        if not matches:
+            return None
+        node = matches[-1]
+    return node  # type: ignore[return-value]
+
+
+def _imports(tree: ast.Module, name: str) -> bool:
+    return any(
+        alias.asname == name or (alias.asname is None and alias.name == name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+    )
+
+
+def _source_hash(source: str, node: ast.AST) -> str:
+    # The text and not the tree: ast.dump differs between Python versions.
+    start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = [line.rstrip() for line in source.splitlines()[start - 1 : node.end_lineno]]
+    return "sha:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _installed(module: str) -> str:
+    top = module.split(".")[0]
+    names = packages_distributions().get(top, [top])
+    try:
+        return f"{names[0]} {version(names[0])}"
+    except PackageNotFoundError:
+        return f"{top} is not installed"
+
+
+def main(write: Callable[[str], object] = print) -> int:
+    """Prints the table with the state found; returns 1 if a row does not match."""
+    wrong = 0
+    for seam in SEAMS:
+        state = found(seam)
+        wrong += state != seam.upstream
+        mark = "ok " if state == seam.upstream else "NOT"
+        write(f"{mark} [{seam.when}] {seam.target} -> {seam.ours}: {seam.why} ({seam.checked}: {state})")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

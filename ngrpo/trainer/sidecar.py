@@ -1,0 +1,61 @@
+"""What rides with a sample through OpenRLHF: its replay record and the rollout's log-probabilities.
+
+OpenRLHF carries a dictionary per sample, ``mm_train_inputs``, from the rollout to the actor's forward, the
+reference's forward and the training step. It is meant for images; text-only models ignore it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perturbations.replay import ReplayRecord
+
+_RECORD, _LOG_PROBS = "perturbation_record", "perturbation_log_probs"
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """One sample's passenger.
+
+    Attributes:
+        record: the perturbed inputs.
+        log_probs: log π at the rollout by position in the sequence, NaN where no token was generated, (T,) float32.
+    """
+
+    record: ReplayRecord
+    log_probs: np.ndarray
+
+    def pack(self) -> dict[str, bytes]:
+        """As plain bytes: nothing that OpenRLHF would move to a device or pad."""
+        return {_RECORD: self.record.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
+
+
+def unpack(side_inputs: Sequence[Any] | None) -> list[Sidecar | None]:
+    """The passengers of a batch.
+
+    Args:
+        side_inputs: ``Experience.mm_train_inputs``: one dictionary or None per sample.
+
+    Returns:
+        One per sample, None where the sample has none.
+    """
+    return [_unpack_one(entry) for entry in side_inputs or ()]
+
+
+def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord | None]:
+    """The records of a batch, in order; all None where nothing rides along."""
+    passengers = unpack(side_inputs) or [None] * batch
+    return [None if p is None else p.record for p in passengers]
+
+
+def _unpack_one(entry: Any) -> Sidecar | None:
+    if not entry or _RECORD not in entry:
+        return None
+    return Sidecar(
+        ReplayRecord.from_bytes(entry[_RECORD]),
+        np.frombuffer(entry[_LOG_PROBS], dtype="<f4").astype(np.float32),
+    )

