@@ -1,0 +1,103 @@
+"""Tokens per second of perturbed rollouts against stock vLLM, interleaved in one process.
+
+    python -m benchmarks.rollout [--model smollm2-135m] [--pairs 5] [--batches 1,16,64] [--rates 0.1,1]
+
+A stock engine and a perturbed one live side by side; each pair times stock, then the operator, on the same prompts.
+Printed: the median of the paired ratios (perturbed / stock, higher is better), and the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from benchmarks.machine import describe
+from ngrpo.models import resolve
+from ngrpo.rollout import set_perturbation, take_records
+from perturbations import available
+
+QUESTION = "Explain step by step how to find the sum of the first hundred odd numbers."
+
+
+def engine(model: str, spec: dict[str, Any] | None, compiled: bool) -> Any:
+    from vllm import LLM
+
+    extra = {"additional_config": {"perturbation": spec}} if spec else {}
+    on_cpu = {} if _cuda() else {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
+    on_gpu = {"gpu_memory_utilization": 0.4} if _cuda() else {}
+    return LLM(
+        model,
+        dtype="bfloat16",
+        enforce_eager=not compiled,
+        max_model_len=1024,
+        max_num_seqs=64,
+        **on_cpu,
+        **on_gpu,
+        **extra,
+    )
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def rate_of(llm: Any, batch: int, tokens: int) -> float:
+    """Generated tokens per second."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(batch)]
+    began = time.perf_counter()
+    llm.chat(messages, params, use_tqdm=False)
+    return batch * tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--batches", default="1,16,64")
+    parser.add_argument("--rates", default="0.1,1")
+    parser.add_argument("--operators", default=None, help="separated by commas; all by default")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    model = resolve(options.model)
+    stock, perturbed = engine(model, None, options.compiled), engine(model, {"name": "gumbel"}, options.compiled)
+    in_tree = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
+    names = options.operators.split(",") if options.operators else in_tree
+    batches = [int(b) for b in options.batches.split(",")]
+    print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}")
+    print(f"{'operator':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
+    for name in names:
+        for rate in (float(r) for r in options.rates.split(",")):
+            set_perturbation(perturbed, name, rate=rate)
+            for batch in batches:
+                # The first runs fill the neighbor table and compile the sampler for this batch.
+                rate_of(stock, batch, options.tokens), rate_of(perturbed, batch, options.tokens)
+                pairs = [
+                    (rate_of(stock, batch, options.tokens), rate_of(perturbed, batch, options.tokens))
+                    for _ in range(options.pairs)
+                ]
+                take_records(perturbed)
+                ratios = [ours / theirs for theirs, ours in pairs]
+                plain = statistics.median(theirs for theirs, _ in pairs)
+                print(
+                    f"{name:10s} {rate:5g} {batch:5d} {plain:12.1f} {statistics.median(ratios):7.3f}"
+                    f"  {min(ratios):.3f}-{max(ratios):.3f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

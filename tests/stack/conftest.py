@@ -1,0 +1,52 @@
+"""One float32 engine and one float32 Hugging Face model, shared by the stack tests of the rollout."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stack.harness import build_engine
+
+
+@pytest.fixture(scope="session")
+def engine(smollm2: str) -> Iterator[Any]:
+    """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one here."""
+    yield build_engine(
+        smollm2,
+        {"name": "neighbor", "rate": 0.1},
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def hf_model(smollm2: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+_status = 0
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    global _status
+    _status = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Ends the process right after pytest's last line.
+
+    Engines that live in this process are torn down by the interpreter in an order that makes triton's bindings
+    (vLLM 0.29) report hundreds of leaked types, which would bury the result.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_status)

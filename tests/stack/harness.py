@@ -1,0 +1,126 @@
+"""Real engines and real models for the stack tests: building, sampling, and replaying in Hugging Face."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from perturbations import ReplayRecord, replaying
+
+QUESTIONS = [
+    "What is 7 plus 5?",
+    "Explain why the sky is blue.",
+    "List three prime numbers and their sum.",
+    "Write a short story about a fox.",
+]
+
+
+def build_engine(model: str, spec: dict[str, Any] | None, **options: Any) -> Any:
+    """A float32 engine in this process, small and eager unless told otherwise."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM
+
+    settings = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": 1 << 28,
+        "disable_log_stats": True,
+    }
+    extra = {"additional_config": {"perturbation": spec}} if spec is not None else {}
+    return LLM(model, **{**settings, **options, **extra})
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled trajectory."""
+
+    prompt: list[int]
+    tokens: list[int]
+    record: ReplayRecord
+    log_probs: np.ndarray
+    engine_log_probs: list[float]
+
+    @property
+    def sequence(self) -> list[int]:
+        return self.prompt + self.tokens
+
+
+def sample(
+    llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]] | None = None, **params: Any
+) -> list[Rollout]:
+    """Samples from token prompts. ``wishes``: extra_args["perturbation"] of each request."""
+    from vllm import SamplingParams
+
+    from ngrpo.rollout import take_trajectories
+
+    settings: dict[str, Any] = {
+        "temperature": 1.0,
+        "max_tokens": 64,
+        "ignore_eos": True,
+        "logprobs": 0,
+        **params,
+    }
+    each = [
+        SamplingParams(**settings, extra_args={"perturbation": wish} if wish else None)
+        for wish in (wishes or [None] * len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], each, use_tqdm=False)
+    taken = take_trajectories(llm)
+    rollouts = []
+    for prompt, output in zip(prompts, outputs):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        record, log_probs = taken[output.request_id]
+        engine = [step[token].logprob for step, token in zip(completion.logprobs, tokens)]
+        rollouts.append(Rollout(list(prompt), tokens, record, log_probs, engine))
+    return rollouts
+
+
+def chat_prompts(llm: Any, questions: Sequence[str] = tuple(QUESTIONS), copies: int = 1) -> list[list[int]]:
+    """Chat-templated token prompts, each question ``copies`` times."""
+    tokenizer = llm.get_tokenizer()
+    result = []
+    for question in questions:
+        message = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        result.extend([tokenizer.encode(text, add_special_tokens=False)] * copies)
+    return result
+
+
+@torch.no_grad()
+def replay_log_probs(
+    model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0, replay: bool = True
+) -> list[torch.Tensor]:
+    """log π of each generated token in one right-padded Hugging Face forward, a (generated,) tensor per rollout."""
+    longest = max(len(r.sequence) for r in rollouts)
+    tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, rollout in enumerate(rollouts):
+        tokens[row, : len(rollout.sequence)] = torch.tensor(rollout.sequence)
+        mask[row, : len(rollout.sequence)] = 1
+    records = [r.record if replay else None for r in rollouts]
+    with replaying(model, records, attention_mask=mask):
+        logits = model(tokens, attention_mask=mask).logits
+    result = []
+    for row, rollout in enumerate(rollouts):
+        start, end = len(rollout.prompt), len(rollout.sequence)
+        chosen = tokens[row, start:end].unsqueeze(-1)
+        scaled = logits[row, start - 1 : end - 1].float() / temperature
+        result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1))
+    return result
+
+
+def gaps(model: Any, rollouts: Sequence[Rollout], replay: bool = True, temperature: float = 1.0) -> torch.Tensor:
+    """|Δ log p| between rollout and replay at every generated token."""
+    replayed = replay_log_probs(model, rollouts, temperature, replay)
+    return torch.cat([(now - torch.from_numpy(r.log_probs.copy())).abs() for now, r in zip(replayed, rollouts)])

@@ -1,0 +1,35 @@
+"""Run by test_tensor_parallel.py, in a process without another engine: prints what two ranks gave, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+
+
+def main(folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.stack.harness import build_engine, gaps, sample
+
+    spec = {"name": "neighbor", "rate": 0.5, "variant": "released"}
+    llm = build_engine(folder, spec, tensor_parallel_size=2, distributed_executor_backend="mp")
+    fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")
+    prompts = [list(range(100 * i, 100 * i + 20)) for i in range(1, 5)]
+    rollouts = sample(llm, prompts, max_tokens=32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result = {
+        "ranks": len(fingerprints),
+        "specs": len(set(fingerprints)),
+        "edits": sum(len(r.record) for r in rollouts),
+        "gap": gaps(model, rollouts).max().item(),
+        "without": gaps(model, rollouts, replay=False).max().item(),
+    }
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

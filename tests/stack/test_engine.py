@@ -1,0 +1,119 @@
+"""What an engine refuses, and what happens to records when requests are aborted or weights change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.rollout import set_perturbation, take_records
+from perturbations import ExactIndex
+from tests.stack.harness import build_engine, chat_prompts, gaps, sample
+
+pytestmark = pytest.mark.stack
+SPEC = {"name": "neighbor", "rate": 0.1}
+
+
+def config(smollm2: str, spec: dict[str, Any], **options: Any) -> Any:
+    from vllm import EngineArgs
+
+    return EngineArgs(smollm2, additional_config={"perturbation": spec}, **options).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "says"),
+    [
+        ({"name": "neighbour"}, {}, "Did you mean 'neighbor'"),
+        ({"name": "neighbor", "rate": 1.5}, {}, r"rate=1\.5.*in \[0, 1\]"),
+        ({"name": "neighbor", "k": 1}, {}, "k=1.*at least 2"),
+        ({"name": "neighbor", "k": 50000}, {}, r"k=50000.*\[2, 49152\]"),
+        ({"name": "gaussian", "metric": "l2"}, {}, "belongs to perturbation neighbor"),
+        ({"rate": 0.1}, {}, "a dictionary with a 'name'"),
+        (SPEC, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
+        (
+            SPEC,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding",
+        ),
+        (SPEC, {"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+    ],
+)
+def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(smollm2, spec, **options)
+
+
+def test_the_v2_runner_is_refused_by_name(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config(smollm2, SPEC).use_v2_model_runner is False
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        _ = config(smollm2, SPEC).use_v2_model_runner
+
+
+def test_an_engine_without_a_perturbation_has_no_records(smollm2: str) -> None:
+    with pytest.raises(RuntimeError, match="worker 0 runs unperturbed"):
+        take_records(build_engine(smollm2, None))
+
+
+def test_aborted_requests_leave_no_record(engine: Any) -> None:
+    from vllm import SamplingParams
+
+    set_perturbation(engine, "gumbel")
+    prompts = chat_prompts(engine)[:2]
+    for name, prompt in zip(("kept", "aborted"), prompts):
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    for _ in range(4):
+        engine.llm_engine.step()
+    with pytest.raises(Exception, match="requests are running"):
+        set_perturbation(engine, "soft")
+    engine.llm_engine.abort_request(["aborted"])
+    while engine.llm_engine.has_unfinished_requests():
+        engine.llm_engine.step()
+    assert list(take_records(engine)) == ["kept"]
+
+
+def test_a_stop_string_keeps_the_record(engine: Any) -> None:
+    """vLLM aborts such a request inside the engine once the front end has seen the string."""
+    from vllm import SamplingParams
+
+    set_perturbation(engine, "gumbel")
+    prompts = [{"prompt_token_ids": p} for p in chat_prompts(engine)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=48, stop=[" the", ".", " and"]), use_tqdm=False)
+    assert any(o.outputs[0].finish_reason == "stop" for o in outputs)
+    assert set(take_records(engine)) == {o.request_id for o in outputs}
+
+
+def test_new_weights_give_new_neighbors(smollm2: str, hf_model: Any) -> None:
+    llm = build_engine(smollm2, {"name": "neighbor", "rate": 1.0, "mix_temperature": 3.0, "realization": "sampled"})
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    prompts = chat_prompts(llm)[:2]
+    sample(llm, prompts, max_tokens=8)
+    changed = {name: p.detach().clone() for name, p in hf_model.named_parameters()}
+    draws = torch.Generator().manual_seed(0)
+    embedding = changed["model.embed_tokens.weight"]
+    embedding += 0.5 * embedding.std() * torch.randn(embedding.shape, generator=draws)
+    runner.reload_weights(weights_iterator=iter(changed.items()))
+    (rollout, _) = sample(llm, prompts, max_tokens=8)
+    ids, _ = ExactIndex(embedding).query(torch.from_numpy(rollout.record.ids[:, 0]).long(), 2)
+    assert ids.tolist() == rollout.record.ids[:, 1:].tolist()
+
+
+@pytest.fixture
+def examples_on_the_path() -> Iterator[None]:
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
+@pytest.mark.usefixtures("examples_on_the_path")
+def test_an_operator_from_outside_the_package(engine: Any, hf_model: Any) -> None:
+    set_perturbation(engine, "custom_perturbation:RunnerUp", rate=0.5, share=0.4)
+    rollouts = sample(engine, chat_prompts(engine), max_tokens=24)
+    assert sum(len(r.record) for r in rollouts) > 20
+    assert gaps(hf_model, rollouts).max() <= 1e-4

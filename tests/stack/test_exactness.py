@@ -1,0 +1,52 @@
+"""Rollout against replay on real SmolLM2 and real vLLM: every operator, and everything that could disturb it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ngrpo.rollout import set_perturbation
+from perturbations import available
+from tests.stack.harness import chat_prompts, gaps, sample
+
+pytestmark = pytest.mark.stack
+
+OPTIONS = {
+    "neighbor": [{}, {"variant": "released"}, {"metric": "l2", "mix_temperature": 3.0}],
+    "gaussian": [{}, {"base": "soft"}],
+    "gumbel": [{}],
+    "soft": [{}],
+}
+CASES = [
+    pytest.param(
+        name,
+        {**options, "rate": rate},
+        id=f"{name}-{rate}-{'-'.join(map(str, options.values())) or 'default'}",
+    )
+    for name, choices in OPTIONS.items()
+    for options in choices
+    for rate in (0.1, 1.0)
+]
+
+
+def test_every_operator_of_the_tree_is_here() -> None:
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    assert in_tree - {"none"} == set(OPTIONS)
+
+
+@pytest.mark.filterwarnings("ignore:neighbor with rate 1")
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, options: dict[str, Any]) -> None:
+    set_perturbation(engine, name, **options)
+    rollouts = sample(engine, chat_prompts(engine, copies=4), max_tokens=80)
+    gap = gaps(hf_model, rollouts)
+    perturbed = sum(len(r.record) for r in rollouts)
+    assert len(gap) >= 1000
+    assert gap.max() <= 1e-4
+    assert gap.mean() <= 1e-5
+    assert perturbed == pytest.approx(options["rate"] * len(gap), rel=0.25)
+    if name == "neighbor" and options["rate"] == 0.1:
+        assert sum(len(r.record.to_bytes()) for r in rollouts) <= 3 * len(gap)
+    without = gaps(hf_model, rollouts[::4], replay=False)
+    assert without.max() >= 1e-2, "leaving the replay out must show, or this test shows nothing"

@@ -1,0 +1,142 @@
+"""Gradients through a replayed position: checkpointed, packed and under ZeRO-2, all equal to the plain one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perturbations import ReplayRecord, replaying
+from perturbations.replay_scope import ReplayScope
+
+pytestmark = pytest.mark.stack
+NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
+
+
+def a_record(positions: list[int], length: int, sigma: float | None = None) -> ReplayRecord:
+    count = len(positions)
+    return ReplayRecord(
+        5,
+        2,
+        length,
+        np.array(positions, np.int32),
+        np.array(NEIGHBORS[:count], np.int32),
+        np.tile(np.array([[0.5, 0.3, 0.2]], np.float32), (count, 1)),
+        None if sigma is None else np.full(count, sigma, np.float32),
+        np.ones(count, dtype=bool),
+    )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, list[ReplayRecord | None]]:
+    """Three right-padded samples of 12, 9 and 7 tokens; the second is not perturbed."""
+    tokens = torch.arange(100, 136).view(3, 12) % 97 + 100
+    mask = torch.ones_like(tokens)
+    mask[1, 9:], mask[2, 7:] = 0, 0
+    return tokens, mask, [a_record([3, 4, 9], 12), None, a_record([2, 5], 7, sigma=0.1)]
+
+
+def gradients(model: Any, replay: bool = True) -> dict[str, torch.Tensor]:
+    tokens, mask, records = batch()
+    model.zero_grad()
+    with replaying(model, records if replay else [None] * 3, attention_mask=mask):
+        logits = model(tokens, attention_mask=mask).logits
+        log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        (-(log_probs * mask[:, 1:]).sum()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plain(hf_model: Any) -> dict[str, torch.Tensor]:
+    return gradients(hf_model)
+
+
+def test_neighbors_receive_gradient(hf_model: Any) -> None:
+    """Through the input alone: the head, which ties the matrix, is cut off."""
+    embedding = hf_model.get_input_embeddings()
+    tokens, mask, records = batch()
+    embedding.weight.grad = None
+    with ReplayScope(embedding)(records, mask) as stats:
+        embedding(tokens).square().sum().backward()
+    touched = set(embedding.weight.grad.abs().sum(-1).nonzero().flatten().tolist())
+    assert {11, 12, 13, 14, 15, 16, 17, 18, 19} <= touched
+    assert stats.count() == 5
+    replaced = {tokens[0, 3].item(), tokens[0, 9].item(), tokens[2, 5].item()} - set(tokens[1, :9].tolist())
+    elsewhere = set(tokens[0, [0, 1, 2, 5, 6, 7, 8, 10, 11]].tolist()) | set(
+        tokens[2, [0, 1, 3, 4, 6, 7, 8, 9, 10, 11]].tolist()
+    )
+    for token in replaced - elsewhere:
+        assert token not in touched, "a replaced token must receive no gradient"
+
+
+def test_replay_changes_the_gradient(hf_model: Any, plain: dict[str, torch.Tensor]) -> None:
+    without = gradients(hf_model, replay=False)
+    name = "model.embed_tokens.weight"
+    assert (plain[name] - without[name]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], reentrant: bool) -> None:
+    hf_model.train()
+    hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    try:
+        if reentrant:
+            hf_model.enable_input_require_grads()
+        checkpointed = gradients(hf_model)
+    finally:
+        hf_model.gradient_checkpointing_disable()
+        hf_model.eval()
+        if reentrant:
+            hf_model.disable_input_require_grads()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_samples_at_the_level_of_the_mapping(hf_model: Any) -> None:
+    """OpenRLHF's own unpadding (with the CPU stand-in for flash-attn's helpers), and the embedding's output."""
+    from ngrpo.hardware.flash_attn_cpu import during_import
+
+    with during_import():
+        from openrlhf.models.ring_attn_utils import unpad_and_slice_tensor
+    embedding = hf_model.get_input_embeddings()
+    tokens, mask, records = batch()
+    packed, _, _, _, indices = unpad_and_slice_tensor(tokens, mask, None)
+    with ReplayScope(embedding)(records, mask):
+        padded_vectors = embedding(tokens).flatten(0, 1)[indices]
+        packed_vectors = embedding(packed)[0]
+    assert packed.shape == (1, 28)
+    assert torch.equal(padded_vectors, packed_vectors)
+    assert not torch.equal(packed_vectors, embedding(packed)[0])
+
+
+def test_left_padding(hf_model: Any) -> None:
+    tokens, mask, records = batch()
+    embedding = hf_model.get_input_embeddings()
+    with ReplayScope(embedding)(records, mask):
+        right = embedding(tokens)
+    shift = [12 - int(n) for n in mask.sum(-1)]
+    rolled = torch.stack([torch.roll(row, s) for row, s in zip(tokens, shift)])
+    rolled_mask = torch.stack([torch.roll(row, s) for row, s in zip(mask, shift)])
+    with ReplayScope(embedding)(records, rolled_mask):
+        left = embedding(rolled)
+    for row, s in enumerate(shift):
+        assert torch.equal(left[row, s:], right[row, : 12 - s])
+
+
+def test_zero_2(tmp_path: Path, smollm2: str, plain: dict[str, torch.Tensor]) -> None:
+    """DeepSpeed's engine in a process of its own; its gathered gradient of the embedding against the plain one."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.stack.zero_2_gradient", smollm2, str(tmp_path / "gradient.pt")],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    under_zero = torch.load(tmp_path / "gradient.pt")
+    torch.testing.assert_close(under_zero, plain["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,215 @@
+"""A trajectory depends on its seed and its prompt alone: not on its batch, on chunks, caches or preemptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout import set_perturbation
+from perturbations import ReplayRecord
+from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
+
+pytestmark = pytest.mark.stack
+
+LONG = "Here are some numbers: " + ", ".join(str(n) for n in range(60)) + ". Which of them are prime?"
+QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]
+# Gumbel at rate 1 is left to test_exactness: its weights are a continuous function of the logits with gain 1/τ = 10,
+# fed back at every position, so the rounding of another batch's matrix product grows tenfold every few positions.
+OPERATORS = [
+    ("neighbor", {"rate": 0.3, "mix_temperature": 3.0}),
+    ("gumbel", {"rate": 0.3}),
+    ("gaussian", {"rate": 0.5}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_engine(smollm2: str) -> Iterator[Any]:
+    """One whole prefill per prompt, no prefix caching, room for all: the reference for every disturbance."""
+    yield build_engine(smollm2, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
+
+
+def seeded(llm: Any, prompts: Sequence[list[int]], seeds: Sequence[int], **params: Any) -> list[Rollout]:
+    return sample(llm, prompts, [{"seed": s} for s in seeds], max_tokens=48, **params)
+
+
+def by_token(record: ReplayRecord) -> np.ndarray:
+    return np.take_along_axis(record.weights, np.argsort(record.ids, axis=-1), axis=-1)
+
+
+def assert_same(first: Sequence[Rollout], second: Sequence[Rollout]) -> None:
+    """Gates and noise bit for bit, tokens and weights up to float rounding.
+
+    A token may flip where a draw falls within rounding of a boundary; what follows it is another trajectory. So the
+    records are compared up to the first difference, and almost no trajectory may have one.
+    """
+    flips = 0
+    for a, b in zip(first, second):
+        assert a.record.seed == b.record.seed
+        same = np.array(a.sequence) == np.array(b.sequence)
+        length = len(same) if same.all() else int(same.argmin())
+        flips += not same.all()
+        left, right = a.record.truncate(length), b.record.truncate(length)
+        np.testing.assert_array_equal(left.positions, right.positions)
+        # By token: two candidates with near-equal logits may swap places.
+        np.testing.assert_array_equal(np.sort(left.ids), np.sort(right.ids))
+        np.testing.assert_allclose(by_token(left), by_token(right), atol=2e-4)
+        if left.sigma is not None:
+            np.testing.assert_array_equal(left.sigma, right.sigma)
+    assert flips <= len(first) // 8
+
+
+@pytest.mark.parametrize(("name", "options"), OPERATORS, ids=[name for name, _ in OPERATORS])
+def test_batch_order_size_chunks_and_cache(
+    engine: Any, plain_engine: Any, hf_model: Any, name: str, options: dict[str, Any]
+) -> None:
+    for llm in (engine, plain_engine):
+        set_perturbation(llm, name, **options)
+    prompts = chat_prompts(engine, QUESTIONS, copies=3)
+    seeds = list(range(len(prompts)))
+    together = seeded(plain_engine, prompts, seeds)
+    assert_same(together, seeded(plain_engine, prompts[::-1], seeds[::-1])[::-1])
+    assert_same(together[::4], [seeded(plain_engine, [prompts[i]], [seeds[i]])[0] for i in seeds[::4]])
+    # The shared engine computes the long prompt in chunks of 64 tokens, and finds prompts in its prefix cache.
+    chunked = seeded(engine, prompts, seeds)
+    assert_same(together, chunked)
+    assert gaps(hf_model, chunked).max() <= 1e-4
+
+
+def test_preemption_with_recomputation(smollm2: str, plain_engine: Any, hf_model: Any) -> None:
+    """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
+    set_perturbation(plain_engine, "gumbel", rate=0.5)
+    small = build_engine(
+        smollm2,
+        {"name": "gumbel", "rate": 0.5},
+        num_gpu_blocks_override=8,
+        block_size=32,
+        max_model_len=192,
+        enable_prefix_caching=False,
+    )
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    prompts = chat_prompts(small, QUESTIONS[:2], copies=4)
+    seeds = list(range(len(prompts)))
+    disturbed = seeded(small, prompts, seeds)
+    assert len(preempted) >= 3, "the cache is not small enough for this test to show anything"
+    assert_same(seeded(plain_engine, prompts, seeds), disturbed)
+    assert gaps(hf_model, disturbed).max() <= 1e-4
+
+
+def test_compiled_model_gives_the_eager_records(smollm2: str, plain_engine: Any, hf_model: Any) -> None:
+    set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
+    compiled = build_engine(
+        smollm2,
+        {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0},
+        enforce_eager=False,
+        enable_prefix_caching=False,
+    )
+    prompts = chat_prompts(compiled, QUESTIONS[:2], copies=4)
+    seeds = list(range(len(prompts)))
+    rollouts = seeded(compiled, prompts, seeds)
+    assert_same(seeded(plain_engine, prompts, seeds), rollouts)
+    assert gaps(hf_model, rollouts).max() <= 1e-4
+
+
+def test_members_of_a_group_differ_and_a_run_repeats(plain_engine: Any) -> None:
+    prompts = chat_prompts(plain_engine, QUESTIONS[:1], copies=4)
+    runs = []
+    for _ in range(2):
+        set_perturbation(plain_engine, "neighbor", rate=0.3, seed=5)
+        runs.append(sample(plain_engine, prompts, max_tokens=24))
+    assert len({tuple(r.tokens) for r in runs[0]}) == 4
+    assert len({r.record.seed for r in runs[0]}) == 4
+    assert [r.tokens for r in runs[0]] == [r.tokens for r in runs[1]]
+
+
+def test_several_samples_of_one_request(plain_engine: Any) -> None:
+    """``SamplingParams(n=3)`` with one seed: three trajectories, named as vLLM names them."""
+    from vllm import SamplingParams
+
+    from ngrpo.rollout import take_records
+
+    set_perturbation(plain_engine, "gumbel")
+    params = SamplingParams(n=3, max_tokens=16, extra_args={"perturbation": {"seed": 1}})
+    prompt = chat_prompts(plain_engine, QUESTIONS[:1])[0]
+    (output,) = plain_engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    records = take_records(plain_engine)
+    assert sorted(records) == [f"{i}_{output.request_id}" for i in range(3)]
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+    assert take_records(plain_engine) == {}, "a record is handed over once"
+
+
+def test_switched_off_for_one_request(plain_engine: Any, hf_model: Any) -> None:
+    set_perturbation(plain_engine, "gumbel")
+    prompts = chat_prompts(plain_engine, QUESTIONS[:1], copies=2)
+    off, on = sample(plain_engine, prompts, [{"enabled": False}, {}], max_tokens=24)
+    assert len(off.record) == 0
+    assert len(on.record) == 24
+    assert gaps(hf_model, [off], replay=False).max() <= 1e-4
+
+
+def test_a_further_turn_replays_the_turns_before(plain_engine: Any, hf_model: Any) -> None:
+    """The record of turn one goes with turn two's request; one record then covers both."""
+    set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
+    (first,) = sample(plain_engine, chat_prompts(plain_engine, QUESTIONS[:1]), max_tokens=24)
+    further = first.sequence + plain_engine.get_tokenizer().encode("\nAnd what is 3 plus 4?")
+    wish = {"record": first.record.to_bytes()}
+    (second,) = sample(plain_engine, [further], [wish], max_tokens=24)
+    assert second.record.seed == first.record.seed
+    assert second.record.truncate(len(first.sequence)).positions.tolist() == first.record.positions.tolist()
+    assert gaps(hf_model, [second]).max() <= 1e-4
+    forgotten = Rollout(further, second.tokens, first.record, second.log_probs, [])
+    assert gaps(hf_model, [forgotten]).max() > 1e-3
+
+
+def test_greedy_temperature_and_truncation(plain_engine: Any, hf_model: Any) -> None:
+    """The recorded log-probability is that of the policy at temperature, before top-k and top-p."""
+    set_perturbation(plain_engine, "neighbor", rate=0.3, mix_temperature=3.0)
+    prompts = chat_prompts(plain_engine, QUESTIONS[:2], copies=2)
+    cool = sample(plain_engine, prompts, max_tokens=32, temperature=0.7, top_p=0.9, top_k=50)
+    assert gaps(hf_model, cool, temperature=0.7).max() <= 1e-4
+    greedy = sample(plain_engine, prompts[:1], max_tokens=32, temperature=0.0)
+    assert gaps(hf_model, greedy).max() <= 1e-4
+    minimal = sample(plain_engine, prompts, max_tokens=32, min_p=0.2)
+    assert gaps(hf_model, minimal).max() <= 1e-4
+    chosen = torch.cat([torch.from_numpy(r.log_probs.copy()) for r in minimal])
+    plain = torch.cat([torch.tensor(r.engine_log_probs) for r in minimal])
+    assert torch.allclose(chosen, plain, atol=1e-4)
+
+
+def test_thinking_ends(plain_engine: Any) -> None:
+    """Nothing is perturbed from the end of thinking on; here a line break stands for it."""
+    set_perturbation(plain_engine, "gumbel", until="\n")
+    stop = plain_engine.get_tokenizer().encode("\n")
+    assert len(stop) == 1
+    rollouts = sample(plain_engine, chat_prompts(plain_engine, [LONG], copies=4), max_tokens=96)
+    ended = [r for r in rollouts if stop[0] in r.tokens]
+    assert ended
+    for r in ended:
+        end = len(r.prompt) + r.tokens.index(stop[0])  # this very token is fed as it is
+        assert r.record.positions.tolist() == list(range(len(r.prompt), end))
+
+
+@pytest.mark.parametrize("spec", [{"name": "none"}, {"name": "neighbor", "rate": 0.0}], ids=["none", "rate-0"])
+def test_no_perturbation_is_stock_vllm(smollm2: str, spec: dict[str, Any]) -> None:
+    """Tokens and log-probabilities identical to an engine that never heard of us."""
+    from vllm import SamplingParams
+
+    results = []
+    for each in (None, spec):
+        llm = build_engine(smollm2, each, seed=3)
+        prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2], copies=2)]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, logprobs=0), use_tqdm=False)
+        results.append(
+            [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
+        )
+    assert results[0] == results[1]

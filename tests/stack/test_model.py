@@ -1,0 +1,59 @@
+"""The packaged model, made for real: it answers, it knows its chat template, and it ends its answers."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2: str):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(smollm2)
+
+
+def test_tokenizer_and_configs_agree(loaded) -> None:
+    model, tokenizer = loaded
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.tie_word_embeddings and model.config.vocab_size == len(tokenizer) == 49152
+
+
+def test_answers_a_question(loaded) -> None:
+    model, tokenizer = loaded
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>assistant\n")
+    encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    assert tokenizer.decode(encoded["input_ids"][0]) == text
+    answer = model.generate(**encoded, max_new_tokens=32, do_sample=False)[0, encoded["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer) and tokenizer.eos_token_id in answer
+
+
+def test_arithmetic_reward_reads_what_it_generates(loaded) -> None:
+    """Sampled as in training, some answers are right and most are not: there is something to learn."""
+    import torch
+
+    from ngrpo.tasks import arithmetic
+
+    model, tokenizer = loaded
+    rows = arithmetic.problems(rows=16)[0]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["input"]}], tokenize=False, add_generation_prompt=True
+        )
+        for row in rows
+    ]
+    encoded = tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
+    torch.manual_seed(0)
+    answers = model.generate(
+        **encoded, max_new_tokens=12, do_sample=True, top_k=0, temperature=1.0, num_return_sequences=4
+    )
+    width = encoded["input_ids"].shape[1]
+    queries = [prompts[i // 4] + tokenizer.decode(tokens[width:]) for i, tokens in enumerate(answers)]
+    rewards = arithmetic.reward_func(
+        queries, [p for p in prompts for _ in range(4)], [row["label"] for row in rows for _ in range(4)]
+    )["rewards"]
+    assert 0.02 < rewards.mean() < 0.5

@@ -1,0 +1,65 @@
+"""Token draws: the categorical distribution, whatever the batch, compiled or not. (torch.compile needs a compiler.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ngrpo.rollout.sampling import exponentials, race
+from perturbations import streams
+
+pytestmark = pytest.mark.stack
+N = 200_000
+P = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+
+
+def many_keys(count: int = N) -> torch.Tensor:
+    """The keys of one trajectory's positions: what real draws use."""
+    return streams.keys(torch.tensor(3), torch.arange(count), streams.Stream.TOKEN)
+
+
+def test_tokens_follow_the_distribution() -> None:
+    logits = P.log().expand(N, 5).contiguous()
+    tokens, log_total = race(logits, logits, many_keys())
+    seen = torch.bincount(tokens, minlength=5).double()
+    chi = ((seen - N * P) ** 2 / (N * P)).sum()
+    assert chi < 18.5  # 4 degrees of freedom; exceeded by 0.1% of fair samples
+    assert torch.allclose(log_total, torch.zeros(N), atol=1e-5)
+
+
+def test_a_rare_token_is_as_rare_as_it_should_be() -> None:
+    """1e-4 among the rest: 200 expected in 2·10^6 draws, give or take 14."""
+    seen = 0
+    for start in range(0, 20):
+        keys = streams.keys(torch.tensor(start), torch.arange(100_000), streams.Stream.TOKEN)
+        # The race of one token against all the others together, whose minimum is exponential with the summed rate.
+        draws = exponentials(keys, 124)[:, 123] / 1e-4
+        rest = exponentials(~keys, 1)[:, 0] / (1 - 1e-4)
+        seen += int((draws < rest).sum())
+    assert abs(seen - 200) < 5 * 200**0.5
+
+
+def test_exponential_moments() -> None:
+    draws = exponentials(many_keys(), 3)
+    assert draws.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert draws.var().item() == pytest.approx(1.0, abs=0.03)
+    correlation = torch.corrcoef(draws.T)
+    assert (correlation - torch.eye(3)).abs().max() < 0.01
+
+
+def test_a_filtered_token_is_never_drawn() -> None:
+    scaled = torch.zeros(1000, 7)
+    drawable = scaled.clone()
+    drawable[:, [0, 3, 6]] = -torch.inf
+    tokens, log_total = race(drawable, scaled, many_keys(1000))
+    assert set(tokens.tolist()) == {1, 2, 4, 5}
+    assert torch.allclose(log_total, torch.tensor(7.0).log())
+
+
+def test_rows_do_not_depend_on_the_batch_nor_on_compilation() -> None:
+    logits = 3 * torch.randn(16, 4096, generator=torch.Generator().manual_seed(0))
+    keys = many_keys(16)
+    together, _ = race(logits, logits, keys)
+    alone = torch.cat([race(logits[i : i + 1], logits[i : i + 1], keys[i : i + 1])[0] for i in range(16)])
+    eager = (logits - exponentials(keys, 4096).log()).argmax(dim=-1)
+    assert together.tolist() == alone.tolist() == eager.tolist()

@@ -1,0 +1,115 @@
+"""`ngrpo train` on the real stack: Ray, DeepSpeed ZeRO-2, vLLM, OpenRLHF's GRPO and GSPO, weight sync."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.stack
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "--task": "arithmetic",
+    "--algo.advantage.estimator": "group_norm",
+    "--rollout.batch_size": "4",
+    "--rollout.n_samples_per_prompt": "4",
+    "--rollout.micro_batch_size": "8",
+    "--rollout.max_new_tokens": "12",
+    "--train.batch_size": "16",
+    "--train.micro_batch_size": "8",
+    "--data.max_len": "128",
+    "--data.max_samples": "8",
+    "--actor.lr_scheduler": "constant",
+}
+# The learning rate is large so that a weight sync that misses a tensor shows in the gap of step 2.
+LOUD = ["--actor.adam.lr", "1e-4", "--actor.lr_warmup_ratio", "0"]
+
+
+PROGRAM = [sys.executable, "-m", "ngrpo.cli", "train", "--run-dir"]
+EXAMPLE = ["bash", "examples/train_neighbor_cpu.sh"]
+
+
+def train(
+    folder: Path, smollm2: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> subprocess.CompletedProcess:
+    small = [word for pair in SMALL.items() for word in pair]
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [*program, str(folder), "--model", smollm2, *small, *flags],
+        cwd=ROOT,
+        env={**os.environ, "PATH": scripts, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def steps_of(folder: Path, smollm2: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[dict[str, Any]]:
+    result = train(folder, smollm2, *flags, program=program)
+    assert result.returncode == 0, result.stdout[-6000:]
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    assert len(steps) == 2
+    return steps
+
+
+@pytest.fixture(scope="module")
+def plain_gap(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> float:
+    """bfloat16's own gap between vLLM and the trainer: the machinery is on, nothing is perturbed.
+
+    Run by the example's script, with later flags that make it smaller.
+    """
+    folder = tmp_path_factory.mktemp("unperturbed")
+    (first, _) = steps_of(folder, smollm2, "--perturbation.rate", "1e-9", program=EXAMPLE)
+    assert first["rate"] == 0.0
+    assert "gap_perturbed_mean" not in first
+    print(f"bfloat16 gap without perturbation: mean {first['gap_plain_mean']:.4f}, max {first['gap_plain_max']:.4f}")
+    return first["gap_plain_mean"]
+
+
+def check(steps: list[dict[str, Any]], plain_gap: float, rate: float) -> None:
+    first, second = steps
+    after, elsewhere = first["gap_perturbed_mean"], first["gap_plain_mean"]
+    print(f"bfloat16 gap with perturbation: mean {after:.4f} after perturbed inputs, {elsewhere:.4f} elsewhere")
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert first["rate"] == pytest.approx(rate, abs=0.12)
+    assert first["shift"] > 0.0
+    for step in (first, second):
+        # bfloat16 rounds at 2^-9; the mean over a hundred tokens scatters by about a third.
+        assert step["gap_perturbed_mean"] <= 2.0 * plain_gap
+        assert step["gap_plain_mean"] <= 2.0 * plain_gap
+
+
+def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
+    """KL loss to a replaying reference, gradient checkpointing, prefix caching, an evaluation that is not perturbed."""
+    steps = steps_of(
+        tmp_path,
+        smollm2,
+        *LOUD,
+        *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--perturbation.mix_temperature", "3"],
+        *["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"],
+        *["--actor.gradient_checkpointing_enable", "--vllm.enable_prefix_caching", "--eval.steps", "1"],
+    )
+    check(steps, plain_gap, rate=0.5)
+    evaluation = json.loads((tmp_path / "summary.json").read_text())["evaluation"]
+    assert evaluation, "the task's evaluation split was not used"
+
+
+def test_gspo_with_gumbel(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
+    flags = ["--perturbation", "gumbel", "--actor.policy_loss_type", "gspo", "--algo.kl.init_coef", "0"]
+    check(steps_of(tmp_path, smollm2, *LOUD, *flags), plain_gap, rate=1.0)
+
+
+def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, smollm2: str) -> None:
+    result = train(tmp_path, smollm2, "--perturbation", "neighbor", env={"VLLM_PLUGINS": "some_other_plugin"})
+    assert result.returncode != 0
+    assert "vLLM worker 0 runs unperturbed" in result.stdout[-3000:]
+    assert "pip install ngrpo" in result.stdout[-3000:]
+    assert "Global step" not in result.stdout
