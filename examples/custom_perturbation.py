@@ -1,0 +1,38 @@
+"""An operator of your own, outside the package: swap in the runner-up's embedding, as strongly as you like.
+
+python examples/custom_perturbation.py                                       # checks it in seconds
+PYTHONPATH=examples ngrpo train --perturbation custom_perturbation:RunnerUp --perturbation.share 0.3 ...
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from perturbations import InputEdit, Perturbation, Proposal, Step, check_perturbation, option, register
+
+
+@register("runner_up")
+@dataclass(frozen=True, kw_only=True)
+class RunnerUp(Perturbation):
+    """Feeds (1 - share) · E[sampled] + share · E[most likely other token]; the text keeps the sampled token."""
+
+    paper = "an example"
+
+    rate: float = option(0.1, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
+    share: float = option(0.2, "weight of the other token", low=0.0, high=1.0)
+
+    def propose(self, step: Step) -> Proposal:
+        best = step.logits.topk(2, dim=-1).indices
+        other = torch.where(best[:, 0] == step.sampled, best[:, 1], best[:, 0])
+        ids = torch.stack([step.sampled, other], dim=-1)
+        weights = torch.tensor([1 - self.share, self.share], device=ids.device).expand(len(ids), 2)
+        return Proposal(InputEdit(ids, weights), step.sampled)
+
+    @property
+    def candidates(self) -> int:
+        return 2
+
+
+if __name__ == "__main__":
+    check_perturbation(RunnerUp, share=0.3)
+    print("runner_up keeps the contract of an operator")
