@@ -1,5 +1,6 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
-# make test   all tests: fast first, then those that start vLLM, Ray and DeepSpeed
+# make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
+# make test-all adds what is marked slow.
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ READY := $(VENV)/.ready
 # Errors only: pip's own lines would bury ours.
 PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
 
-.PHONY: demo test test-fast test-stack lint format bench clean
+.PHONY: demo test test-all test-fast test-stack test-pipeline lint format bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -18,14 +19,24 @@ demo: $(READY)
 test: $(READY)
 	@echo "== fast tests"
 	@$(BIN)/python -m pytest tests/fast
-	@echo "== stack tests: vLLM, Ray, DeepSpeed, OpenRLHF"
-	@$(BIN)/python -m pytest tests/stack
+	@echo "== stack tests: vLLM and Hugging Face in one process"
+	@$(BIN)/python -m pytest tests/stack -m "not slow"
+	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
+	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
+
+test-all: test
+	@echo "== slow tests"
+	@$(BIN)/python -m pytest tests/fast tests/stack -m slow
+	@$(BIN)/python -m pytest tests/pipeline -m slow
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest tests/fast
 
 test-stack: $(READY)
 	@$(BIN)/python -m pytest tests/stack
+
+test-pipeline: $(READY)
+	@$(BIN)/python -m pytest tests/pipeline
 
 lint: $(READY)
 	@$(BIN)/ruff check .

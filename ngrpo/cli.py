@@ -1,18 +1,23 @@
-"""The command `ngrpo`: train, list, model."""
+"""The command `ngrpo`: train, compare, eval, diagnose, report, list, model."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from perturbations.options import nearest
 
 _USAGE = """\
 usage: ngrpo COMMAND ...
 
-  train   OpenRLHF with perturbed rollouts (ngrpo train --help)
-  list    the operators: name, source, paper
-  model   make a packaged model into a local Hugging Face folder and print its path
+  train     OpenRLHF with perturbed rollouts (ngrpo train --help)
+  compare   several perturbations and seeds under one trainer, with intervals and a report
+  eval      sample, check and count: Mean@n and Pass@k
+  diagnose  before any training: how diverse and how valid are a strategy's rollouts
+  report    make report.html again from results.json or diagnosis.json
+  list      the operators: name, source, paper
+  model     make a packaged model into a local Hugging Face folder and print its path
 """
 
 
@@ -29,7 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0 if words else 2
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "list": _list, "model": _model}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "compare": _module("ngrpo.compare.command"),
+        "eval": _module("ngrpo.evaluate.command"),
+        "diagnose": _module("ngrpo.diagnose.command"),
+        "report": _module("ngrpo.report.command"),
+        "list": _list,
+        "model": _model,
+    }
     try:
         if words[0] == "--version":
             from ngrpo import __version__
@@ -47,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ngrpo: interrupted", file=sys.stderr)
         return 130
+
+
+def _module(name: str) -> Callable[[list[str]], int]:
+    """A command that is a module's ``run(words, report=...)``, imported when it is called."""
+    return lambda words: import_module(name).run(words, report=_say)
 
 
 def _list(words: list[str]) -> int:

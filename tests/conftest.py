@@ -27,9 +27,9 @@ def shared_data() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything under tests/stack carries the marker `stack`; `gpu` tests are skipped without a device."""
+    """Everything outside tests/fast carries the marker `stack`; `gpu` tests are skipped without a device."""
     for item in items:
-        if "stack" in Path(str(item.fspath)).parts:
+        if "fast" not in Path(str(item.fspath)).relative_to(ROOT).parts:
             item.add_marker("stack")
         if item.get_closest_marker("gpu") and not _cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,4 +1,4 @@
-"""The examples that need no engine; the others run in tests/stack."""
+"""The examples that need no engine; the others run in tests/pipeline."""
 
 from __future__ import annotations
 

@@ -1,0 +1,57 @@
+"""Whole runs of `ngrpo train` in processes of their own, small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "--task": "arithmetic",
+    "--algo.advantage.estimator": "group_norm",
+    "--rollout.batch_size": "4",
+    "--rollout.n_samples_per_prompt": "4",
+    "--rollout.micro_batch_size": "8",
+    "--rollout.max_new_tokens": "12",
+    "--train.batch_size": "16",
+    "--train.micro_batch_size": "8",
+    "--data.max_len": "128",
+    "--data.max_samples": "8",
+    "--actor.lr_scheduler": "constant",
+}
+# The learning rate is large so that a weight sync that misses a tensor shows in the gap of step 2.
+LOUD = ["--actor.adam.lr", "1e-4", "--actor.lr_warmup_ratio", "0"]
+
+
+PROGRAM = [sys.executable, "-m", "ngrpo.cli", "train", "--run-dir"]
+EXAMPLE = ["bash", "examples/train_neighbor_cpu.sh"]
+
+
+def train(
+    folder: Path, smollm2: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> subprocess.CompletedProcess:
+    small = [word for pair in SMALL.items() for word in pair]
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [*program, str(folder), "--model", smollm2, *small, *flags],
+        cwd=ROOT,
+        env={**os.environ, "PATH": scripts, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def steps_of(folder: Path, smollm2: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[dict[str, Any]]:
+    result = train(folder, smollm2, *flags, program=program)
+    assert result.returncode == 0, result.stdout[-6000:]
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    assert len(steps) == 2
+    return steps
