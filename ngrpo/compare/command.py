@@ -1,0 +1,123 @@
+"""`ngrpo compare`: plan, check, run what is missing, sum up."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ngrpo import flags, models, preflight, presets
+from ngrpo.compare import arguments, results, runs, screen
+from ngrpo.compare.folder import DiskFull, Folder, disk_errors
+from ngrpo.compare.plan import Plan
+from ngrpo.hardware.profile import flag_value
+
+_DEFAULT_BATCH = 1024  # OpenRLHF 0.11.2's --rollout.batch_size
+_SPARE = 1 << 29
+
+
+def run(words: list[str], *, report: Callable[[str], None]) -> int:
+    """Compares.
+
+    Args:
+        words: everything after ``ngrpo compare``.
+        report: called with each line for the user that is neither progress nor result.
+
+    Returns:
+        0; 1 where a run failed or the disk is full.
+
+    Raises:
+        ValueError: for bad input, before anything starts.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print(arguments.USAGE.format(presets=", ".join(presets.available())), end="")
+        return 0 if words else 2
+    plan, out = arguments.parse(words)
+    for note in plan.notes:
+        report(f"warning: {note}")
+    _check(plan)
+    folder = Folder(out)
+    command = ["ngrpo", "compare", *words]
+    with folder.locked() as lock:
+        folder.claim(plan)
+        try:
+            with disk_errors(out):
+                return _work(plan, folder, lock, command, report)
+        except DiskFull as error:
+            report(f"error: {error}")
+            return 1
+        except KeyboardInterrupt:
+            report(f"interrupted; finished runs are kept. Go on with: {shlex.join(command)}")
+            raise
+
+
+def _check(plan: Plan) -> None:
+    """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
+    preflight.check_stack()
+    for one in plan.runs()[: len(plan.arms)]:
+        try:
+            command = flags.parse(runs.train_words(plan, one, Path("run")))
+            preflight.check_flags(command.openrlhf_args, command.spec)
+            flags.replace_model_names(command.openrlhf_args, models.check_name)
+            if command.task is None:
+                preflight.check_files(command.openrlhf_args)
+        except ValueError as error:
+            raise ValueError(f"strategy {one.arm.id!r}: {error}") from None
+    if plan.evaluation is None:
+        return
+    source = flag_value(plan.evaluation.words, "--data")
+    if source and Path(source).suffix and not Path(source).expanduser().is_file():
+        raise ValueError(f"--eval.data {source}: there is no such file. Give an existing file or a hub dataset.")
+
+
+def _work(plan: Plan, folder: Folder, lock: int, command: list[str], report: Callable[[str], None]) -> int:
+    created = _created(folder)
+    everything = plan.runs()
+    waiting = [one for one in everything if folder.status(one, runs.identity(plan, one))["status"] != "done"]
+    view = screen.Screen(len(everything), int(flag_value(plan.shared, "--rollout.batch_size") or _DEFAULT_BATCH))
+    if len(waiting) < len(everything):
+        view.note(f"{len(everything) - len(waiting)} of {len(everything)} runs are finished and kept")
+    model = models.resolve(plan.model, report=report)
+    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
+    _before(plan, folder, lock, model, view)
+    for one in waiting:
+        folder.need(int(1.5 * size) + _SPARE)
+        view.begin(everything.index(one) + 1, one)
+        record = runs.execute(plan, one, folder, lock, view.step)
+        place = folder.run_folder(one) / "evaluation" / "evaluation.json"
+        view.end(record, results.json_file(place) if record["status"] == "done" else None)
+        results.write(results.collect(plan, folder, command, created), folder)
+    final = results.collect(plan, folder, command, created)
+    results.write(final, folder)
+    sys.stdout.flush()
+    print(f"\n{screen.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}")
+    failed = screen.failures(final["runs"])
+    for line in failed:
+        report(line)
+    return 1 if failed else 0
+
+
+def _before(plan: Plan, folder: Folder, lock: int, model: str, view: screen.Screen) -> None:
+    """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
+    steps = []
+    if plan.evaluation is not None:
+        words = runs.eval_words(plan, model, folder.path / "untrained")
+        steps.append(("untrained", "the untrained model", ["eval", *words]))
+    if plan.diagnosis is not None:
+        out = str(folder.path / "diagnosis")
+        steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
+    for name, what, words in steps:
+        done = "evaluation.json" if name == "untrained" else "diagnosis.json"
+        if results.json_file(folder.path / name / done) is not None:
+            continue
+        view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
+        problem = runs.command(words, folder.path / f"{name}.log", lock)
+        if problem is not None:
+            view.note(f"  left out: {problem.splitlines()[0]} (log: {name}.log)")
+
+
+def _created(folder: Folder) -> str:
+    earlier = results.json_file(folder.path / "results.json")
+    return (earlier or {}).get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")

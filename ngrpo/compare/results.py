@@ -1,0 +1,241 @@
+"""`results.json` and `results.csv`: everything that the runs of a comparison left, and what follows from it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngrpo.compare import statistics
+from ngrpo.compare.folder import Folder, write_json, write_text
+from ngrpo.compare.plan import Arm, Plan, Run
+from ngrpo.compare.runs import identity
+
+FORMAT = 1
+_COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
+_CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
+
+
+def collect(plan: Plan, folder: Folder, command: Sequence[str], created: str) -> dict[str, Any]:
+    """Reads what the runs left.
+
+    Args:
+        plan: the comparison.
+        folder: its folder.
+        command: the words that started it.
+        created: when it was first started, ISO 8601.
+
+    Returns:
+        The content of ``results.json``; every number is finite or None.
+    """
+    from ngrpo.summary import versions
+
+    runs = [_run(plan, run, folder) for run in plan.runs()]
+    summaries = [json_file(folder.path / "runs" / run["id"] / "summary.json") for run in runs]
+    result = {
+        "format": FORMAT,
+        "created": created,
+        "command": list(command),
+        "baseline": plan.baseline,
+        "model": plan.model,
+        "task": plan.task,
+        "hardware": next((s["hardware"] for s in summaries if s), None),
+        "machine": machine(),
+        "versions": versions(),
+        "openrlhf_args": list(plan.shared),
+        "strategies": [_strategy(arm) for arm in plan.arms],
+        "runs": runs,
+        "untrained": json_file(folder.path / "untrained" / "evaluation.json"),
+        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
+        "diagnosis": json_file(folder.path / "diagnosis" / "diagnosis.json"),
+    }
+    return _finite(result)
+
+
+def write(results: Mapping[str, Any], folder: Folder) -> None:
+    """Writes ``results.json``, ``results.csv`` and ``report.html``."""
+    from ngrpo.report import write_report
+
+    write_json(folder.path / "results.json", results)
+    write_text(folder.path / "results.csv", as_csv(results))
+    write_report(dict(results), folder.path / "report.html")
+
+
+def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str) -> list[dict[str, Any]]:
+    """One row per strategy: means with intervals, paired differences to the baseline, costs.
+
+    Args:
+        runs: as in ``results.json``.
+        arms: ids of the strategies.
+        baseline: the id of one of them.
+    """
+    done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
+    failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
+    return [_row(arm, done[arm], failed[arm], baseline, done[baseline]) for arm in arms]
+
+
+def as_csv(results: Mapping[str, Any]) -> str:
+    """One line per run and training step, for a spreadsheet or pandas; the evaluation stands on the last step."""
+    text = io.StringIO()
+    ks = sorted({k for run in results["runs"] for k in ((run["evaluation"] or {}).get("pass_at_k") or {})}, key=int)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        ["run", "strategy", "seed", "status", "step", *_CSV_STEP, "mean_at_n", *(f"pass_at_{k}" for k in ks)]
+    )
+    for run in results["runs"]:
+        head = [run["id"], run["strategy"], run["seed"], run["status"]]
+        evaluation = run["evaluation"] or {}
+        scores = [evaluation.get("mean_at_n"), *((evaluation.get("pass_at_k") or {}).get(k) for k in ks)]
+        steps = run["steps"] or [{}]
+        for i, step in enumerate(steps):
+            last = scores if i == len(steps) - 1 else [None] * len(scores)
+            writer.writerow([*head, step.get("step"), *(step.get(key) for key in _CSV_STEP), *last])
+    return text.getvalue()
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs, for people."""
+    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def json_file(place: Path) -> dict[str, Any] | None:
+    """The content of a JSON file; None where there is none, or it was cut short."""
+    try:
+        return json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _strategy(arm: Arm) -> dict[str, Any]:
+    spec = None if arm.spec is None else dict(arm.spec)
+    return {
+        "id": arm.id,
+        "perturbation": spec,
+        "base": arm.base,
+        "settings": dict(arm.settings),
+        "flags": list(arm.flags),
+        "paper": arm.paper,
+    }
+
+
+def _run(plan: Plan, run: Run, folder: Folder) -> dict[str, Any]:
+    state, place = folder.status(run, identity(plan, run)), folder.run_folder(run)
+    done = state["status"] == "done"
+    summary = json_file(place / "summary.json") if done else None
+    return {
+        "id": run.id,
+        "strategy": run.arm.id,
+        "seed": run.seed,
+        "status": state["status"],
+        "error": state.get("error"),
+        "log": state.get("log"),
+        "seconds": state.get("seconds"),
+        "peak_memory_bytes": state.get("peak_memory_bytes"),
+        "perturbation": (summary or {}).get("perturbation"),
+        "advantage": (summary or {}).get("advantage"),
+        "sampling": (summary or {}).get("sampling"),
+        "steps": (summary or {}).get("steps", []),
+        "evaluation": json_file(place / "evaluation" / "evaluation.json") if done else None,
+    }
+
+
+def _row(
+    arm: str, mine: Mapping[int, Any], failed: list[int], baseline: str, theirs: Mapping[int, Any]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"strategy": arm, "seeds": sorted(mine), "failed": failed}
+    shared = sorted(set(mine) & set(theirs))
+    curves = [run["steps"] for _, run in sorted(mine.items()) if run["steps"]]
+    for key, part in (("reward_first", statistics.first_quarter), ("reward_last", statistics.last_quarter)):
+        means = [[part([step["reward"] for step in steps])] for steps in curves]
+        row[key] = statistics.interval(np.array(means)) if means else None
+    table = {seed: _correct(run) for seed, run in mine.items()}
+    evaluated = [seed for seed in sorted(mine) if table[seed]]
+    row["mean_at_n"], row["pass_at_k"], row["n"] = None, {}, None
+    measure = "final reward"
+    if evaluated:
+        n = row["n"] = next(iter(mine[evaluated[0]]["evaluation"]["problems"]))["n"]
+        measure = f"Mean@{n}"
+        counts = np.array([list(table[seed].values()) for seed in evaluated])
+        row["mean_at_n"] = statistics.interval(counts / n)
+        row["pass_at_k"] = {
+            k: statistics.interval(statistics.pass_at_k_table(counts, n, int(k)))
+            for k in mine[evaluated[0]]["evaluation"]["pass_at_k"]
+        }
+    row["difference"] = None if arm == baseline else _difference(mine, theirs, shared)
+    main = None if row["difference"] is None else row["difference"].get("mean_at_n") or row["difference"]["reward_last"]
+    row["verdict"] = "the baseline" if arm == baseline else statistics.verdict(main, measure, baseline, len(shared))
+    row["cost"] = _cost(mine, theirs, shared)
+    return row
+
+
+def _correct(run: Mapping[str, Any]) -> dict[str, int]:
+    return {p["id"]: p["correct"] for p in (run["evaluation"] or {}).get("problems", [])}
+
+
+def _difference(mine: Mapping[int, Any], theirs: Mapping[int, Any], shared: list[int]) -> dict[str, Any] | None:
+    if not shared:
+        return None
+    rewards = [
+        [[statistics.last_quarter([step["reward"] for step in side[seed]["steps"]])] for seed in shared]
+        for side in (mine, theirs)
+        if all(side[seed]["steps"] for seed in shared)
+    ]
+    result: dict[str, Any] = {"reward_last": statistics.paired(*map(np.array, rewards)) if len(rewards) == 2 else None}
+    ours, base = ([_correct(side[seed]) for seed in shared] for side in (mine, theirs))
+    if not all(ours) or not all(base):
+        return result
+    problems = [p for p in base[0] if all(p in counts for counts in (*ours, *base))]
+    n = mine[shared[0]]["evaluation"]["problems"][0]["n"]
+    a, b = (np.array([[counts[p] for p in problems] for counts in side]) for side in (ours, base))
+    result["mean_at_n"] = statistics.paired(a / n, b / n)
+    result["pass_at_k"] = {
+        k: statistics.paired(*(statistics.pass_at_k_table(counts, n, int(k)) for counts in (a, b)))
+        for k in mine[shared[0]]["evaluation"]["pass_at_k"]
+    }
+    return result
+
+
+def _cost(mine: Mapping[int, Any], theirs: Mapping[int, Any], shared: list[int]) -> dict[str, Any]:
+    """Medians over steps and seeds; ratios are of runs with the same seed. The first step warms up and is left out."""
+    cost: dict[str, Any] = {}
+    for key in _COSTS:
+        own = [_median(run, key) for run in mine.values()]
+        pairs = [(_median(mine[s], key), _median(theirs[s], key)) for s in shared]
+        cost[key] = {"value": _middle(own), "ratio": _ratio(pairs)}
+    memory = [(mine[s]["peak_memory_bytes"], theirs[s]["peak_memory_bytes"]) for s in shared]
+    cost["memory_bytes"] = {
+        "value": _middle([run["peak_memory_bytes"] for run in mine.values()]),
+        "ratio": _ratio(memory),
+    }
+    return cost
+
+
+def _median(run: Mapping[str, Any], key: str) -> float | None:
+    steps = run["steps"][1:] or run["steps"]
+    return _middle([step.get(key) for step in steps])
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(np.median(known)) if known else None
+
+
+def _ratio(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
+    return _middle([a / b for a, b in pairs if a is not None and b])
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity have no place in JSON; they become None."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

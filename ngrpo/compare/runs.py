@@ -1,0 +1,205 @@
+"""One run of a comparison: `ngrpo train`, then `ngrpo eval`, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngrpo.compare.folder import Folder
+from ngrpo.compare.plan import Plan, Run, fingerprint
+from ngrpo.progress import StepLine, read_step, read_total
+
+_MEMORY_EVERY_SECONDS = 2.0
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 20.0
+_ERROR_LINES = 12
+
+OnStep = Callable[[StepLine, "int | None"], None]
+
+
+def train_words(plan: Plan, run: Run, folder: Path) -> list[str]:
+    """The words of ``ngrpo train`` for a run. What an arm sets for itself wins over what all share."""
+    return [*plan.shared, *run.arm.flags, "--train.seed", str(run.seed), "--run-dir", str(folder)]
+
+
+def eval_words(plan: Plan, model: str, folder: Path) -> list[str]:
+    """The words of ``ngrpo eval``. All models are sampled with the same draws."""
+    assert plan.evaluation is not None
+    return ["--model", model, *plan.evaluation.words, "--out", str(folder)]
+
+
+def identity(plan: Plan, run: Run) -> str:
+    """What makes a finished run this one: every word of its commands, and the versions that ran them."""
+    from ngrpo.summary import versions
+
+    evaluation = None if plan.evaluation is None else list(plan.evaluation.words)
+    return fingerprint([train_words(plan, run, Path()), evaluation, versions()])
+
+
+def execute(plan: Plan, run: Run, folder: Folder, lock: int, on_step: OnStep) -> dict[str, Any]:
+    """Trains and evaluates, and writes how it ended.
+
+    Args:
+        plan: the comparison.
+        run: one of its runs.
+        folder: the comparison's folder.
+        lock: its lock, kept by the children: a comparison that was killed is not started twice over their heads.
+        on_step: called with each training step and the number of prompts of the whole run, if known.
+
+    Returns:
+        The content of ``run.json``: ``status``, ``error``, ``seconds``, ``peak_memory_bytes``, ``log``.
+
+    Raises:
+        ngrpo.compare.folder.DiskFull: the run is left pending.
+    """
+    place, began = folder.fresh(run), time.time()
+    log = place / "train.log"
+    record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
+    peak: int | None = None
+    try:
+        peak = _run(["train", *train_words(plan, run, place)], log, lock, on_step)
+        if plan.evaluation is not None:
+            log = place / "eval.log"
+            _run(["eval", *eval_words(plan, str(place / "model"), place / "evaluation")], log, lock)
+        record["status"] = "done"
+    except _CommandFailed as failure:
+        folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
+        record.update(status="failed", error=str(failure))
+    record.update(
+        seconds=round(time.time() - began, 1),
+        peak_memory_bytes=peak,
+        log=str(log.relative_to(folder.path)),
+    )
+    folder.finish(run, record)
+    return record
+
+
+def command(words: Sequence[str], log: Path, lock: int) -> str | None:
+    """Runs an ``ngrpo`` command with its output in a file. Returns what went wrong, or None."""
+    try:
+        _run(words, log, lock)
+    except _CommandFailed as failure:
+        return str(failure)
+    return None
+
+
+class _CommandFailed(RuntimeError):
+    """A command of a run failed; the message is the end of its log."""
+
+
+def _run(words: Sequence[str], log: Path, lock: int, on_step: OnStep | None = None) -> int | None:
+    """Runs one command and returns the most memory that it and its processes held, in bytes."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ngrpo.cli", *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(lock,),
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    memory = _PeakMemory(process.pid)
+    try:
+        _follow(process, log, on_step)
+    finally:
+        _stop(process)
+        peak = memory.stop()
+    if process.returncode != 0:
+        raise _CommandFailed(_last_words(log, process.returncode))
+    return peak
+
+
+def _follow(process: subprocess.Popen, log: Path, on_step: OnStep | None) -> None:
+    """Reads the log as it grows, until the process has ended."""
+    prompts: int | None = None
+    with log.open(errors="replace", newline="") as text:
+        rest = ""
+        while True:
+            ended = process.poll() is not None
+            *lines, rest = (rest + text.read()).replace("\r", "\n").split("\n")
+            for line in lines:
+                prompts = read_total(line + " ") or prompts
+                step = read_step(line)
+                if step is not None and on_step is not None:
+                    on_step(step, prompts)
+            if ended:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Ends a process that still runs (the user interrupted) and what it started, politely first."""
+    if process.poll() is not None:
+        return
+    for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        try:
+            process.wait(patience)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _die_with_parent() -> None:
+    """In the child: ask Linux for SIGTERM when the comparison dies, however it dies. Elsewhere nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _last_words(log: Path, code: int) -> str:
+    """Our own error line where there is one, else the end of the log."""
+    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
+    for mark in ("ngrpo: error:", "ngrpo: training failed:"):
+        at = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith(mark)), None)
+        if at is not None:
+            return "\n".join(lines[at : at + _ERROR_LINES]).removeprefix("ngrpo: ")
+    ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return "\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]])
+
+
+class _PeakMemory:
+    """Samples the memory of a process and all that it started: proportional set size, and GPU memory if any."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._peak, self._done = pid, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int | None:
+        """The largest sum seen; None where nothing could be read, or the processes run on a Ray cluster elsewhere."""
+        self._done.set()
+        self._thread.join()
+        return None if os.environ.get("RAY_ADDRESS") or not self._peak else self._peak
+
+    def _watch(self) -> None:
+        import psutil
+
+        while not self._done.wait(_MEMORY_EVERY_SECONDS):
+            total = 0
+            with contextlib.suppress(psutil.Error):
+                root = psutil.Process(self._pid)
+                for process in (root, *root.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        total += process.memory_full_info().pss
+            self._peak = max(self._peak, total + _gpu_memory())
+
+
+def _gpu_memory() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    return sum(int(line) << 20 for line in answer.stdout.split() if line.isdigit())

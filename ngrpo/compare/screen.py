@@ -1,0 +1,105 @@
+"""Live progress of a comparison: which run, which step, reward so far, time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ngrpo.compare.plan import Run
+from ngrpo.progress import StepLine
+
+
+class Screen:
+    """Prints one line per event; a comparison may run for hours in a log file, so nothing is overwritten."""
+
+    def __init__(self, total: int, batch: int) -> None:
+        """
+        Args:
+            total: runs of the comparison, finished ones included.
+            batch: prompts of a training step.
+        """
+        self._total, self._batch = total, batch
+        self._took: list[float] = []
+        self._began = time.monotonic()
+        self._head = ""
+        self._after = 0
+
+    def begin(self, number: int, run: Run) -> None:
+        """A run starts; ``number`` counts from 1."""
+        self._began = time.monotonic()
+        self._head = f"[{number}/{self._total}] {run.arm.id}, seed {run.seed}"
+        self._after = self._total - number
+        self._say("starts")
+
+    def step(self, line: StepLine, prompts: int | None) -> None:
+        """A training step of the run at hand."""
+        steps = None if prompts is None else max(line.step, -(-prompts // self._batch))
+        left = None
+        if steps is not None:
+            passed = time.monotonic() - self._began
+            run = max(passed * steps / line.step, *self._took, 0.0) if self._took else passed * steps / line.step
+            left = max(0.0, run - passed) + self._after * run
+        of = f"/{steps}" if steps else ""
+        took = "" if line.seconds is None else f", {line.seconds:.0f} s"
+        rest = "" if left is None else f", about {_span(left)} left"
+        self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{rest}")
+
+    def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
+        """The run at hand has ended."""
+        self._took.append(time.monotonic() - self._began)
+        if record["status"] == "failed":
+            first = str(record["error"]).splitlines()[0]
+            self._say(f"FAILED: {first} (log: {record['log']})")
+            return
+        score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
+        self._say(f"done in {_span(record['seconds'])}{score}")
+
+    def note(self, text: str) -> None:
+        """A line that belongs to no run."""
+        print(text, flush=True)
+
+    def _say(self, text: str) -> None:
+        print(f"{self._head}: {text}", flush=True)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The outcome in a few lines."""
+    n = next((row["n"] for row in results["summary"] if row["n"]), None)
+    ks = list(next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {}))
+    shown = [k for k in ks if k != "1"]
+    head = ["strategy", "seeds", "final reward", *([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in shown[-1:])]
+    rows = [[*head, "tokens/s", "s/step"]]
+    for row in results["summary"]:
+        cells = [row["strategy"], str(len(row["seeds"])), _number(row["reward_last"])]
+        if n:
+            cells.append(_number(row["mean_at_n"]))
+        cells += [_number(row["pass_at_k"].get(k)) for k in shown[-1:]]
+        rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])
+    widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in rows]
+    lines.append("")
+    lines += [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
+    return "\n".join(lines)
+
+
+def _number(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "–"
+    bounds = "" if value["low"] is None else f" [{value['low']:.3f}, {value['high']:.3f}]"
+    return f"{value['value']:.3f}{bounds}"
+
+
+def _times(value: Mapping[str, Any]) -> str:
+    return "–" if value["ratio"] is None else f"×{value['ratio']:.2f}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The runs that failed, each with its log."""
+    return [f"{run['id']} failed: {run['log']}" for run in runs if run["status"] == "failed"]

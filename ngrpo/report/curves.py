@@ -1,0 +1,122 @@
+"""Learning curves and Pass@k curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ngrpo.report.charts import SMALL, WIDE, Line, line_chart
+from ngrpo.report.marks import Series, legend
+from ngrpo.report.scale import counted, doubling
+from ngrpo.report.values import dig, escape, number, rows
+
+_MOST_POINTS = 60
+# Key in a step, title, decimals, whether never negative.
+_SMALL = (
+    ("rate", "Perturbation rate", 3),
+    ("shift", "Relative shift of the input", 4),
+    ("gap_perturbed_mean", "Rollout–trainer gap, perturbed", 5),
+    ("gap_plain_mean", "Rollout–trainer gap, plain", 5),
+)
+
+
+def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
+    """Reward over steps, and small charts of rate, shift and gap; means over the finished runs of a strategy."""
+    runs: dict[str, list[Mapping[int, Mapping[str, Any]]]] = {}
+    for run in rows(results, "runs"):
+        name = str(run.get("strategy"))
+        if run.get("status") == "done" and name in series:
+            known = {int(step): row for row in rows(run, "steps") if (step := number(row.get("step"))) is not None}
+            runs.setdefault(name, []).append(known)
+    steps = sorted({step for group in runs.values() for run in group for step in run})
+    if not steps:
+        return "<p>No finished run has logged a training step.</p>"
+    width = -(-len(steps) // _MOST_POINTS)
+    bins = [steps[i : i + width] for i in range(0, len(steps), width)]
+    labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in bins]
+    order = [one for one in series.values() if one.name in runs]
+
+    def chart(key: str, title: str, digits: int, small: bool) -> str:
+        size = SMALL if small else WIDE
+        lines = [Line(one, _points(runs[one.name], key, bins)) for one in order]
+        lines = [line for line in lines if any(point[1] is not None for point in line.points)]
+        xs = counted(steps, *size.across, count=4 if small else 7)
+        return line_chart(
+            f"learning-{key}", lines, xs, labels, title=f"{title} over training steps", x_title="training step",
+            y_title=title, size=size, digits=digits,
+        )  # fmt: skip
+
+    notes = ["Lines are means over the finished runs of a strategy."]
+    if any(len(group) > 1 for group in runs.values()):
+        notes.append("Bands run from the lowest to the highest seed.")
+    if width > 1:
+        notes.append(f"Each point is the mean of {width} steps.")
+    absent = [one.name for one in series.values() if one.name not in runs and _is_strategy(results, one.name)]
+    if absent:
+        notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
+    small = "".join(
+        f"<figure>{body}</figure>" for key, title, digits in _SMALL if (body := chart(key, title, digits, True))
+    )
+    reward = chart("reward", "Mean reward", 3, False) or "<p>No rewards were logged.</p>"
+    return f"{legend(order)}<figure>{reward}<figcaption>{escape(' '.join(notes))}</figcaption></figure>" + (
+        f'<h3>What the perturbation did</h3><div class="multiples">{small}</div>' if small else ""
+    )
+
+
+def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> str:
+    """Pass@k over k.
+
+    Args:
+        source: results (their ``summary``) or a diagnosis (its ``strategies``).
+        series: the look of each strategy.
+        trained: whether the source is results.
+    """
+    found: dict[str, dict[int, tuple[float, float | None, float | None]]] = {}
+    for row in rows(source, "summary" if trained else "strategies"):
+        name = str(row.get("strategy" if trained else "name"))
+        by_k = row.get("pass_at_k")
+        for k, value in by_k.items() if isinstance(by_k, Mapping) else ():
+            centre = number(dig(value, "value") if trained else value)
+            if str(k).isdigit() and int(k) > 0 and centre is not None and name in series:
+                interval = (number(dig(value, "low")), number(dig(value, "high")))
+                found.setdefault(name, {})[int(k)] = (centre, *interval)
+    ks = sorted({k for by_k in found.values() for k in by_k})
+    if not ks:
+        return ""
+    lines = [
+        Line(one, [(math.log2(k), *found[one.name].get(k, (None, None, None))) for k in ks])
+        for one in series.values()
+        if one.name in found
+    ]
+    banded = any(point[2] is not None for line in lines for point in line.points)
+    chart = line_chart(
+        "pass-at-k", lines, doubling(ks, *WIDE.across), [f"Pass@{k}" for k in ks],
+        title="Pass@k over the number of samples k", x_title="samples k", y_title="Pass@k", size=WIDE,
+    )  # fmt: skip
+    note = "Share of problems with at least one right answer among k samples (unbiased estimate)."
+    if banded:
+        note += " Bands are 95% intervals, over problems and seeds."
+    return f"{legend(line.series for line in lines)}<figure>{chart}<figcaption>{note}</figcaption></figure>"
+
+
+def _points(
+    runs: Sequence[Mapping[int, Mapping[str, Any]]], key: str, bins: Sequence[Sequence[int]]
+) -> list[tuple[float, float | None, float | None, float | None]]:
+    """Mean over seeds in each bin of steps, with the lowest and the highest seed where there are several."""
+    points = []
+    for part in bins:
+        x = sum(part) / len(part)
+        seeds = []
+        for run in runs:
+            values = [value for step in part if (value := number(dig(run.get(step), key))) is not None]
+            if values:
+                seeds.append(sum(values) / len(values))
+        several = len(seeds) > 1
+        mean = sum(seeds) / len(seeds) if seeds else None
+        points.append((x, mean, min(seeds) if several else None, max(seeds) if several else None))
+    return points
+
+
+def _is_strategy(results: Mapping[str, Any], name: str) -> bool:
+    return any(row.get("id") == name for row in rows(results, "strategies"))

@@ -1,0 +1,116 @@
+"""Values of a result file as text: escaped strings, numbers with a dash where there is none."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MISSING = "–"
+_LARGEST = 1e100  # Beyond it differences overflow; nothing measured is that large.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {0x7F: 0x2421}
+_SURROGATES = re.compile("[\ud800-\udfff\x80-\x9f]")
+# What turns the direction of the text around it, shown by name instead of obeyed.
+_DIRECTIONS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def dig(data: Any, *keys: str) -> Any:
+    """The value under nested keys, None where a key is absent or its holder is no mapping."""
+    for key in keys:
+        if not isinstance(data, Mapping):
+            return None
+        data = data.get(key)
+    return data
+
+
+def rows(data: Any, *keys: str) -> list[Mapping[str, Any]]:
+    """The mappings of a list under nested keys; an empty list where there is none."""
+    found = dig(data, *keys)
+    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list | tuple) else []
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for everything else: null, NaN, infinities, text, true and false."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= _LARGEST else None  # NaN compares as false
+
+
+def numbers(value: Any, count: int) -> list[float] | None:
+    """A list of exactly ``count`` finite numbers, else None."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
+        return None
+    found = [number(part) for part in value]
+    return None if None in found else [part for part in found if part is not None]
+
+
+def figure(value: Any, digits: int = 3) -> str:
+    """A number with so many decimals, ``–`` where there is none."""
+    known = number(value)
+    if known is None:
+        return MISSING
+    if known and (abs(known) >= 1e9 or (digits > 3 and abs(known) < 0.1**digits * 5)):
+        return f"{known:.2g}".replace("-", "−")
+    return f"{known:,.{digits}f}".replace("-", "−")
+
+
+def signed(value: Any, digits: int = 3) -> str:
+    """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
+    shown = figure(value, digits)
+    known = number(value)
+    return f"+{shown}" if known is not None and known > 0 else shown
+
+
+def between(low: Any, high: Any, digits: int = 3, *, sign: bool = False) -> str:
+    """An interval, ``0.381 to 0.442``; ``–`` where an end is missing."""
+    if number(low) is None or number(high) is None:
+        return MISSING
+    show = signed if sign else figure
+    return f"{show(low, digits)} to {show(high, digits)}"
+
+
+def size(value: Any) -> str:
+    """Bytes for people: ``1.91 GiB``."""
+    known = number(value)
+    if known is None:
+        return MISSING
+    power = min(4, int(math.log2(max(abs(known), 1)) // 10))
+    return f"{known / 1024**power:.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def duration(value: Any) -> str:
+    """Seconds for people: ``48 s``, ``12 min``, ``3 h 05 min``."""
+    known = number(value)
+    if known is None:
+        return MISSING
+    if known < 100:
+        return f"{known:.0f} s"
+    minutes = round(known / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def visible(value: Any) -> str:
+    """Text in which nothing is invisible, turns the reading direction, or cannot be written as UTF-8."""
+    text = _SURROGATES.sub("\ufffd", str(value)).translate(_CONTROLS)
+    return _DIRECTIONS.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
+
+
+def escape(value: Any) -> str:
+    """Text for HTML, in elements and in attributes; ``–`` for None, the empty string, NaN and infinities."""
+    missing = value is None or value == "" or (isinstance(value, float) and not math.isfinite(value))
+    return MISSING if missing else html.escape(visible(value))
+
+
+def token(value: Any) -> str:
+    """A token on one line, not escaped: ``⏎`` for a new line, ``⇥`` for a tab, ``␣`` for spaces alone."""
+    text = visible(value).replace("\n", "⏎").replace("\t", "⇥")
+    return text if text.strip() else text.replace(" ", "␣")
+
+
+def plural(count: int, word: str) -> str:
+    """``1 run``, ``3 runs``, ``2 strategies``."""
+    if count == 1:
+        return f"1 {word}"
+    return f"{count:,} {word[:-1]}ies" if word.endswith("y") else f"{count:,} {word}s"

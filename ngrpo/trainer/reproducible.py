@@ -1,0 +1,81 @@
+"""The same seed, the same rollouts from run to run: what `reproducible` adds to the counter-based draws.
+
+Stock OpenRLHF 0.11.2 shuffles the prompts by a generator that its seed does not reach, sends requests to an engine that
+is already running, and trains on answers in the order in which they finish. The last two follow the clock: the first
+requests run in smaller batches, which round otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ngrpo.trainer.launch import SPEC
+
+_POLL_SECONDS = 0.01
+# An agent may do something else before it asks for tokens; it must not wait for a batch that never fills.
+_PATIENCE_SECONDS = 10.0
+
+
+def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare_datasets`: the order of the prompts follows ``--train.seed``. A row of `ngrpo.trainer.seams`."""
+
+    def prepare_datasets(strategy: Any, tokenizer: Any) -> Any:
+        import torch
+
+        if not _asked():
+            return original(strategy, tokenizer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(strategy.args.train.seed)
+            return original(strategy, tokenizer)
+
+    return prepare_datasets
+
+
+def whole_batches(plain: type) -> type:
+    """`SamplesGenerator` whose engines start on a batch when it is complete, and whose answers keep its order.
+
+    A row of `ngrpo.trainer.seams`. With dynamic filtering, which asks for further prompts one by one, nothing changes.
+    """
+
+    class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]
+        def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: Any) -> Any:
+            if not _asked() or self.args.algo.dynamic_filtering_enable:
+                return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
+            group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
+            _call(self.vllm_engines, "pause_generation")
+            try:
+                answers = super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
+                _wait_for_requests(self.vllm_engines, len(prompts) * group)
+            finally:
+                _call(self.vllm_engines, "resume_generation")
+            return _finished(answers)
+
+    return WholeBatchSamplesGenerator
+
+
+def _asked() -> bool:
+    return bool(json.loads(os.environ[SPEC]).get("reproducible", False))
+
+
+def _wait_for_requests(engines: Any, expected: int) -> None:
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while sum(_call(engines, "get_num_unfinished_requests")) < expected and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+
+
+def _finished(answers: list[Any]) -> list[Any]:
+    """The same references once all are done: OpenRLHF then reads them in their order."""
+    import ray
+
+    ray.wait(answers, num_returns=len(answers))
+    return answers
+
+
+def _call(engines: Any, method: str) -> list[Any]:
+    import ray
+
+    return ray.get([getattr(engine, method).remote() for engine in engines])

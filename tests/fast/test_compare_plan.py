@@ -1,0 +1,155 @@
+"""The command line and the YAML file of `ngrpo compare`, made into runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ngrpo.compare import arguments
+from ngrpo.compare.plan import Plan
+from ngrpo.compare.runs import identity, train_words
+
+MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
+
+
+def plan(*words: str) -> Plan:
+    return arguments.parse([*words, *MODEL])[0]
+
+
+def words(given: Plan, number: int = 0) -> str:
+    return " ".join(train_words(given, given.runs()[number], Path("folder")))
+
+
+def test_strategies_times_seeds_with_whole_seeds_first() -> None:
+    made = plan("--perturbations", "none,neighbor", "--seeds", "0,1")
+    assert [run.id for run in made.runs()] == ["none-seed0", "neighbor-seed0", "none-seed1", "neighbor-seed1"]
+    assert made.baseline == "none"
+    assert words(made, 3) == (
+        "--model smollm2-135m --task arithmetic --perturbation neighbor --perturbation.reproducible true"
+        " --train.seed 1 --run-dir folder"
+    )
+
+
+def test_perturbation_sweep_leaves_out_who_lacks_the_option() -> None:
+    made = plan("--perturbations", "none,neighbor", "--sweep", "perturbation.metric=cosine,l2,l1")
+    assert [arm.id for arm in made.arms] == ["none", *(f"neighbor metric={m}" for m in ("cosine", "l2", "l1"))]
+    assert "--perturbation neighbor --perturbation.metric l2 " in words(made, 2)
+
+
+def test_sweep_of_a_training_flag_and_base_algorithms_apply_to_all() -> None:
+    made = plan("--perturbations", "none,gumbel", "--sweep", "rollout.temperature=0.8,1.2", "--base", "grpo,gspo")
+    ids = [arm.id for arm in made.arms]
+    assert len(ids) == 8 and ids[0] == "none rollout.temperature=0.8 base=grpo"
+    assert "--preset grpo --rollout.temperature 0.8" in words(made)
+    assert made.arms[3].base == "gspo"
+
+
+def test_one_line_per_strategy() -> None:
+    made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
+    arm = made.arms[1]
+    assert arm.base == "gspo" and arm.spec is not None and arm.spec["rate"] == 1.0
+    assert "--perturbation.rate 1 --perturbation.realization sampled" in words(made, 1)
+    assert "--preset gspo --advantage ngrpo" in words(made, 1)
+
+
+def test_token_level_baseline() -> None:
+    made = plan("--perturbations", "none", "--strategy", "none --rollout.temperature=1.2")
+    assert [arm.id for arm in made.arms] == ["none", "none rollout.temperature=1.2"]
+    assert words(made, 1).count("--rollout.temperature 1.2") == 1
+
+
+def test_the_same_strategy_twice_keeps_two_places() -> None:
+    made = plan("--perturbations", "none,none")
+    assert [arm.id for arm in made.arms] == ["none", "none (2)"]
+    first, second = made.arms
+    assert first.flags == second.flags
+    assert len({run.id for run in made.runs()}) == 2
+
+
+def test_stock_sampling_on_request() -> None:
+    assert "reproducible" not in words(plan("--perturbations", "none", "--stock"))
+
+
+def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "ablation.yaml"
+    file.write_text(
+        "strategies: [none, neighbor metric=l2]\nseeds: [0, 1]\nsweep:\n  rollout.temperature: [0.8, 1.2]\n"
+        "eval: {n: 4, k: [1, 4]}\nflags: {model: smollm2-135m, task: arithmetic, algo.kl.use_loss: true}\n"
+    )
+    from_file = arguments.parse(["--config", str(file)])[0]
+    given = ["--strategy", "none", "--strategy", "neighbor metric=l2", "--seeds", "0,1"]
+    given += ["--sweep", "rollout.temperature=0.8,1.2", "--eval.n", "4", "--eval.k", "1,4"]
+    assert from_file == arguments.parse([*given, *MODEL, "--algo.kl.use_loss"])[0]
+    overridden = arguments.parse(["--config", str(file), "--seeds", "7"])[0]
+    assert overridden.seeds == (7,)
+
+
+def test_evaluation_and_diagnosis_follow_the_task() -> None:
+    made = plan("--perturbations", "none,neighbor", "--eval.k", "1,8", "--rollout.max_new_tokens", "12")
+    assert made.evaluation is not None and made.evaluation.n == 8
+    assert made.evaluation.words == ("--task", "arithmetic", "--k", "1,8", "--n", "8")
+    assert made.diagnosis is not None
+    assert made.diagnosis[:4] == ("--task", "arithmetic", "--max-tokens", "12")
+    assert made.diagnosis[-4:] == ("--strategy", "none", "--strategy", "neighbor")
+    bare = plan("--perturbations", "none", "--eval.data", "none", "--diagnose.prompts", "0")
+    assert bare.evaluation is None and bare.diagnosis is None
+
+
+def test_openrlhf_flags_that_begin_like_ours_pass_through() -> None:
+    assert plan("--perturbations", "none", "--eval.dataset", "held.jsonl").shared[:2] == (
+        "--eval.dataset",
+        "held.jsonl",
+    )
+
+
+def test_a_run_is_another_when_any_word_of_it_changes() -> None:
+    one, same = plan("--perturbations", "none"), plan("--perturbations", "none")
+    other = plan("--perturbations", "none", "--actor.adam.lr", "1e-5")
+    runs = [p.runs()[0] for p in (one, same, other)]
+    assert identity(one, runs[0]) == identity(same, runs[1]) != identity(other, runs[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--perturbations", "none,neighbour"], "Did you mean 'neighbor'"),
+        (["--perturbations", "neighbor:rate=1.5"], "must be in \\[0"),
+        (["--perturbations", "none", "--seeds", "0,x"], "'x' must be a whole number"),
+        (["--perturbations", "none", "--seeds", "0,0"], "given twice"),
+        (["--perturbations", "none", "--seeds"], "--seeds needs a value"),
+        (["--perturbations", "none", "--base", "grop"], "Did you mean 'grpo'"),
+        (["--perturbations", "none", "--baseline", "neighbor"], "none of the strategies"),
+        (["--perturbations", "none", "--train.seed", "3"], "give --seeds"),
+        (["--perturbations", "none", "--perturbation.rate", "0.2"], "--sweep perturbation.OPTION"),
+        (["--perturbations", "none", "--ckpt.path", "x"], "give --out DIR"),
+        (["--perturbation", "none"], "--perturbations, --strategy"),
+        (["--perturbatons", "none"], "Did you mean '--perturbations'"),
+        (["--perturbations", "none", "--sweep", "rollout.temperature"], "KEY=VALUE,VALUE"),
+        (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),
+        (["--perturbations", "none", "--sweep", "perturbation.k=2,3"], "none of none has this option"),
+        (["--strategy", "none base="], "base needs a value"),
+        (["--perturbations", "none", "--eval.n", "0"], "at least 1"),
+        (["--perturbations", "none", "--eval.model", "x"], "set by ngrpo compare"),
+        (["--seeds", "0"], "nothing to compare"),
+    ],
+)
+def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(*given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("perturbation: none", "Did you mean 'perturbations'"),
+        ("- none", "must hold lines"),
+        ("a: [", "is not YAML"),
+        ("sweep: 3", "sweep must hold lines"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        arguments.parse(["--config", str(file), *MODEL])

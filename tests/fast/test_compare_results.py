@@ -1,0 +1,160 @@
+"""The comparison's folder and what is computed from the runs in it."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo.compare import arguments, results
+from ngrpo.compare.folder import DiskFull, Folder, disk_errors, write_json
+from ngrpo.compare.plan import Plan
+from ngrpo.compare.runs import identity
+
+MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]
+
+
+def plan(*words: str) -> Plan:
+    return arguments.parse([*words, *MODEL])[0]
+
+
+def leave(folder: Folder, made: Plan, number: int, correct: list[int], reward: float, speed: float = 100.0) -> None:
+    """What a finished run leaves: four samples per problem, eight steps of which the last two have ``reward``."""
+    run = made.runs()[number]
+    place = folder.fresh(run)
+    step = {"tokens_per_second": speed, "step_seconds": 10.0, "record_bytes_per_token": 1.5}
+    rewards = [0.1] * 6 + [reward] * 2
+    steps = [{"step": i + 1, "reward": r, **step} for i, r in enumerate(rewards)]
+    steps[0]["tokens_per_second"] = 1.0  # the warm-up, which must not count
+    write_json(place / "summary.json", {"steps": steps, "hardware": "cpu", "perturbation": None})
+    problems = [{"id": f"p{i}", "n": 4, "correct": c} for i, c in enumerate(correct)]
+    write_json(
+        place / "evaluation" / "evaluation.json",
+        {"n": 4, "mean_at_n": sum(correct) / 4 / len(correct), "pass_at_k": {"1": 0.5, "2": 0.5}, "problems": problems},
+    )
+    folder.finish(
+        run,
+        {"status": "done", "identity": identity(made, run), "seconds": 60.0, "peak_memory_bytes": 1000, "log": "x"},
+    )
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> tuple[Plan, Folder, dict[str, Any]]:
+    made, folder = plan("--perturbations", "none,neighbor,gumbel", "--seeds", "0,1,2"), Folder(tmp_path / "out")
+    folder.claim(made)
+    for seed in range(3):
+        leave(folder, made, 3 * seed, [0, 2, 4, 2], reward=0.5)
+        leave(folder, made, 3 * seed + 1, [1, 3, 4, 3], reward=0.7, speed=90.0)
+    failed = made.runs()[2]
+    folder.fresh(failed)
+    record = {"status": "failed", "identity": identity(made, failed), "error": "boom", "log": "runs/gumbel/train.log"}
+    folder.finish(failed, record)
+    return made, folder, results.collect(made, folder, ["ngrpo", "compare"], "2026-11-21T10:00:00+0000")
+
+
+def test_summary_by_hand(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
+    """none: (0+2+4+2)/16 = 0.5. neighbor: (1+3+4+3)/16 = 0.6875. Paired per problem: 1/4, 1/4, 0, 1/4, mean 0.1875.
+    Pass@2 of c = 0, 2, 4 out of 4: 0, 5/6, 1. Speed: 90/100 over steps after the first."""
+    _, _, found = compared
+    none, neighbor, gumbel = found["summary"]
+    assert none["mean_at_n"]["value"] == 0.5 and none["difference"] is None
+    assert none["pass_at_k"]["2"]["value"] == pytest.approx((0 + 5 / 6 + 1 + 5 / 6) / 4)
+    assert neighbor["mean_at_n"]["value"] == 0.6875
+    assert neighbor["difference"]["mean_at_n"]["value"] == pytest.approx(0.1875)
+    assert neighbor["difference"]["reward_last"]["value"] == pytest.approx(0.2)
+    assert neighbor["reward_last"] == {
+        "value": pytest.approx(0.7),
+        "low": pytest.approx(0.7),
+        "high": pytest.approx(0.7),
+    }
+    assert neighbor["cost"]["tokens_per_second"] == {"value": 90.0, "ratio": pytest.approx(0.9)}
+    assert neighbor["cost"]["memory_bytes"]["ratio"] == 1.0
+    assert (gumbel["seeds"], gumbel["failed"]) == ([], [0])
+    assert "no seed has finished" in gumbel["verdict"]
+    statuses = [run["status"] for run in found["runs"]]
+    assert statuses == ["done", "done", "failed", "done", "done", "pending", "done", "done", "pending"]
+
+
+def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
+    made, folder = plan("--perturbations", "none,none", "--seeds", "0,1"), Folder(tmp_path / "out")
+    folder.claim(made)
+    for number in range(4):
+        leave(folder, made, number, [0, 2, 4, 2], reward=0.5)
+    found = results.collect(made, folder, [], "")
+    twin = found["summary"][1]
+    assert twin["difference"]["mean_at_n"] == {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
+    assert twin["verdict"] == "equal to none in Mean@4, sample by sample"
+
+
+def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
+    made, folder, found = compared
+    run = made.runs()[0]
+    summary = json.loads((folder.run_folder(run) / "summary.json").read_text())
+    summary["steps"][0]["shift"] = float("nan")
+    (folder.run_folder(run) / "summary.json").write_text(json.dumps(summary))
+    found = results.collect(made, folder, [], "")
+    assert found["runs"][0]["steps"][0]["shift"] is None
+    json.dumps(found, allow_nan=False)
+    rows = list(csv.DictReader(results.as_csv(found).splitlines()))
+    assert len(rows) == 6 * 8 + 3  # the failed and the pending runs have one line each
+    assert rows[7]["mean_at_n"] == "0.5" and rows[6]["mean_at_n"] == ""
+
+
+def test_finished_runs_are_kept_and_changed_ones_run_again(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
+    made, folder, _ = compared
+    run = made.runs()[0]
+    assert folder.status(run, identity(made, run))["status"] == "done"
+    assert folder.status(run, "another")["status"] == "pending"
+    (folder.run_folder(run) / "run.json").write_text('{"status": "do')  # a kill while writing cannot leave this
+    assert folder.status(run, identity(made, run))["status"] == "pending"
+
+
+def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    folder.claim(plan("--perturbations", "none"))
+    folder.claim(plan("--perturbations", "none,neighbor", "--seeds", "0,1"))  # more strategies and seeds: welcome
+    with pytest.raises(ValueError, match=r"its shared is .* Give another --out"):
+        folder.claim(plan("--perturbations", "none", "--actor.adam.lr", "1e-5"))
+    with pytest.raises(ValueError, match="its evaluation is"):
+        folder.claim(plan("--perturbations", "none", "--eval.n", "2"))
+
+
+def test_two_comparisons_at_once(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    with folder.locked(), pytest.raises(ValueError, match=f"process {os.getpid()}"), Folder(folder.path).locked():
+        pass
+    with folder.locked():
+        pass  # free again
+
+
+def test_foreign_and_unwritable_folders(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match="no comparison's"):
+        Folder(tmp_path).claim(plan("--perturbations", "none"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"), Folder(tmp_path / "file" / "out").locked():
+        pass
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match="finished runs are kept"), disk_errors(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="something else"), disk_errors(tmp_path):
+        raise OSError(errno.EIO, "something else")
+    with pytest.raises(DiskFull, match="Make room"):
+        Folder(tmp_path).need(1 << 60)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    place = tmp_path / "results.json"
+    write_json(place, {"old": 1})
+    (tmp_path / "results.json.part").symlink_to("/dev/full")
+    with pytest.raises(DiskFull):
+        write_json(place, {"new": 2})
+    assert json.loads(place.read_text()) == {"old": 1}

@@ -1,0 +1,341 @@
+"""The report: structure, escaping, missing values, the same bytes again, and errors; no browser."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo import cli
+from ngrpo.report import write_diagnosis, write_report
+from tests.report_example import STRATEGIES, diagnosis, example
+
+SECTIONS = ["results", "learning", "pass-at-k", "cost", "diversity", "samples", "map", "runs", "made"]
+VOID = {"meta", "link", "br", "input", "img", "hr"}
+EVIL = "</script><script>alert(1)</script>\"'&<b>\u202e\x07\ud800 😀 שלום\n"
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order; keeps attributes, text and SVG numbers."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.parts: list[str] = []
+        self.prose = ""
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> inside {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.parts.append(data)
+            self.prose += "" if "pre" in self.open else f" {data}"
+
+    @property
+    def words(self) -> str:
+        """Text with a space between elements."""
+        return " ".join(" ".join(self.parts).split())
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.parts).replace("\u00a0", " ").split())
+
+    def all(self, name: str) -> list[dict[str, str | None]]:
+        return [attrs for tag, attrs in self.tags if tag == name]
+
+
+def written(
+    tmp_path: Path, data: dict[str, Any], write: Callable[[dict[str, Any], Path], None] = write_report
+) -> tuple[str, Page]:
+    path = tmp_path / "report.html"
+    write(data, path)
+    text = path.read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def check_numbers(page: Page) -> None:
+    """No NaN or infinity anywhere in a drawing, and each drawing has a name for those who do not see it."""
+    for tag, attrs in page.tags:
+        for key in ("d", "x", "y", "cx", "cy", "transform", "viewbox"):
+            assert not re.search("nan|inf|None", attrs.get(key) or ""), (tag, attrs)
+        if tag == "svg":
+            assert attrs.get("aria-hidden") or attrs.get("aria-label") or attrs.get("aria-labelledby"), attrs
+    for attrs in page.all("div"):
+        if attrs.get("data-chart"):
+            # parse_constant is only called for NaN and Infinity.
+            json.loads(attrs["data-chart"] or "", parse_constant=lambda word: pytest.fail(word))
+
+
+def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
+    text, page = written(tmp_path, example())
+    assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
+    check_numbers(page)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    named = {name for attrs in page.all("svg") for name in (attrs.get("aria-labelledby") or "").split()}
+    assert named and named <= set(ids)
+    assert "neighbor rate=0.1, gaussian rate=0.1 and gumbel against none" in page.text
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in page.text and "3 (0, 1, 2)" in page.text
+    assert "1 of 12 runs failed" in page.text and "MemoryError: 'gumbel' <ran> out of memory" in page.text
+    assert "runs/gumbel-2/train.log" in page.text
+    assert "within noise of none in Mean@8 and Pass@8" in page.text
+    assert "+0.037, beyond noise" in page.text and "−0.006, within noise" in page.text
+    assert "Mean@8" in page.text and "×1.02" in page.text and "5.77 GiB" in page.text
+    assert re.search("before training – 0.131 0.220 0.341 0.484", page.words)
+    assert "One seed only" not in page.text and "Bands run from the lowest to the highest seed" in page.text
+    # Offline: nothing that could be fetched.
+    assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\(""", text)
+    for attrs in page.all("details"):
+        assert set(attrs) <= {"class", "open"}
+
+
+def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
+    _, page = written(tmp_path, diagnosis(), write_diagnosis)
+    expected = ["results", "diversity", "pass-at-k", "samples", "map", "made"]
+    assert [attrs["id"] for attrs in page.all("section")] == expected
+    check_numbers(page)
+    # 0.39 against 0.31: [0.36, 0.425] and [0.28, 0.345] do not meet; 0.91 and 0.93: [0.885, 0.93], [0.905, 0.95] do.
+    assert "neighbor rate=0.1 beside none: more diverse (0.390 against 0.310); validity" in page.text
+    assert "0.910 against 0.930, the intervals overlap" in page.text
+    assert "64 problems × 8 answers" in page.text and "gumbel: 31% of the answers end in a loop" in page.text
+
+
+def test_same_data_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, data in (("results.json", example()), ("diagnosis.json", diagnosis())):
+        folder = tmp_path / name
+        folder.mkdir()
+        (write_report if name == "results.json" else write_diagnosis)(data, folder / "first.html")
+        before = copy.deepcopy(data)
+        (folder / name).write_text(json.dumps(data), encoding="utf-8")
+        assert cli.main(["report", str(folder)]) == 0
+        assert cli.main(["report", str(folder / name), "--out", str(folder / "other.html")]) == 0
+        assert data == before
+        first = (folder / "first.html").read_bytes()
+        assert (folder / "report.html").read_bytes() == first == (folder / "other.html").read_bytes()
+        assert str(folder / "other.html") in capsys.readouterr().err
+
+
+def test_text_from_data_is_escaped(tmp_path: Path) -> None:
+    data = example(steps=3, seeds=2, strategies=("none", EVIL))
+    data |= {"task": EVIL, "command": ["ngrpo", EVIL], "versions": {EVIL: EVIL}, "machine": {"cpu": EVIL}}
+    data["runs"][0] |= {"status": "failed", "error": EVIL, "log": EVIL, "seed": EVIL}
+    for row in data["summary"]:
+        row["verdict"] = EVIL
+    sample = data["diagnosis"]["samples"][0]
+    sample |= {"problem": EVIL, "answer": EVIL}
+    sample["by_strategy"][0]["tokens"] = [
+        {"text": EVIL, "perturbed": True, "candidates": [[EVIL, 0.7], ["\n", 0.3]]},
+        {"text": EVIL, "perturbed": False},
+    ]
+    for one in data["diagnosis"]["embedding_map"]["tokens"]:
+        one["text"] = EVIL
+    text, page = written(tmp_path, data)
+    tame = example(steps=3, seeds=2, strategies=("none", "gumbel"))
+    tame["runs"][0] |= {"status": "failed", "error": "out of memory"}
+    _, plain = written(tmp_path, tame)
+    assert len(page.all("script")) == len(plain.all("script")) == 1
+    assert {tag for tag, _ in page.tags} == {tag for tag, _ in plain.tags}
+    assert {key for _, attrs in page.tags for key in attrs} == {key for _, attrs in plain.tags for key in attrs}
+    assert "\u202e" not in text and "\x07" not in text and "[U+202E]␇\ufffd 😀 שלום" in page.text
+    tip = json.loads(next(attrs["data-tip"] for attrs in page.all("mark") if "alert" in (attrs["data-tip"] or "")))
+    assert tip["mixture"][1] == ["⏎", "0.300", 0.3]
+    assert tip["title"].startswith("</script><script>alert(1)</script>\"'&<b>") and tip["title"].endswith("⏎")
+
+
+def test_script_is_the_only_one_allowed(tmp_path: Path) -> None:
+    import base64
+    import hashlib
+
+    text, page = written(tmp_path, example(steps=2))
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert script
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    policy = page.all("meta")[1]["content"] or ""
+    assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
+
+
+BAD = ("gone", None, "text")
+
+
+def prune(data: Any, kinds: tuple[type, ...], put: Any) -> Any:
+    """A copy in which every value of some kinds is another, at any depth; the outermost names stay."""
+    if isinstance(data, dict):
+        return {key: prune(value, kinds, put) for key, value in data.items()}
+    if isinstance(data, list):
+        return [prune(value, kinds, put) for value in data]
+    return put if isinstance(data, kinds) and not isinstance(data, bool) else data
+
+
+@pytest.mark.parametrize("put", [None, float("nan"), float("inf"), float("-inf"), "text", 1e308, -1e308, [], {}, True])
+def test_no_number_breaks_it(tmp_path: Path, put: Any) -> None:
+    data = prune(example(steps=4, seeds=2), (int, float), put) | {"format": 1}
+    _, page = written(tmp_path, data)
+    check_numbers(page)
+    # The specs are quoted as they are; elsewhere there are dashes.
+    assert "–" in page.text and "nan" not in page.prose.lower().split()
+    again = prune(diagnosis(), (int, float), put) | {"format": 1}
+    check_numbers(written(tmp_path, again, write_diagnosis)[1])
+
+
+def without_each(data: Any) -> list[tuple[str, Any]]:
+    """Copies that each lack one key, or have null, text or a list in its place; one of each kind of place."""
+    found: dict[str, tuple[list[Any], str]] = {}
+
+    def walk(value: Any, path: list[Any], name: str) -> None:
+        for key, inner in (
+            value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
+        ):
+            label = f"{name}.{key if isinstance(value, dict) else '*'}"
+            if label not in found:
+                found[label] = ([*path, key], label)
+                walk(inner, [*path, key], label)
+
+    walk(data, [], "")
+    copies = []
+    for path, label in found.values():
+        for put in (*BAD, [], [None]):
+            changed = copy.deepcopy(data)
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            if put == "gone":
+                del holder[path[-1]]
+            else:
+                holder[path[-1]] = put
+            copies.append((f"{label} {put}", changed))
+    return copies
+
+
+def test_missing_or_odd_parts_never_break_it(tmp_path: Path) -> None:
+    """Only format, strategies and runs are needed; everything else may be absent or of another kind."""
+    small = example(steps=2, seeds=2, strategies=("none", "neighbor rate=0.1"))
+    small["diagnosis"]["samples"] = small["diagnosis"]["samples"][2:]
+    for operator in small["diagnosis"]["embedding_map"]["operators"]:
+        operator["points"] = operator["points"][:3]
+    small["diagnosis"]["embedding_map"]["tokens"] = small["diagnosis"]["embedding_map"]["tokens"][:2]
+    seen = 0
+    for label, changed in without_each(small):
+        if label.startswith(".format ") or label in {f".{key} {put}" for key in ("strategies", "runs") for put in BAD}:
+            with pytest.raises(ValueError, match="not a comparison of ngrpo"):
+                write_report(changed, tmp_path / "report.html")
+            continue
+        try:
+            write_report(changed, tmp_path / "report.html")
+        except Exception as error:
+            pytest.fail(f"{label}: {error!r}")
+        seen += 1
+    assert seen > 400
+    least = {"format": 1, "strategies": [], "runs": []}
+    assert "There are no runs" in written(tmp_path, least)[1].text
+
+
+def test_one_seed_is_said_plainly(tmp_path: Path) -> None:
+    text, page = written(tmp_path, example(seeds=1))
+    assert "One seed only: the intervals show noise over problems, not over training runs." in page.text
+    learning = text.split('<section id="learning">')[1].split("</section>")[0]
+    assert 'class="band' not in learning and 'class="line"' in learning
+
+
+@pytest.mark.parametrize(
+    ("steps", "strategies"),
+    [(1, ("none",)), (1, STRATEGIES), (1000, ("none", *(f"soft top_k={k}" for k in range(11))))],
+)
+def test_sizes(tmp_path: Path, steps: int, strategies: tuple[str, ...]) -> None:
+    text, page = written(tmp_path, example(steps=steps, seeds=2, strategies=strategies))
+    check_numbers(page)
+    assert len(text) < 1_500_000
+    assert ("Each point is the mean of 17 steps" in page.text) == (steps == 1000)  # ⌈1000 / 60⌉
+    chart = next(json.loads(a["data-chart"] or "") for a in page.all("div") if a.get("data-chart"))
+    assert len(chart["x"]) == min(steps, 59)  # ⌈1000 / 17⌉
+    assert len(chart["series"]) == len(strategies)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file or folder"),
+        ("", "is broken: it is not JSON"),
+        ('{"format": 1, "runs": [', "is broken: it is not JSON"),
+        (b"\xff\xfe\x00", "is broken: it is not JSON"),
+        ("[" * 100_000, "nested too deeply|is broken"),
+        ("[1]", "a JSON object was expected, found list"),
+        ('{"steps": []}', "not a diagnosis of ngrpo: format is None, must be 1"),
+        ('{"format": 2, "runs": []}', r"format 2 is newer than this ngrpo knows \(1\). Update ngrpo"),
+        ('{"format": true, "runs": []}', "format is True"),
+        ('{"format": 1, "n": 8, "problems": []}', "'strategies' must be a list, found NoneType"),
+        ('{"format": 1, "runs": {}, "strategies": []}', "'runs' must be a list, found dict"),
+    ],
+)
+def test_files_that_are_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes | None, said: str
+) -> None:
+    file = tmp_path / "results.json"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert cli.main(["report", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error) and str(file) in error
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert cli.main(["report", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "has neither results.json nor diagnosis.json" in said(str(tmp_path))
+    assert "takes one folder or file, got 0" in said()
+    assert "takes one folder or file, got 2" in said("a", "b")
+    assert "unknown flag '--output'" in said("a", "--output", "x") and "Did you mean '--out'?" in said(
+        "a", "--output=x"
+    )
+    assert "--out needs a file" in said("a", "--out")
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(example(steps=1)))
+    assert "is the result itself" in said(str(file), "--out", str(file))
+    assert "cannot be written: No such file or directory" in said(str(file), "--out", str(tmp_path / "no" / "r.html"))
+    assert cli.main(["report", "--help"]) == 0 and "--out FILE" in capsys.readouterr().out
+
+
+def test_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
+    """/dev/full would be written in place; the limit on file size fails the half-written copy instead."""
+    import resource
+    import signal
+
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(ValueError, match="cannot be written: File too large"):
+            write_report(example(steps=2), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_wheel_carries_style_and_script() -> None:
+    setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
+    assert re.search(r'package_data=\{.*"ngrpo\.report": \["\*\.css", "\*\.js"\]', setup, re.DOTALL)

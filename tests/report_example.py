@@ -1,0 +1,380 @@
+"""A made-up comparison and its diagnosis, of the shape that real ones have. All numbers come from one seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+STRATEGIES = ("none", "neighbor rate=0.1", "gaussian rate=0.1", "gumbel")
+SPECS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "neighbor rate=0.1": {"name": "neighbor", "rate": 0.1, "k": 3, "metric": "cosine", "variant": "paper"},
+    "gaussian rate=0.1": {"name": "gaussian", "rate": 0.1, "std": 0.03, "base": "token"},
+    "gumbel": {"name": "gumbel", "rate": 1.0, "k": 5, "temperature": 0.1},
+}
+# How fast a strategy learns, where it ends, how diverse and how valid its answers are.
+CHARACTER = {
+    "none": (11.0, 0.84, 0.31, 0.93),
+    "neighbor rate=0.1": (9.0, 0.90, 0.39, 0.91),
+    "gaussian rate=0.1": (12.0, 0.83, 0.35, 0.86),
+    "gumbel": (16.0, 0.74, 0.52, 0.71),
+}
+MACHINE = {"system": "Linux-6.1-x86_64-with-glibc2.36", "cores": 2, "python": "3.11.2"}
+VERSIONS = {
+    "ngrpo": "0.1.0",
+    "vllm": "0.29.0",
+    "openrlhf": "0.11.2",
+    "torch": "2.13.0",
+    "transformers": "5.15.0",
+    "ray": "2.55.0",
+}
+KS = (1, 2, 4, 8)
+PLACES = {
+    " therefore": (" thus", " hence", " consequently"),
+    " seven": (" eight", " nine", "seven"),
+    " add": (" adding", " sum", " plus"),
+    " first": (" second", " First", " initial"),
+    " equals": (" equal", " is", " ="),
+    " apples": (" apple", " oranges", " fruits"),
+    " cost": (" costs", " price", " spend"),
+    " north": (" south", " northern", " east"),
+    "\n": ("\n\n", " \n", "."),
+    " blue": (" red", " Blue", " green"),
+}
+
+
+def example(steps: int = 40, seeds: int = 3, strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
+    """The content of a results.json; one run of the last of several strategies has failed."""
+    draw = random.Random(7)
+    runs = []
+    for name in strategies:
+        for seed in range(seeds):
+            broken = name == "gumbel" and seed == 2
+            runs.append(_run(draw, name, seed, steps, broken))
+    return {
+        "format": 1,
+        "created": "2025-11-21T09:30:00+00:00",
+        "command": [
+            "ngrpo",
+            "compare",
+            "--perturbations",
+            "none,neighbor,gaussian,gumbel",
+            "--seeds",
+            "0,1,2",
+            "--task",
+            "arithmetic",
+            "--model",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ],
+        "baseline": "none",
+        "task": "arithmetic",
+        "hardware": "cpu",
+        "machine": MACHINE,
+        "versions": VERSIONS,
+        "openrlhf_args": [
+            "--actor.model_name_or_path",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "--rollout.batch_size",
+            "8",
+            "--rollout.n_samples_per_prompt",
+            "4",
+            "--actor.adam.lr",
+            "1e-5",
+        ],
+        "strategies": [
+            {
+                "id": name,
+                "perturbation": _spec(name),
+                "base": "grpo",
+                "settings": {} if name == "none" else {"perturbation.rate": "0.1"},
+                "paper": "2606.10768",
+            }
+            for name in strategies
+        ],
+        "runs": runs,
+        "untrained": {"n": 8, "mean_at_n": 0.131, "pass_at_k": {"1": 0.131, "2": 0.22, "4": 0.341, "8": 0.484}},
+        "summary": [_summary(name, [run for run in runs if run["strategy"] == name], seeds) for name in strategies],
+        "diagnosis": diagnosis(strategies),
+    }
+
+
+def diagnosis(strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
+    """The content of a diagnosis.json, with samples and an embedding map."""
+    draw = random.Random(11)
+    entries = []
+    for name in strategies:
+        _, _, diverse, valid = _character(name)
+        entries.append(
+            {
+                "name": name,
+                "perturbation": _spec(name),
+                "reward": round(0.5 * valid, 4),
+                "pass_at_k": {str(k): round(1 - (1 - 0.42 * valid) ** (k ** (0.6 + diverse)), 4) for k in KS},
+                "diversity": {
+                    "distinct_answers": diverse + 0.04,
+                    "distinct_intermediate": diverse + 0.1,
+                    "self_bleu": 0.9 - diverse,
+                    "distinct_2": diverse * 0.8,
+                    "edit_distance": diverse,
+                    "score": diverse,
+                },
+                "validity": {
+                    "parseable": min(1.0, valid + 0.03),
+                    "repetition": 0.4 * (1 - valid),
+                    "perplexity": 2.2 + 9 * (1 - valid),
+                    "anchor_nearest": None if name == "none" else 0.8 * valid,
+                    "score": valid,
+                },
+                "learnable_groups": 0.35 + diverse / 2,
+                "rate": (_spec(name) or {}).get("rate", 0.0),
+                "tokens_per_second": 410.0 + draw.uniform(-20, 20),
+                "record_bytes_per_token": None if name == "none" else 1.8,
+                "intervals": {
+                    "diversity": [diverse - 0.03, diverse + 0.035],
+                    "validity": [valid - 0.025, valid + 0.02],
+                    "reward": [0.5 * valid - 0.05, 0.5 * valid + 0.05],
+                },
+            }
+        )
+    return {
+        "format": 1,
+        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "dataset": "gsm8k",
+        "group": 8,
+        "prompts": 64,
+        "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 160, "seed": 0},
+        "versions": VERSIONS,
+        "machine": MACHINE,
+        "seconds": 512.4,
+        "baseline": "none" if "none" in strategies else None,
+        "strategies": entries,
+        "warnings": ["gumbel: 31% of the answers end in a loop"] if "gumbel" in strategies else [],
+        "samples": _samples(draw, strategies),
+        "embedding_map": _map(draw, strategies),
+    }
+
+
+def _character(name: str) -> tuple[float, float, float, float]:
+    return CHARACTER.get(
+        name, (10.0 + len(name) % 5, 0.8, 0.3 + (hash_of(name) % 20) / 100, 0.75 + (hash_of(name) % 17) / 100)
+    )
+
+
+def hash_of(name: str) -> int:
+    """A number from a name, the same in every process."""
+    return sum((i + 1) * ord(letter) for i, letter in enumerate(name))
+
+
+def _spec(name: str) -> dict[str, Any] | None:
+    return SPECS.get(name, {"name": name.split()[0], "rate": 0.1})
+
+
+def _run(draw: random.Random, name: str, seed: int, steps: int, broken: bool) -> dict[str, Any]:
+    pace, top, _, valid = _character(name)
+    lag = draw.gauss(0, 2.5)
+    rows = []
+    for step in range(1, (12 if broken else steps) + 1):
+        x = 40 * step / max(steps, 20)
+        reward = 0.14 + (top - 0.14) / (1 + math.exp(-(x - pace - lag) / 4)) + draw.gauss(0, 0.045)
+        row = {
+            "step": step,
+            "reward": round(min(max(reward, 0), 1) * 32) / 32,
+            "tokens_per_second": 120 + draw.gauss(0, 6),
+            "step_seconds": 11 + draw.gauss(0, 0.4),
+            "gap_plain_mean": 0.038 + draw.gauss(0, 0.002),
+        }
+        if name != "none":
+            rate = (_spec(name) or {})["rate"]
+            row |= {
+                "rate": rate + (draw.gauss(0, 0.008) if rate < 1 else 0),
+                "shift": 0.3 * (1 - valid) + 0.02 + draw.gauss(0, 0.003),
+                "gap_perturbed_mean": 0.03 + draw.gauss(0, 0.003),
+                "record_bytes_per_token": 1.8,
+            }
+        rows.append(row)
+    right = [sum(draw.random() < top * (0.4 + 0.6 * ((i * 37) % 64) / 64) for _ in range(8)) for i in range(64)]
+    return {
+        "id": f"{name}-{seed}".replace(" ", "_"),
+        "strategy": name,
+        "seed": seed,
+        "status": "failed" if broken else "done",
+        "error": 'Traceback (most recent call last):\n  File "train.py", line 61, in run\n'
+        "MemoryError: 'gumbel' <ran> out of memory"
+        if broken
+        else None,
+        "log": f"runs/{name}-{seed}/train.log".replace(" ", "_"),
+        "seconds": 11.2 * steps + draw.uniform(30, 50),
+        "steps": rows,
+        "peak_memory_bytes": None if broken else int(6.1e9 + draw.uniform(0, 3e8)),
+        "evaluation": None
+        if broken
+        else {
+            "format": 1,
+            "model": "checkpoint",
+            "dataset": "arithmetic",
+            "scorer": "auto",
+            "n": 8,
+            "sampling": {"temperature": 1.0},
+            "mean_at_n": sum(right) / 512,
+            "pass_at_k": {str(k): sum(c > 8 - k or draw.random() < c / 8 * k / 2 for c in right) / 64 for k in KS},
+            "problems": [{"id": str(i), "n": 8, "correct": c} for i, c in enumerate(right)],
+        },
+    }
+
+
+def _around(value: float, half: float) -> dict[str, float]:
+    return {"value": value, "low": value - half, "high": value + half * 0.9}
+
+
+def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any]:
+    _, top, diverse, _ = _character(name)
+    mean = 0.62 * top
+    gain = mean - 0.62 * CHARACTER["none"][1]
+    wins = {str(k): 1 - (1 - mean) ** (k ** (0.5 + diverse / 2)) for k in KS}
+    plain = {str(k): 1 - (1 - 0.62 * CHARACTER["none"][1]) ** (k ** (0.5 + CHARACTER["none"][2] / 2)) for k in KS}
+
+    def change(value: float, half: float) -> dict[str, Any]:
+        return {**_around(value, half), "within_noise": value - half <= 0 <= value + half * 0.9}
+
+    sign = "better" if gain > 0 else "worse"
+    verdict = (
+        "the baseline"
+        if name == "none"
+        else "within noise of none in Mean@8 and Pass@8; the runs do not tell them apart"
+        if abs(gain) < 0.03
+        else f"{sign} than none in Mean@8 by {abs(gain):.3f}, beyond noise; Pass@8 within noise"
+    )
+    base = name == "none"
+    return {
+        "strategy": name,
+        "seeds": [run["seed"] for run in runs if run["status"] == "done"],
+        "failed": [run["seed"] for run in runs if run["status"] == "failed"],
+        "reward_first": _around(0.142, 0.02),
+        "reward_last": _around(top, 0.03),
+        "mean_at_n": _around(mean, 0.026),
+        "pass_at_k": {k: _around(value, 0.03) for k, value in wins.items()},
+        "difference": None
+        if base
+        else {
+            "mean_at_n": change(gain, 0.03),
+            "reward_last": change(top - CHARACTER["none"][1], 0.05),
+            "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins},
+        },
+        "verdict": verdict,
+        "cost": {
+            "tokens_per_second": {"value": 121.0 if base else 118.4, "ratio": 1.0 if base else 0.9785},
+            "step_seconds": {"value": 11.02 if base else 11.21, "ratio": 1.0 if base else 1.0172},
+            "memory_bytes": {"value": 6.2e9 if base else 6.31e9, "ratio": 1.0 if base else 1.0177},
+            "record_bytes_per_token": {"value": None if base else 1.8 if name != "gumbel" else 16.2},
+        },
+    }
+
+
+PROBLEMS = (
+    (
+        "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
+        "How many clips did Natalia "
+        "sell altogether in April and May?",
+        "72",
+        "First , we find the clips sold in May : 48 / 2 = 24 .\n"
+        "Then we add the clips of April and May : 48 + 24 = 72 .\n"
+        "Therefore , Natalia sold 72 clips altogether .",
+    ),
+    (
+        "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?",
+        "3",
+        "The robe takes 2 bolts of blue fiber .\nHalf of 2 is 1 , so it takes 1 bolt of white fiber .\n"
+        "In total that is 2 + 1 = 3 bolts .",
+    ),
+    (
+        "What is 17 + 25?",
+        "42",
+        "To add 17 and 25 , start with the tens : 10 + 20 = 30 .\nThe ones : 7 + 5 = 12 .\n30 + 12 = 42 .",
+    ),
+)
+OTHERS = {
+    "First": ("Firstly", "Initially"),
+    "find": ("compute", "get"),
+    "sold": ("sells", "bought"),
+    "Then": ("Next", "So"),
+    "add": ("sum", "adding"),
+    "clips": ("clip", "items"),
+    "Therefore": ("Thus", "Hence"),
+    "takes": ("needs", "uses"),
+    "total": ("sum", "all"),
+    "start": ("begin", "started"),
+    "blue": ("red", "Blue"),
+    "=": (" is", "=="),
+    "\n": ("\n\n", "."),
+}
+
+
+def _samples(draw: random.Random, strategies: tuple[str, ...]) -> list[dict[str, Any]]:
+    found = []
+    for problem, answer, text in PROBLEMS:
+        columns = []
+        for name in strategies:
+            words = text.replace("\n", " \n ").split(" ")
+            rate = (_spec(name) or {}).get("rate", 0.0)
+            tokens = []
+            for i, word in enumerate(words):
+                shown = word if word in (".", ",", "\n", ":") or i == 0 or words[i - 1] == "\n" else f" {word}"
+                one: dict[str, Any] = {"text": shown, "perturbed": draw.random() < rate * 1.6}
+                if one["perturbed"]:
+                    near = OTHERS.get(word, (word.lower(), word.upper()))
+                    head = draw.uniform(0.45, 0.9)
+                    one["candidates"] = [
+                        [shown, head],
+                        [f" {near[0]}", (1 - head) * 0.7],
+                        [f" {near[1]}", (1 - head) * 0.3],
+                    ]
+                    if name.startswith("gaussian"):
+                        one |= {"candidates": [[shown, 1.0]], "sigma": 0.0312}
+                tokens.append(one)
+            columns.append({"strategy": name, "reward": float(draw.random() < 0.8), "tokens": tokens})
+        found.append({"problem": problem, "answer": answer, "by_strategy": columns})
+    return found
+
+
+def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
+    tokens = []
+    for i, text in enumerate(PLACES):
+        angle = 2 * math.pi * i / len(PLACES)
+        radius = 1.1 + 0.5 * (i % 3)
+        tokens.append({"id": 300 + i, "text": text, "x": radius * math.cos(angle), "y": 0.8 * radius * math.sin(angle)})
+    operators = []
+    for name in strategies:
+        if name == "none":
+            continue
+        wide = {"neighbor rate=0.1": 0.14, "gaussian rate=0.1": 0.42}.get(name, 0.25)
+        points = []
+        for i, one in enumerate(tokens):
+            for _ in range(40):
+                off = draw.gauss(0, wide), draw.gauss(0, wide)
+                related = math.hypot(*off) < 0.55
+                near = draw.choice(PLACES[one["text"]]) if related else draw.choice((" ##", "ق", " 😀", " lorem"))
+                points.append(
+                    {
+                        "token": i,
+                        "x": one["x"] + off[0],
+                        "y": one["y"] + off[1],
+                        "nearest": one["text"] if math.hypot(*off) < 0.2 else near,
+                        "related": related,
+                    }
+                )
+        far = sum(not point["related"] for point in points) / len(points)
+        changed = sum(point["nearest"] != tokens[point["token"]]["text"] for point in points) / len(points)
+        operators.append({"strategy": name, "points": points, "unrelated_share": far, "changed_share": changed})
+    neighbors = [
+        {"token": i, "text": near, "x": one["x"] + 0.3 * math.cos(2 * j), "y": one["y"] + 0.3 * math.sin(2 * j)}
+        for i, one in enumerate(tokens)
+        for j, near in enumerate(PLACES[one["text"]])
+    ]
+    return {
+        "metric": "cosine",
+        "tokens": tokens,
+        "neighbors": neighbors,
+        "operators": operators,
+        "explained_variance": [0.31, 0.18],
+    }
