@@ -1,25 +1,34 @@
-"""What the registry holds, as text: `ngrpo list` and `ngrpo train --help`."""
+"""What the registries hold, as text: `ngrpo list` and `ngrpo train --help`."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 
+from ngrpo.hardware.profile import flag_value
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.options import allowed, kinds
-
-_TREE = "perturbations.strategies."
+from perturbations.registry import Registry
 
 _TRAIN = """\
-usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [flags of OpenRLHF ...]
+usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [--advantage NAME] [--preset NAME]
+                   [flags of OpenRLHF ...]
 
 Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below; every other word goes to
 OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
 
-  --perturbation NAME            an operator, or package.module:Name of your own   [none: stock OpenRLHF]
+  --perturbation NAME            an operator; your own: ./file.py:Name, package.module:Name [none: stock OpenRLHF]
   --perturbation.<option> VALUE  an option of the operator, see below; a switch may stand alone
+  --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
   --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
+  --advantage NAME               an advantage of ours, see below      [none: --algo.advantage.estimator rules]
+  --advantage.<option> VALUE     an option of the advantage
+  --preset NAME                  a set of OpenRLHF flags, printed; your flags win: {presets}
+  --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
+  --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
+                                 (temperature and top-p: --rollout.temperature, --rollout.top_p)
   --model NAME                   = --actor.model_name_or_path; packaged models: {models}
   --task NAME                    dataset and reward where you give none: {tasks}
   --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]
@@ -34,39 +43,73 @@ examples
 
 
 def listing() -> str:
-    """One line per operator: name, source, paper, what it does."""
-    rows = [("name", "source", "paper", "")]
-    for name, address in registry.available().items():
+    """One line per operator and gate: name, source, paper, what it does."""
+    return "\n".join([_rows(registry.operators, "paper"), "", _rows(registry.gates, "")])
+
+
+def _rows(kept: Registry, paper: str) -> str:
+    rows = [("name" if paper else "gate", "source", paper, "")]
+    for name, address in kept.available().items():
         try:
-            cls = registry.get(name)
+            cls = kept.get(name)
         except ValueError as error:
-            rows.append((name, _source(name, address), "cannot be loaded", str(error)))
+            rows.append((name, _source(kept, name, address), "cannot be loaded", str(error)))
             continue
-        rows.append((name, _source(name, address), getattr(cls, "paper", "-"), _first_line(cls)))
+        rows.append((name, _source(kept, name, address), getattr(cls, "paper", "-") if paper else "", _first_line(cls)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
 
 
-def train_help() -> str:
-    """The help of ``ngrpo train``: our flags, then every operator with its options."""
-    from ngrpo import models, tasks
+def train_help(words: Sequence[str] = ()) -> str:
+    """The help of ``ngrpo train``: our flags, then every operator and gate with its options.
 
-    parts = [_TRAIN.format(models=", ".join(models.PACKAGED), tasks=", ".join(tasks.available()))]
+    Args:
+        words: the rest of the command line; an operator or gate that it names by file or module is listed too.
+
+    Raises:
+        ValueError: where that cannot be loaded.
+    """
+    from ngrpo import models, presets, tasks
+
+    names = {"models": models.PACKAGED, "tasks": tasks.usage(), "presets": presets.available()}
+    parts = [_TRAIN.format(**{key: ", ".join(value) for key, value in names.items()}), _advantages()]
     shared = {field.name: field for field in dataclasses.fields(Perturbation)}
     parts.append("options of every operator (the gate)\n" + _table(Perturbation, list(shared.values())))
-    for name, address in registry.available().items():
-        try:
-            cls = registry.get(name)
-        except ValueError as error:
-            parts.append(f"{name}: cannot be loaded: {error}\n")
-            continue
-        own = [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
-        head = f"{name}  ({getattr(cls, 'paper', 'no paper named')}; {_source(name, address)})"
-        parts.append(f"{head}\n  {_first_line(cls)}\n{_table(cls, own)}")
+    for kept, root in ((registry.operators, "--perturbation"), (registry.gates, "--perturbation.gate")):
+        common = shared if kept is registry.operators else {}
+        for name, address in _with_named(kept, flag_value(words, root)).items():
+            try:
+                cls = kept.get(name)
+            except ValueError as error:
+                parts.append(f"{name}: cannot be loaded: {error}\n")
+                continue
+            own = [f for f in dataclasses.fields(cls) if f.name not in common or f.default != common[f.name].default]
+            note = f"{cls.paper}; " if kept is registry.operators else "gate; "
+            head = f"{name}  ({note}{_source(kept, name, address)})"
+            parts.append(f"{head}\n  {_first_line(cls)}\n{_table(cls, own, root)}")
     return "\n".join(parts)
 
 
-def _table(cls: type, fields: list[dataclasses.Field]) -> str:
+def _with_named(kept: Registry, given: str | None) -> dict[str, str]:
+    """All that is registered; what the user names by file or module stands last, next to the prompt."""
+    known = kept.available()
+    if not given or given in known or given.lower() == "none":
+        return known
+    cls = kept.get(given)
+    return {**{name: address for name, address in known.items() if name != cls.name}, given: kept.address(cls)}
+
+
+def _advantages() -> str:
+    from ngrpo.trainer.advantages import ADVANTAGES
+
+    parts = ["advantages (ngrpo here is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor)\n"]
+    for name, cls in ADVANTAGES.items():
+        options = _table(cls, list(dataclasses.fields(cls)), "--advantage")
+        parts.append(f"  {name:<12} {_first_line(cls)}  ({cls.paper})\n{options.rstrip(chr(10))}".rstrip() + "\n")
+    return "".join(parts)
+
+
+def _table(cls: type, fields: list[dataclasses.Field], root: str = "--perturbation") -> str:
     lines = []
     for field in fields:
         accepted = kinds(cls, field.name)
@@ -75,15 +118,15 @@ def _table(cls: type, fields: list[dataclasses.Field]) -> str:
         if type(None) in accepted:
             limits += ", or none"
         default = "none" if field.default is None else str(field.default).lower() if kind is bool else field.default
-        flag = f"  --perturbation.{field.name}"
+        flag = f"  {root}.{field.name}"
         lines.append(f"{flag:<33}{field.metadata.get('help', '')}; {limits} [{default}]")
     return "\n".join(lines) + "\n"
 
 
-def _source(name: str, address: str) -> str:
-    if address.startswith(_TREE):
+def _source(kept: Registry, name: str, address: str) -> str:
+    if address.startswith(kept.tree + "."):
         return "in-tree"
-    for point in entry_points(group=registry.ENTRY_POINT_GROUP):
+    for point in entry_points(group=kept.group):
         if point.name == name and point.dist is not None:
             return f"package {point.dist.name}"
     return address

@@ -13,15 +13,24 @@ from ngrpo.hardware.profile import flag_value
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
+ADVANTAGE = "--advantage"
+SAMPLING = "--sampling"
 CONFIG = "config"
 MODEL_FLAG = "model_name_or_path"
-# Ours besides --perturbation: the field of TrainCommand that each one sets.
+# Flags with options after a dot, and how each is written.
+_ROOTS = {
+    PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {PERTURBATION}.{CONFIG} FILE",
+    ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
+    SAMPLING: f"{SAMPLING}.top_k K and {SAMPLING}.min_p P",
+}
+# Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
     "--hardware": "hardware",
     "--task": "task",
     "--model": "model",
     "--run-dir": "run_dir",
     "--log-file": "log_file",
+    "--preset": "preset",
 }
 
 
@@ -37,6 +46,9 @@ class TrainCommand:
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
+        preset: a name of :mod:`ngrpo.presets`, or None.
+        advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
+        sampling: ``ngrpo.trainer.sampling.create(**sampling)``, empty where rollouts have no masks of ours.
     """
 
     spec: dict[str, Any] | None
@@ -46,6 +58,9 @@ class TrainCommand:
     run_dir: str | None = None
     log_file: str | None = None
     notes: tuple[str, ...] = ()
+    preset: str | None = None
+    advantage: dict[str, Any] | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -53,8 +68,11 @@ class _Words:
     """The command line after one pass, before anything is checked against an operator."""
 
     operator: str | None = None
+    advantage: str | None = None
     config: str | None = None
-    options: dict[str, str | None] = field(default_factory=dict)  # None: the flag stood alone
+    options: dict[str, str | None] = field(default_factory=dict)  # of the operator; None: the flag stood alone
+    advantage_options: dict[str, str] = field(default_factory=dict)
+    sampling: dict[str, str] = field(default_factory=dict)
     ours: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
 
@@ -80,7 +98,14 @@ def parse(words: Sequence[str]) -> TrainCommand:
             raise ValueError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
         rest = [f"--actor.{MODEL_FLAG}", ours["model"], *rest]
     ours.pop("model", None)
-    return TrainCommand(spec, openrlhf_args=tuple(rest), notes=tuple(notes), **ours)
+    return TrainCommand(
+        spec,
+        openrlhf_args=tuple(rest),
+        notes=tuple(notes),
+        advantage=_advantage(sorted_words),
+        sampling=_sampling(sorted_words.sampling),
+        **ours,
+    )
 
 
 def replace_model_names(args: Sequence[str], replace: Callable[[str], str]) -> list[str]:
@@ -126,7 +151,7 @@ def _sort(words: Sequence[str]) -> _Words:
         word = words[i]
         name, equals, value = word.partition("=")
         root = name.split(".", 1)[0]
-        if root != PERTURBATION and name not in _OURS:
+        if root not in _ROOTS and name not in _OURS:
             _refuse_near_miss(name, root)
             result.rest.append(word)
             i += 1
@@ -141,32 +166,63 @@ def _sort(words: Sequence[str]) -> _Words:
 
 
 def _store(result: _Words, name: str, given: str | None) -> None:
-    option = name[len(PERTURBATION) + 1 :] if name.startswith(PERTURBATION + ".") else None
-    if option is not None and option != CONFIG:
+    root, _, option = name.partition(".")
+    if root == PERTURBATION and option and option != CONFIG:
         result.options[option] = given
-    elif not given:
-        needs = "an operator's name (see: ngrpo list)" if name == PERTURBATION else "a value"
-        raise ValueError(f"{name} needs {needs}.")
-    elif option == CONFIG:
+        return
+    if root == SAMPLING and not option:
+        raise ValueError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
+    if not given:
+        needs = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
+        raise ValueError(f"{name} needs {needs.get(name, 'a value (see: ngrpo train --help)')}.")
+    if root == PERTURBATION and option == CONFIG:
         result.config = given
     elif name == PERTURBATION:
         result.operator = given
+    elif name == ADVANTAGE:
+        result.advantage = given
+    elif root == ADVANTAGE:
+        result.advantage_options[option] = given
+    elif root == SAMPLING:
+        result.sampling[option] = given
     else:
         result.ours[_OURS[name]] = given
 
 
 def _refuse_near_miss(name: str, root: str) -> None:
-    """A misspelt ``--perturbation`` must not reach OpenRLHF, where it would be an unknown word among many."""
-    likeness = difflib.SequenceMatcher(None, root, PERTURBATION).ratio()
-    if likeness < 0.8 and not root.startswith("--pertur"):
+    """A misspelt flag of ours must not reach OpenRLHF, where it would be an unknown word among many."""
+    known = next((r for r in (*_ROOTS, "--preset") if _resembles(root, r)), None)
+    if known is None:
         return
-    rest = name[len(root) :]
-    if root.startswith((PERTURBATION + "_", PERTURBATION + "-")):
-        rest = "." + root[len(PERTURBATION) + 1 :] + rest
+    rest = "" if root == known else name[len(root) :]
+    if root.startswith((known + "_", known + "-")):
+        rest = "." + root[len(known) + 1 :] + rest
     raise ValueError(
-        f"unknown flag {name!r}. Did you mean {PERTURBATION + rest!r}? The flags are {PERTURBATION} NAME,"
-        f" {PERTURBATION}.<option> VALUE and {PERTURBATION}.{CONFIG} FILE."
+        f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {_ROOTS.get(known, known + ' NAME')}."
     )
+
+
+def _resembles(word: str, flag: str) -> bool:
+    return difflib.SequenceMatcher(None, word, flag).ratio() >= 0.8 or word.startswith(flag[:8])
+
+
+def _advantage(words: _Words) -> dict[str, Any] | None:
+    if words.advantage in (None, "none"):
+        if words.advantage_options:
+            first = next(iter(words.advantage_options))
+            raise ValueError(f"{ADVANTAGE}.{first} is given, but no advantage. Add {ADVANTAGE} NAME.")
+        return None
+    from ngrpo.trainer import advantages
+
+    return advantages.create(words.advantage, **words.advantage_options).spec()
+
+
+def _sampling(options: dict[str, str]) -> dict[str, Any]:
+    if not options:
+        return {}
+    from ngrpo.trainer import sampling
+
+    return sampling.create(**options).given()
 
 
 def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
@@ -189,10 +245,14 @@ def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict
     from perturbations import registry
     from perturbations.options import kinds
 
-    cls = registry.get(operator)
+    cls = registry.get(operator, options.get("source"))
+    gate = options.get("gate")
     for name, value in words.options.items():
-        if value is None and hasattr(cls, "__dataclass_fields__") and name in cls.__dataclass_fields__:
-            if bool not in kinds(cls, name):
+        owner, own = cls, name
+        if name.startswith(registry.GATE_OPTION) and isinstance(gate, str) and gate.lower() != "none":
+            owner, own = registry.gates.get(gate, options.get("gate.source")), name[len(registry.GATE_OPTION) :]
+        if value is None and own in getattr(owner, "__dataclass_fields__", ()):
+            if bool not in kinds(owner, own):
                 raise ValueError(f"{PERTURBATION}.{name} needs a value (see: ngrpo train --help).")
             options[name] = True
     with warnings.catch_warnings(record=True) as caught:

@@ -19,6 +19,7 @@ from perturbations import registry
 
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
+_ADVANTAGE = "advantage/"
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 _DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
@@ -46,6 +47,8 @@ def finish(
     spec: Mapping[str, Any] | None,
     hardware: str,
     began: float,
+    advantage: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes ``summary.json`` of a finished run.
 
@@ -55,6 +58,8 @@ def finish(
         spec: the perturbation, or None.
         hardware: ``cpu`` or ``cuda``.
         began: Unix time of the start; older logs in the same folder are not this run's.
+        advantage: name and options of ``--advantage``; None: OpenRLHF's own estimator.
+        sampling: temperature, top-p, top-k and min-p of the rollouts.
 
     Returns:
         The table for the screen.
@@ -64,6 +69,8 @@ def finish(
     place = folder / "summary.json"
     summary: dict[str, Any] = {
         "perturbation": None if spec is None else dict(spec),
+        "advantage": None if advantage is None else dict(advantage),
+        "sampling": dict(sampling or {}),
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
@@ -110,6 +117,8 @@ def steps(scalars: Series) -> list[dict[str, float]]:
         for tag, values in train.items():
             if tag.startswith(_PERTURBATION) and step in values:
                 row[tag[len(_PERTURBATION) :]] = values[step]
+            elif tag.startswith(_ADVANTAGE) and step in values:
+                row[tag.replace("/", "_")] = values[step]
         if "anchor_agreement" in row:
             row["anchor_differs"] = 1.0 - row["anchor_agreement"]
         at = {tag: values[step] for tag, values in train.items() if step in values}
@@ -127,6 +136,8 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = summary["steps"]
     places = summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
+    if summary.get("advantage"):
+        lines.append("advantage     " + " ".join(_words(summary["advantage"])))
     if rows:
         lines += ["", *_grid(_thin(rows)), "", *_figures(rows)]
     else:
@@ -148,12 +159,18 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _describe(spec: Mapping[str, Any] | None) -> str:
-    """Name, rate, and the options that are not at their defaults."""
+    """Name, rate, the gate's options, and the options that are not at their defaults."""
     if spec is None:
-        return "none (stock OpenRLHF and vLLM)"
-    defaults = {field.name: field.default for field in dataclasses.fields(registry.get(spec["name"]))}
-    options = {key: value for key, value in spec.items() if key == "rate" or defaults.get(key, value) != value}
-    return " ".join([str(spec["name"]), *(f"{key}={value}" for key, value in options.items())])
+        return "none (stock vLLM rollouts)"
+    cls = registry.get(spec["name"], spec.get("source"))
+    defaults = {"name": spec["name"], "source": spec.get("source"), "gate.source": spec.get("gate.source")}
+    defaults |= {field.name: field.default for field in dataclasses.fields(cls)}
+    options = {key: value for key, value in spec.items() if key == "rate" or defaults.get(key) != value}
+    return " ".join(_words({"name": spec["name"], **options}))
+
+
+def _words(spec: Mapping[str, Any]) -> list[str]:
+    return [str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")]
 
 
 def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from ngrpo import flags, models, preflight, progress, summary, tasks
+from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.hardware.profile import flag_value
 
@@ -37,7 +38,16 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     began = time.time()
     status = _launch(args, command, hardware, report)
     if status == 0:
-        print(summary.finish(folder, args, spec=command.spec, hardware=hardware, began=began), flush=True)
+        text = summary.finish(
+            folder,
+            args,
+            spec=command.spec,
+            hardware=hardware,
+            began=began,
+            advantage=command.advantage,
+            sampling=_sampling(command, args),
+        )
+        print(text, flush=True)
     return status
 
 
@@ -57,6 +67,9 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     preflight.check_flags(given, command.spec)
     flags.replace_model_names(given, models.check_name)
     added = flags.run_flags(folder, given)
+    added += presets.with_advantage(command.preset, command.advantage, given)
+    for note in _advantage_notes(command, given):
+        report(f"warning: {note}")
     if command.task is not None:
         added += tasks.expand(command.task, folder / "task", given)
     preflight.check_files([*added, *given])
@@ -74,13 +87,33 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
     log = progress.into_file(Path(command.log_file).expanduser()) if command.log_file else nullcontext()
     try:
         with log:
-            launch(args, spec=command.spec, hardware=hardware)
+            launch(args, spec=command.spec, hardware=hardware, settings=_settings(command))
     except SeamMismatch as error:
         raise ValueError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1
     return 0
+
+
+def _settings(command: flags.TrainCommand) -> dict[str, dict[str, Any]]:
+    """The seam table's conditions of this command besides hardware and perturbation."""
+    settings = {"advantage": command.advantage or {}, "sampling": command.sampling}
+    return {condition: value for condition, value in settings.items() if value}
+
+
+def _advantage_notes(command: flags.TrainCommand, args: Sequence[str]) -> list[str]:
+    if command.advantage is None:
+        return []
+    from ngrpo.trainer import advantages
+
+    return advantages.create(**command.advantage).notes(args)
+
+
+def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
+    from ngrpo.trainer import sampling
+
+    return sampling.described(sampling.create(**command.sampling), args)
 
 
 def _run_folder(command: flags.TrainCommand) -> Path:

@@ -45,6 +45,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
+def refuse_unknown(label: str, owner: type, names: Iterable[str]) -> None:
+    """Raises ``ValueError`` for a name that is no field of the owner; ``label``: ``perturbation 'soft'``."""
+    known = [field.name for field in dataclasses.fields(owner)]
+    for name in names:
+        if name not in known:
+            its = f"Its options: {', '.join(sorted(known))}." if known else "It has no options."
+            raise ValueError(f"{label} has no option {name!r}.{nearest(name, known)} {its}")
+
+
 def kinds(owner: type, name: str) -> tuple[type, ...]:
     """The plain types that a field accepts, ``type(None)`` included where it is optional."""
     hint = typing.get_type_hints(owner)[name]
@@ -72,13 +81,14 @@ def allowed(field: dataclasses.Field) -> str:
     return ""
 
 
-def coerce(owner: type, field: dataclasses.Field, value: Any) -> Any:
+def coerce(owner: type, field: dataclasses.Field, value: Any, what: str = "perturbation") -> Any:
     """Brings a value of the command line or a YAML file to its field's type and checks its range.
 
     Args:
         owner: the operator's class.
         field: one of its fields.
         value: a string from the command line, or a YAML scalar.
+        what: what the option belongs to, for the message.
 
     Returns:
         The value in the field's type.
@@ -87,7 +97,7 @@ def coerce(owner: type, field: dataclasses.Field, value: Any) -> Any:
         ValueError: with the value, what is allowed and the mend.
     """
     accepted = kinds(owner, field.name)
-    label = f"perturbation option {field.name}={value!r}"
+    label = f"{what} option {field.name}={value!r}"
     if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in accepted):
         if type(None) in accepted:
             return None

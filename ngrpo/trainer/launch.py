@@ -14,7 +14,7 @@ import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,21 @@ class TrainingFailed(RuntimeError):
     """OpenRLHF, or one of its Ray actors, ended with an error; the message names the root cause."""
 
 
-def launch(openrlhf_args: Sequence[str], *, spec: Mapping[str, Any] | None, hardware: str) -> None:
+def launch(
+    openrlhf_args: Sequence[str],
+    *,
+    spec: Mapping[str, Any] | None,
+    hardware: str,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
     """Trains until OpenRLHF's program ends.
 
     Args:
         openrlhf_args: OpenRLHF's flags, e.g. ``["--actor.model_name_or_path", "…", …]``.
         spec: The perturbation's spec, which serialises to JSON; None for plain OpenRLHF.
         hardware: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        settings: Further conditions of the seam table, each with what it is set to, which serialises to
+            JSON: ``{"advantage": {"name": "ngrpo", "n": 1}}``. Workers read it with `setting`.
 
     Raises:
         ValueError: For a flag that this hardware cannot serve.
@@ -58,29 +66,47 @@ def launch(openrlhf_args: Sequence[str], *, spec: Mapping[str, Any] | None, hard
     profile.check(flags)
     if added:
         print(f"[hardware {profile.name}] default flags: {shlex.join(added)}", flush=True)
-    conditions = conditions_for(profile, spec)
+    settings = settings or {}
+    conditions = conditions_for(profile, spec, settings)
     check(conditions)
     for name, value in profile.env.items():
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
     if conditions:
-        _start_ray(profile, flags, conditions, spec)
+        _start_ray(profile, flags, conditions, spec, settings)
         install(conditions)
     _run(flags)
 
 
-def conditions_for(profile: Profile, spec: Mapping[str, Any] | None) -> tuple[str, ...]:
+def conditions_for(profile: Profile, spec: Mapping[str, Any] | None, settings: Iterable[str] = ()) -> tuple[str, ...]:
     """Returns the conditions of `ngrpo.trainer.seams` that hold; none means stock OpenRLHF."""
     conditions = ("cpu",) if profile.name == "cpu" else ()
-    return conditions if spec is None else (*conditions, "perturbation")
+    return (*conditions, *(() if spec is None else ("perturbation",)), *settings)
 
 
-def worker_env(profile: Profile, conditions: Sequence[str], spec: Mapping[str, Any] | None) -> dict[str, str]:
+def setting_variable(condition: str) -> str:
+    """The environment variable, in the driver and in every worker process, that holds a condition's setting."""
+    return f"NGRPO_{condition.upper()}_SETTING"
+
+
+def setting(condition: str) -> dict[str, Any]:
+    """What a condition of `launch`'s ``settings`` was set to, in any process of the run."""
+    return json.loads(os.environ[setting_variable(condition)])
+
+
+def worker_env(
+    profile: Profile,
+    conditions: Sequence[str],
+    spec: Mapping[str, Any] | None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, str]:
     """Returns the environment of every Ray worker process; what the user exported wins."""
     env = {**_OPENRLHF_ENV, **profile.env}
     env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
     env[CONDITIONS] = ",".join(conditions)
     if spec is not None:
         env[SPEC] = json.dumps(spec, sort_keys=True)
+    for condition, value in (settings or {}).items():
+        env[setting_variable(condition)] = json.dumps(value, sort_keys=True)
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[2])
@@ -90,13 +116,18 @@ def worker_env(profile: Profile, conditions: Sequence[str], spec: Mapping[str, A
 
 
 def _start_ray(
-    profile: Profile, flags: Sequence[str], conditions: Sequence[str], spec: Mapping[str, Any] | None
+    profile: Profile,
+    flags: Sequence[str],
+    conditions: Sequence[str],
+    spec: Mapping[str, Any] | None,
+    settings: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Starts Ray, or connects to the cluster in RAY_ADDRESS, with the setup hook for every worker."""
     import ray
 
-    env = worker_env(profile, conditions, spec)
-    os.environ.update({name: env[name] for name in (CONDITIONS, SPEC) if name in env})
+    env = worker_env(profile, conditions, spec, settings)
+    ours = (CONDITIONS, SPEC, *map(setting_variable, settings))
+    os.environ.update({name: env[name] for name in ours if name in env})
     resources = {} if os.environ.get("RAY_ADDRESS") else profile.ray_init(flags)
     ray.init(
         runtime_env={"env_vars": env, "worker_process_setup_hook": "ngrpo.trainer.install.in_worker"},

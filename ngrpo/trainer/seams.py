@@ -128,6 +128,39 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf 0.11.2", "evaluation rollouts are not perturbed",
     ),
     Seam(
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator",
+        "ngrpo.trainer.reproducible:whole_batches", "perturbation", "sha:11458b2545a7",
+        "openrlhf 0.11.2", "with `reproducible`, batches start whole and keep their order",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_trainer", "prepare_datasets",
+        "ngrpo.trainer.reproducible:seeded_prompt_order", "perturbation", "(strategy, tokenizer)",
+        "openrlhf 0.11.2", "with `reproducible`, the order of the prompts follows the seed",
+    ),
+    Seam(
+        "openrlhf.models.actor", "Actor.__init__", "ngrpo.trainer.model_actors:with_parameters", "perturbation",
+        "sha:ed617cb47dde",
+        "openrlhf 0.11.2", "an operator's learned parameters join the model before DeepSpeed wraps it",
+    ),
+    Seam(
+        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy._get_model_parameters",
+        "ngrpo.trainer.model_actors:with_learning_rates", "perturbation", "sha:c6c4dad36a87",
+        "openrlhf 0.11.2", "those parameters may have learning rates of their own",
+    ),
+    Seam(
+        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.save_model", None, "perturbation",
+        "sha:14c67be849f9",
+        "openrlhf 0.11.2", "saves by save_pretrained, which writes those parameters to a file of their own",
+    ),
+    Seam(
+        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density:with_densities", "perturbation",
+        "import", "openrlhf 0.11.2", "at perturbed positions an operator's density takes the token's place",
+    ),
+    Seam(
+        "openrlhf.models.actor", "Actor.forward", None, "perturbation", "sha:65d2a2a0e02a",
+        "openrlhf 0.11.2", "calls it once, on all rows of the logits, divided by the temperature",
+    ),
+    Seam(
         _ACTOR, "PolicyModelActor", "ngrpo.trainer.model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
         "openrlhf 0.11.2", "its log-probabilities are of the replayed history",
     ),
@@ -159,6 +192,47 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, "perturbation", "sha:e557741c5553",
         "openrlhf 0.11.2", "calls generate() once per turn and returns mm_train_inputs in its response",
+    ),
+    # ---- --advantage ------------------------------------------------------------------------------
+    Seam(
+        "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.compute_advantages_and_returns",
+        "ngrpo.trainer.advantage_seams:own_advantages", "advantage", "sha:1ca04eaeb719",
+        "openrlhf 0.11.2", "our advantages take the place of the estimator's, once penalties are applied",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_utils.experience_maker", "compute_reward",
+        "ngrpo.trainer.advantage_seams:own_reward", "advantage", "import",
+        "openrlhf 0.11.2", "takes each micro batch's values of the estimator",
+    ),
+    Seam(
+        "openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
+        "openrlhf 0.11.2", "what it does with them: clip, KL penalty, the answer's last token",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_trainer", "PPOTrainer", "ngrpo.trainer.advantage_seams:reporting_trainer",
+        "advantage", "sha:74b355e75a15",
+        "openrlhf 0.11.2", "the advantages' mean and range join the step's log",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_trainer_async", "TrainingActor", "ngrpo.trainer.advantage_seams:reporting_trainer",
+        "advantage", "sha:ad079d89d655",
+        "openrlhf 0.11.2", "likewise, in asynchronous training",
+    ),
+    # ---- --sampling.* -----------------------------------------------------------------------------
+    Seam(
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.generate_samples",
+        "ngrpo.trainer.sampling:masked_rollouts", "sampling", "sha:6d3b87ed46f6",
+        "openrlhf 0.11.2", "training rollouts, and not evaluation, are drawn with top-k and min-p",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplingParams",
+        "ngrpo.trainer.sampling:masked_params", "sampling", "import",
+        "openrlhf 0.11.2", "has no flag for top-k and min-p",
+    ),
+    Seam(
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator._dispatch_prompts_to_vllm",
+        None, "sampling", "sha:a5b0d5d17e1a",
+        "openrlhf 0.11.2", "makes the SamplingParams, by keywords",
     ),
 )  # fmt: skip
 

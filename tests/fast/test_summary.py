@@ -76,7 +76,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
 def test_unperturbed_run_has_no_perturbation_columns(tmp_path: Path) -> None:
     write_log(tmp_path / "tb", [0.0, 0.0], {})
     text, found = finish(tmp_path)
-    assert "stock OpenRLHF" in text and "anchor" not in text and "records" not in text
+    assert "stock vLLM rollouts" in text and "anchor" not in text and "records" not in text
     assert found["perturbation"] is None and "rate" not in found["steps"][0]
     assert "80" in text and "20.0" in text
 

@@ -1,0 +1,99 @@
+"""Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p``.
+
+Temperature and top-p are OpenRLHF's own (``--rollout.temperature``, ``--rollout.top_p``). The functions at the end
+are the ``sampling`` rows of `ngrpo.trainer.seams`. Evaluation keeps its own sampling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from ngrpo.hardware.profile import flag_value
+from ngrpo.trainer.launch import setting
+from perturbations.options import coerce, nearest, option
+
+CONDITION = "sampling"
+_OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Masks of the rollout's token distribution; the defaults mask nothing."""
+
+    top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
+    min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = coerce(type(self), field, getattr(self, field.name), what="sampling")
+            object.__setattr__(self, field.name, value)
+
+    def given(self) -> dict[str, Any]:
+        """The masks that are on."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def create(**options: Any) -> Sampling:
+    """The sampling of some ``--sampling.<option>`` words.
+
+    Raises:
+        ValueError: for an unknown option or a value out of range.
+    """
+    known = [field.name for field in dataclasses.fields(Sampling)]
+    for name in options:
+        if name in _OPENRLHF:
+            raise ValueError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
+        if name not in known:
+            raise ValueError(
+                f"unknown flag '--sampling.{name}'.{nearest(name, known)} Available:"
+                f" {', '.join('--sampling.' + k for k in known)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."
+            )
+    return Sampling(**options)
+
+
+def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
+    """All settings of the rollout's token sampling, for the results; None: not masked."""
+    values = {name: float(flag_value(args, flag) or 1.0) for name, flag in _OPENRLHF.items()}
+    return {**values, **dataclasses.asdict(sampling)}
+
+
+_masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default=None)
+
+
+def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a samples generator's method while the masks are on."""
+    token = _masks.set(setting(CONDITION))
+    try:
+        return generate(generator, **kwargs)
+    finally:
+        _masks.reset(token)
+
+
+def masks() -> dict[str, Any]:
+    """The masks that are on at the moment."""
+    return _masks.get() or {}
+
+
+# Ray pickles what these return by value, and a context variable cannot be: so they only call functions above.
+
+
+def masked_rollouts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`SamplesGenerator.generate_samples`: the masks are on while training samples are requested."""
+
+    def generate_samples(self: Any, **kwargs: Any) -> Any:
+        return with_masks(original, self, kwargs)
+
+    return generate_samples
+
+
+def masked_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `SamplingParams` as the samples generator makes them: with the masks, where these are on."""
+
+    def sampling_params(**kwargs: Any) -> Any:
+        return original(**{**kwargs, **masks()})
+
+    return sampling_params

@@ -1,0 +1,324 @@
+"""Advantages against numbers derived by hand, presets and sampling words, and what a wrong one says."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from ngrpo import flags, presets
+from ngrpo.hardware.cpu import PROFILE as CPU
+from ngrpo.trainer import launch, sampling
+from ngrpo.trainer.advantage_seams import measures
+from ngrpo.trainer.advantages import ADVANTAGES, compute, create
+from ngrpo.trainer.seams import active
+from ngrpo.trainer.visits import Visits, answer_of
+
+# One answer of four right; all wrong; all right.
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4])
+
+
+def close(found: torch.Tensor, expected: list[list[float]], tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected), atol=tolerance, rtol=0.0)
+
+
+class TestFormulas:
+    def test_group_norm(self) -> None:
+        """Mean 1/4; squares (3/4)² + 3 (1/4)² = 3/4; sample variance (3/4)/3 = 1/4, std 1/2; (r - 1/4)/(1/2)."""
+        close(compute("group_norm", REWARDS), [[1.5, -0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4])
+
+    def test_ngrpo_with_one_virtual_answer(self) -> None:
+        """A 1 is appended, so five numbers each.
+
+        Row 1: 1 0 0 0 1. Mean 2/5; squares 2 (3/5)² + 3 (2/5)² = 30/25; variance 30/25/4 = 0.3.
+        Row 2: 0 0 0 0 1. Mean 1/5; squares 4 (1/5)² + (4/5)² = 20/25; variance 20/25/4 = 0.2.
+        Row 3: all 1, so mean 1 and every difference 0.
+        """
+        right, wrong, all_wrong = 0.6 / math.sqrt(0.3), -0.4 / math.sqrt(0.3), -0.2 / math.sqrt(0.2)
+        close(compute("ngrpo", REWARDS), [[right, wrong, wrong, wrong], [all_wrong] * 4, [0.0] * 4], 3e-6)
+
+    def test_ngrpo_with_two_virtual_answers(self) -> None:
+        """0 0 0 0 1 1: mean 1/3; squares 4/9 + 2 · 4/9 = 12/9; variance 12/9/5 = 4/15; -1/3 over its root."""
+        close(compute("ngrpo", REWARDS[1:2], n=2), [[-1 / 3 / math.sqrt(4 / 15)] * 4], 3e-6)
+
+    def test_ngrpo_epsilon_is_added_to_the_deviation(self) -> None:
+        """Rewards 1 - 1e-6 and 1, and the virtual 1; below 1 by -1e-6, 0, 0, with the mean -1e-6/3. Differences
+        -2/3, 1/3, 1/3 of 1e-6; squares 6/9 e-12; sample variance 3/9 e-12. The deviation, 5.77e-7, is below ε."""
+        rewards = torch.tensor([[1.0 - 1e-6, 1.0]], dtype=torch.float64)
+        deviation = math.sqrt(3 / 9 * 1e-12)
+        found = compute("ngrpo", rewards)
+        assert found[0, 0].item() == pytest.approx(-2e-6 / 3 / (deviation + 1e-6), rel=1e-6)
+        assert found[0, 1].item() == pytest.approx(1e-6 / 3 / (deviation + 1e-6), rel=1e-6)
+
+    @pytest.mark.parametrize("highest", [1.0, 0.9, 0.1, 7.3])
+    @pytest.mark.parametrize("size", [1, 3, 8, 64])
+    def test_ngrpo_leaves_the_all_correct_group_at_exactly_zero(self, highest: float, size: int) -> None:
+        """Also where the mean of the rewards, taken as such, would round (seven times 0.1 is not 0.7)."""
+        rewards = torch.full((2, size), highest)
+        assert compute("ngrpo", rewards, max_reward=highest, n=3).tolist() == [[0.0] * size] * 2
+
+    def test_positive_only(self) -> None:
+        close(compute("psr", REWARDS), REWARDS.tolist(), 0.0)
+
+    def test_negative_only(self) -> None:
+        close(compute("nsr", REWARDS), [[0.0, -1.0, -1.0, -1.0], [-1.0] * 4, [0.0] * 4], 0.0)
+
+    def test_weighted_reinforce(self) -> None:
+        close(compute("w_reinforce", REWARDS), [[0.1, -1.0, -1.0, -1.0], [-1.0] * 4, [0.1] * 4])
+        close(compute("w_reinforce", torch.tensor([[1.0, 0.25]]), lam=0.5), [[0.5, -0.75]])
+
+    def test_copo(self) -> None:
+        """Rewards 0 0 0, β = 1, N = 0 3 3: bonuses 1, 1/2, 1/2; mean 2/3; squares 1/9 + 2/36 = 1/6; sample
+        variance 1/12, std 1/√12; (1/3)·√12 = 2/√3, and -(1/6)·√12 = -1/√3."""
+        found = compute("copo", torch.zeros(1, 3), counts=torch.tensor([[0, 3, 3]]), beta=1.0)
+        close(found, [[2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]])
+
+    def test_copo_without_a_bonus_is_group_norm(self) -> None:
+        counts = torch.arange(12).reshape(3, 4)
+        assert torch.equal(compute("copo", REWARDS, counts=counts, beta=0), compute("group_norm", REWARDS))
+
+    @pytest.mark.parametrize("name", sorted(ADVANTAGES))
+    def test_rows_do_not_mix_and_rewards_stay(self, name: str) -> None:
+        kept, extra = REWARDS.clone(), {"counts": torch.zeros(3, 4)} if ADVANTAGES[name].counted else {}
+        whole = compute(name, REWARDS, **extra)
+        assert torch.equal(REWARDS, kept) and whole.data_ptr() != REWARDS.data_ptr()
+        for row in range(3):
+            single = {key: value[row : row + 1] for key, value in extra.items()}
+            assert torch.equal(compute(name, REWARDS[row : row + 1], **single)[0], whole[row])
+
+    @pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+    def test_computed_in_float32_or_wider(self, given: torch.dtype, kept: torch.dtype) -> None:
+        assert compute("ngrpo", REWARDS.to(given)).dtype == kept
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("name", "options", "parts"),
+        [
+            ("ngrop", {}, ["'ngrop'", "Did you mean 'ngrpo'?", "w_reinforce"]),
+            ("n-grpo", {}, ["--perturbation neighbor", "--advantage ngrpo"]),
+            ("rloo", {}, ["OpenRLHF", "--algo.advantage.estimator rloo"]),
+            ("ngrpo", {"n": 0}, ["advantage option n=0", "at least 1"]),
+            ("ngrpo", {"n": "1.5"}, ["n='1.5'", "a whole number"]),
+            ("ngrpo", {"m": 2}, ["'m'", "n, max_reward"]),
+            ("w_reinforce", {"lam": -0.1}, ["lam=-0.1", "at least 0"]),
+            ("w_reinforce", {"lambda": 1}, ["'lambda'", "Did you mean 'lam'?"]),
+            ("psr", {"lam": 1}, ["it has none"]),
+        ],
+    )
+    def test_bad_names_and_options(self, name: str, options: dict, parts: list[str]) -> None:
+        with pytest.raises(ValueError) as caught:
+            create(name, **options)
+        for part in parts:
+            assert part in str(caught.value)
+
+    def test_reward_above_the_maximum(self) -> None:
+        with pytest.raises(ValueError, match=r"2 is above the maximum reward 1.*--advantage\.max_reward"):
+            compute("ngrpo", torch.tensor([[2.0, 0.0]]))
+
+    @pytest.mark.parametrize("name", ["psr", "nsr", "w_reinforce"])
+    @pytest.mark.parametrize("reward", [-0.5, 1.5])
+    def test_rewards_that_are_not_of_a_verifier(self, name: str, reward: float) -> None:
+        with pytest.raises(ValueError, match=rf"a reward of {reward:g}; rewards in \[0, 1\]"):
+            compute(name, torch.tensor([[reward, 0.0]]))
+
+    def test_shapes(self) -> None:
+        with pytest.raises(ValueError, match=r"shape \(4,\); \(P, G\)"):
+            compute("ngrpo", torch.zeros(4))
+        with pytest.raises(ValueError, match="G of at least 2 answers"):
+            compute("group_norm", torch.zeros(3, 1))
+        with pytest.raises(ValueError, match=r"counts=None; .* \(3, 4\)"):
+            compute("copo", REWARDS)
+        with pytest.raises(ValueError, match=r"counts=\(4, 3\)"):
+            compute("copo", REWARDS, counts=torch.zeros(4, 3))
+
+
+class TestVisits:
+    @pytest.mark.parametrize(
+        ("text", "answer"),
+        [
+            ("7 + 5 = 12.", "12"),
+            ("It is 1,234.5 in all", "1234.5"),
+            ("so \\boxed{1} or rather \\boxed{\\frac{1}{ 2}}", "\\frac{1}{2}"),
+            ("an open \\boxed{3", "3"),
+            ("<think>40</think> The answer: 41", "41"),
+            ("  I do  NOT know ", "i do not know"),
+            ("", ""),
+        ],
+    )
+    def test_answers(self, text: str, answer: str) -> None:
+        assert answer_of(text) == answer
+
+    def test_counts_are_of_the_run_and_of_the_others_in_the_batch(self) -> None:
+        visits = Visits()
+        assert visits.visit(["p", "p", "p", "q"], ["= 3", "3!", "4", "3"]) == [1, 1, 0, 0]
+        assert visits.visit(["p", "q"], ["so 3", "4"]) == [2, 0]
+        assert len(visits) == 4
+
+
+def test_measures() -> None:
+    """The uniform groups are the second and the third: means of -0.4472 and 0."""
+    found = measures(REWARDS, compute("ngrpo", REWARDS))
+    assert found["advantage/uniform_groups"] == pytest.approx(2 / 3)
+    assert found["advantage/uniform_mean"] == pytest.approx(-0.2 / math.sqrt(0.2) / 2, abs=1e-5)
+    assert found["advantage/min"] == pytest.approx(-0.4 / math.sqrt(0.3), abs=1e-5)
+    assert found["advantage/max"] == pytest.approx(0.6 / math.sqrt(0.3), abs=1e-5)
+    mixed = measures(REWARDS[:1], compute("psr", REWARDS[:1]), torch.tensor([[1.0, 3.0, 0.0, 0.0]]))
+    assert "advantage/uniform_mean" not in mixed and mixed["advantage/count_mean"] == 1.0
+
+
+class TestPresets:
+    def test_dapo_is_openrlhf_flags(self) -> None:
+        added = presets.expand("dapo", ["--rollout.max_new_tokens", "20480"])
+        for flag, words in {
+            "--actor.eps_clip_low_high": ["0.2", "0.28"],
+            "--algo.dynamic_filtering_range": ["0", "1"],
+            "--actor.loss_agg_mode": ["token-mean"],
+            "--reward.overlong_buffer_len": ["4096"],
+            "--algo.kl.init_coef": ["0"],
+        }.items():
+            place = added.index(flag)
+            assert added[place + 1 : place + 1 + len(words)] == words
+        assert "--algo.dynamic_filtering_enable" in added
+
+    @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs openrlhf installed")
+    def test_openrlhf_has_every_flag_and_choice(self) -> None:
+        source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
+        ngrpo = create("ngrpo").flags([])
+        words = [word for name in presets.available() for word in presets.expand(name, [])]
+        words += [*ngrpo, *(word for value in ngrpo.values() for word in value)]
+        for word in words:
+            assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
+
+    def test_the_users_flags_win(self) -> None:
+        added = presets.expand("dapo", ["--actor.eps_clip", "0.1", "--algo.kl.init_coef=0.01"])
+        assert not {"--actor.eps_clip_low_high", "--algo.kl.init_coef"} & set(added)
+        assert added[added.index("--reward.overlong_buffer_len") + 1] == "409"  # a fifth of OpenRLHF's own 2,048
+
+    def test_grpo_and_gspo_differ_in_ratio_and_clip_only(self) -> None:
+        grpo, gspo = presets.expand("grpo", []), presets.expand("gspo", [])
+        assert gspo[gspo.index("--actor.policy_loss_type") + 1] == "gspo"
+        swapped = ["gspo" if word == "ppo" else word for word in grpo]
+        assert gspo == [*swapped, "--actor.eps_clip_low_high", "0.0003", "0.0004"]
+
+    def test_unknown(self) -> None:
+        with pytest.raises(ValueError, match=r"'dpao'.*Did you mean 'dapo'.*grpo, gspo, dapo"):
+            presets.expand("dpao", [])
+        with pytest.raises(ValueError, match="'long'"):
+            presets.expand("dapo", ["--rollout.max_new_tokens", "long"])
+
+
+class TestAddedFlags:
+    def added(self, line: str) -> list[str]:
+        command = flags.parse(line.split())
+        return presets.with_advantage(command.preset, command.advantage, command.openrlhf_args)
+
+    def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
+        added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
+        assert "--actor.eps_clip_low_high 0.16 0.24" in added
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.5" in added
+        assert "--algo.advantage.estimator group_norm" in added
+
+    def test_the_users_clip_and_filter_win(self) -> None:
+        line = "--advantage ngrpo --actor.eps_clip 0.2 --algo.dynamic_filtering_range 0 1"
+        assert self.added(line) == ["--algo.advantage.estimator", "group_norm", "--algo.dynamic_filtering_enable"]
+
+    def test_the_advantage_stands_before_the_preset(self) -> None:
+        added = " ".join(self.added("--advantage ngrpo --preset dapo"))
+        assert added.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 1" in added
+        assert "0.16 0.24" in added and "0.28" not in added and "--reward.overlong_buffer_len" in added
+
+    def test_gspo_keeps_its_own_clip(self) -> None:
+        for line in ("--advantage ngrpo --preset gspo", "--advantage ngrpo --actor.policy_loss_type gspo"):
+            assert "0.16" not in self.added(line)
+
+    def test_other_advantages_add_the_carrier_only(self) -> None:
+        assert self.added("--advantage psr") == ["--algo.advantage.estimator", "group_norm"]
+        assert self.added("--train.seed 1") == []
+
+    @pytest.mark.parametrize(
+        ("line", "parts"),
+        [
+            ("--advantage psr --algo.advantage.estimator rloo", ["--advantage psr", "estimator rloo", "one"]),
+            ("--advantage nsr --preset dapo", ["--reward.overlong_buffer_len", "nsr", "[0, 1]"]),
+            ("--advantage nsr --reward.stop_properly_penalty_coef -1", ["stop_properly"]),
+        ],
+    )
+    def test_what_does_not_go_together(self, line: str, parts: list[str]) -> None:
+        with pytest.raises(ValueError) as caught:
+            self.added(line)
+        for part in parts:
+            assert part in str(caught.value)
+
+    def test_notes(self) -> None:
+        assert "drops them" in create("ngrpo").notes(["--algo.dynamic_filtering_range", "0", "1"])[0]
+        assert create("ngrpo").notes(["--algo.dynamic_filtering_range", "-1", "1"]) == []
+        assert "counting at zero" in create("copo").notes(["--ckpt.load_enable"])[0]
+        assert create("copo").notes([]) == []
+
+
+class TestWords:
+    def test_they_are_picked_out(self) -> None:
+        line = "--advantage w_reinforce --x 1 --advantage.lam=0.2 --preset gspo --sampling.top_k 5"
+        command = flags.parse([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
+        assert command.advantage == {"name": "w_reinforce", "lam": 0.2}
+        assert command.preset == "gspo" and command.spec["name"] == "neighbor"
+        assert command.sampling == {"top_k": 5, "min_p": 0.1} and command.openrlhf_args == ("--x", "1")
+
+    def test_nothing_is_nothing(self) -> None:
+        command = flags.parse([])
+        assert (command.advantage, command.preset, command.sampling) == (None, None, {})
+
+    def test_none_is_openrlhfs_own(self) -> None:
+        assert flags.parse(["--advantage", "none"]).advantage is None
+
+    @pytest.mark.parametrize(
+        ("line", "parts"),
+        [
+            ("--advantage", ["an advantage's name"]),
+            ("--advantage ngrop", ["Did you mean 'ngrpo'?"]),
+            ("--advantage.n 2", ["--advantage.n", "--advantage NAME"]),
+            ("--advantage none --advantage.n 2", ["--advantage.n", "--advantage NAME"]),
+            ("--advantage ngrpo --advantage.n", ["--advantage.n needs a value"]),
+            ("--advantge ngrpo", ["'--advantge'", "Did you mean '--advantage'?"]),
+            ("--advantage_n 2", ["Did you mean '--advantage.n'?"]),
+            ("--presets dapo", ["Did you mean '--preset'?"]),
+            ("--preset.dapo", ["Did you mean '--preset'?"]),
+            ("--sampling", ["--sampling.top_k K"]),
+            ("--sampling.topk 5", ["Did you mean 'top_k'?", "--rollout.top_p"]),
+            ("--sampling.temperature 0.7", ["give --rollout.temperature"]),
+            ("--sampling.top_k 0", ["top_k='0'", "at least 1"]),
+            ("--sampling.min_p 1.5", ["min_p='1.5'", "[0, 1]"]),
+            ("--samplng.min_p 0.5", ["Did you mean '--sampling.min_p'?"]),
+        ],
+    )
+    def test_bad_words(self, line: str, parts: list[str]) -> None:
+        with pytest.raises(ValueError) as caught:
+            flags.parse(line.split())
+        for part in parts:
+            assert part in str(caught.value)
+
+    def test_sampling_for_the_results(self) -> None:
+        args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
+        assert sampling.described(sampling.create(min_p="0.1"), args) == {
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": None,
+            "min_p": 0.1,
+        }
+
+
+def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"advantage": {"name": "ngrpo", "n": 2}, "sampling": {"top_k": 5}}
+    conditions = launch.conditions_for(CPU, None, settings)
+    assert conditions == ("cpu", "advantage", "sampling")
+    assert launch.conditions_for(CPU, None) == ("cpu",)
+    env = launch.worker_env(CPU, conditions, None, settings)
+    for name in env:
+        monkeypatch.setenv(name, env[name])
+    assert {condition: launch.setting(condition) for condition in settings} == settings
+    targets = {seam.attribute for seam in active(conditions)}
+    assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

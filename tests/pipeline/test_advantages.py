@@ -1,0 +1,101 @@
+"""Our advantages and sampling where OpenRLHF uses them: its own experience maker, and a real training run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.trainer.advantages import compute
+from tests.pipeline.harness import ROOT, steps_of
+from tests.pipeline.openrlhf_experience import REWARDS, SIZE
+
+pytestmark = pytest.mark.stack
+
+GROUPS = torch.tensor(REWARDS).reshape(-1, SIZE)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What OpenRLHF's own classes computed with the seams in place."""
+    command = [sys.executable, "-m", "tests.pipeline.openrlhf_experience"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_tokens(answers: list[list[float]], expected: torch.Tensor) -> None:
+    """Every token of an answer has the answer's advantage, in the order in which they were generated."""
+    flat = expected.flatten().tolist()
+    assert [len(tokens) for tokens in answers] == [1 + place % 3 for place in range(len(flat))]
+    for tokens, value in zip(answers, flat, strict=True):
+        assert tokens == pytest.approx([value] * len(tokens), abs=1e-6)
+
+
+def test_group_norm_is_openrlhfs_own_to_the_bit(found: dict[str, Any]) -> None:
+    assert found["group_norm"] == found["stock"]
+    check_tokens(found["stock"], compute("group_norm", GROUPS))
+
+
+@pytest.mark.parametrize("name", ["ngrpo", "psr", "nsr", "w_reinforce"])
+def test_each_answer_gets_our_advantage(found: dict[str, Any], name: str) -> None:
+    check_tokens(found[name], compute(name, GROUPS))
+
+
+def test_copo_counts_over_steps(found: dict[str, Any]) -> None:
+    """First step: how many others say the same. Each answer is then one of 1, 2, 3 or 4 further visits."""
+    once = torch.tensor([[0, 1, 1, 0], [0, 2, 2, 2], [3, 3, 3, 3]])
+    twice = torch.tensor([[1, 3, 3, 1], [1, 5, 5, 5], [7, 7, 7, 7]])
+    first, second = found["copo"]
+    check_tokens(first, compute("copo", GROUPS, counts=once, beta=1.0))
+    check_tokens(second, compute("copo", GROUPS, counts=twice, beta=1.0))
+    assert found["copo_metrics"]["advantage/count_mean"] == twice.float().mean().item()
+    assert found["copo_metrics"]["advantage/outcomes"] == 3 + 2 + 1
+
+
+def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
+    """Places 2, 5, 8, 11 have three tokens, of which one lies in the buffer of two: they lose 1/2."""
+    rewards = torch.tensor([reward - 0.5 * (place % 3 == 2) for place, reward in enumerate(REWARDS)])
+    check_tokens(found["ngrpo_overlong"], compute("ngrpo", rewards.reshape(-1, SIZE)))
+
+
+def test_measures_of_a_step(found: dict[str, Any]) -> None:
+    assert found["metrics"]["advantage/uniform_groups"] == pytest.approx(2 / 3)
+    assert found["metrics"]["advantage/uniform_mean"] == pytest.approx(-0.2 / math.sqrt(0.2) / 2, abs=1e-5)
+
+
+def test_an_incomplete_group_is_an_error(found: dict[str, Any]) -> None:
+    assert "12 answers are not a whole number of groups of 5" in found["incomplete"]
+
+
+def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -> None:
+    assert found["sampling"] == {
+        "rollout": [0.9, 0.8, 5, 0.1],
+        "evaluation": [0.6, 0.8, -1, 0.0],
+        "again": [0.9, 0.8, 5, 0.1],
+    }
+
+
+def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, smollm2: str) -> None:
+    """Both near-equal names at once. With n = 1 and four answers, all-wrong groups get -0.2/√0.2 (test_advantages in
+    tests/fast), and nothing else can be uniform, since all-correct prompts are filtered out."""
+    flags = ["--advantage", "ngrpo", "--perturbation", "neighbor", "--sampling.top_k", "20", "--sampling.min_p", "0.1"]
+    steps = steps_of(tmp_path, smollm2, *flags, "--algo.kl.init_coef", "0")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
+    assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1}
+    assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
+    all_wrong = [step["advantage_uniform_mean"] for step in steps if "advantage_uniform_mean" in step]
+    assert all_wrong == pytest.approx([-0.2 / math.sqrt(0.2)] * len(all_wrong), abs=1e-5) and all_wrong
+    for number, step in enumerate(steps, start=1):
+        # What the trainer itself trained on: OpenRLHF's "return" is the mean over the samples it received.
+        assert summary["scalars"]["train/return"][str(number)] == pytest.approx(step["advantage_mean"], abs=1e-5)
+        assert step["gap_plain_mean"] < 0.1  # log-probabilities are those before the masks, on both sides
+        print(f"step {number}: { ({k: v for k, v in step.items() if k.startswith('advantage')}) }")
+        print(f"  gap plain {step['gap_plain_mean']:.4f}, after perturbed inputs {step['gap_perturbed_mean']:.4f}")

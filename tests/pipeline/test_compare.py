@@ -1,0 +1,121 @@
+"""`ngrpo compare` on the real stack: killed, gone on with, equal where equal, a failed run beside finished ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipeline.harness import ROOT, SMALL
+
+ARMS = ["--perturbations", "none,neighbor:rate=0", "--strategy", "none --no.such.flag=1"]
+EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
+EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5"]
+
+
+def start(folder: Path, smollm2: str) -> subprocess.Popen:
+    small = [word for pair in SMALL.items() for word in pair]
+    words = ["compare", *ARMS, "--out", str(folder), "--model", smollm2, *small, *EXTRA]
+    return subprocess.Popen(
+        [sys.executable, "-m", "ngrpo.cli", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def until(process: subprocess.Popen, text: str) -> list[str]:
+    """Reads lines up to one that holds ``text``."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError("".join(lines[-40:]))
+
+
+def alive(words: str) -> list[str]:
+    """Command lines of running processes that hold a text."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if words in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> tuple[Path, dict[str, Any], str, float]:
+    folder = tmp_path_factory.mktemp("compare") / "out"
+    first = start(folder, smollm2)
+    until(first, "neighbor rate=0, seed 0: starts")
+    finished = (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    deadline = time.monotonic() + 60
+    while alive(str(folder)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not alive(str(folder)), "the killed comparison's run lives on"
+    second = start(folder, smollm2)
+    output, _ = second.communicate(timeout=600)
+    assert second.returncode == 1, output[-4000:]  # the broken strategy
+    return folder, json.loads((folder / "results.json").read_text()), output, finished
+
+
+def test_goes_on_where_it_was_killed(compared: tuple[Path, dict[str, Any], str, float]) -> None:
+    folder, results, output, finished = compared
+    assert "1 of 3 runs are finished and kept" in output
+    assert (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime == finished
+    assert [run["status"] for run in results["runs"]] == ["done", "done", "failed"]
+    assert "step 2/2: reward" in output
+
+
+def test_a_failed_run_is_reported_with_its_log(compared: tuple[Path, dict[str, Any], str, float]) -> None:
+    folder, results, output, _ = compared
+    failed = results["runs"][2]
+    assert "no.such.flag" in failed["error"]
+    assert (folder / failed["log"]).is_file()
+    assert "FAILED" in output and results["summary"][2]["failed"] == [0]
+
+
+def test_the_same_strategy_twice_is_equal(compared: tuple[Path, dict[str, Any], str, float]) -> None:
+    """The same seed gives the same rollouts, so the same rewards at each step, and equal evaluations at the end."""
+    _, results, _, _ = compared
+    none, twin = results["runs"][:2]
+    assert [step["reward"] for step in none["steps"]] == [step["reward"] for step in twin["steps"]]
+    assert none["evaluation"]["problems"] == twin["evaluation"]["problems"]
+    row = results["summary"][1]
+    assert row["verdict"].startswith("equal to none")
+    assert row["difference"]["mean_at_n"] == {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
+
+
+def test_evaluation_costs_and_diagnosis_are_there(compared: tuple[Path, dict[str, Any], str, float]) -> None:
+    folder, results, _, _ = compared
+    assert results["runs"][0]["evaluation"]["n"] == 4 and results["untrained"]["n"] == 4
+    cost = results["summary"][1]["cost"]
+    assert 0.5 < cost["tokens_per_second"]["ratio"] < 2.0
+    assert cost["memory_bytes"]["value"] > 1 << 30
+    assert [s["name"] for s in results["diagnosis"]["strategies"]][:2] == ["none", "neighbor rate=0"]
+    assert results["versions"]["vllm"] and results["machine"]["cores"]
+    assert (folder / "results.csv").read_text().count("\n") == 1 + 2 + 2 + 1
+
+
+def test_results_make_the_report_again(compared: tuple[Path, dict[str, Any], str, float], tmp_path: Path) -> None:
+    folder, _, _, _ = compared
+    again = tmp_path / "again.html"
+    words = [sys.executable, "-m", "ngrpo.cli", "report", str(folder / "results.json"), "--out", str(again)]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    assert again.read_bytes() == (folder / "report.html").read_bytes()
