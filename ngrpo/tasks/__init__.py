@@ -1,4 +1,9 @@
-"""Tasks by name: each module here writes a dataset and names the OpenRLHF flags that use it."""
+"""Tasks by name: each module here writes a dataset and names the OpenRLHF flags that use it.
+
+A module has ``prepare(folder)``, and for evaluation ``score(answer, label)`` and ``final_answer(answer)``. A module
+with a constant ``ARGUMENT`` (its name in upper case, for help) is asked for as ``name:argument``: its ``prepare``
+takes the argument too, and its ``check`` refuses a wrong one.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +11,73 @@ import pkgutil
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ngrpo.hardware.profile import flag_value
 from perturbations.options import nearest
 
 
 def available() -> list[str]:
-    """The names for ``--task``."""
+    """The names for ``--task``, without their arguments."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def check_name(name: str) -> None:
-    """Raises ``ValueError`` for an unknown task."""
+def usage() -> list[str]:
+    """What ``--task`` takes, for help: ``arithmetic``, ``reasoning_gym:DATASET``."""
+    return [name + (f":{argument}" if (argument := _argument(name)) else "") for name in available()]
+
+
+def check_name(task: str, *, argument_needed: bool = True) -> None:
+    """Raises ``ValueError`` for an unknown task, or a wrong or missing argument, with the nearest match.
+
+    Args:
+        task: ``name`` or ``name:argument``.
+        argument_needed: whether a task that takes an argument must have one here.
+    """
+    name, colon, argument = task.partition(":")
     if name not in available():
         raise ValueError(
-            f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(available())}; for"
+            f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(usage())}; for"
             " your own data leave --task out and give OpenRLHF's --data.prompt_dataset and"
             " --reward.remote_url."
         )
+    wanted = _argument(name)
+    if wanted is None and colon:
+        raise ValueError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
+    if wanted is not None and argument:
+        _module(name).check(argument)
+    elif wanted is not None and argument_needed:
+        raise ValueError(f"task {task!r} needs an argument: --task {name}:{wanted}, {_module(name).EXAMPLE}.")
 
 
-def expand(name: str, folder: Path, args: Sequence[str]) -> list[str]:
+def expand(task: str, folder: Path, args: Sequence[str]) -> list[str]:
     """Writes a task's dataset and returns the flags for it that the user did not give.
 
     Args:
-        name: a name of :func:`available`.
+        task: ``name`` or ``name:argument``, the name from :func:`available`.
         folder: where to write, inside the run's folder.
         args: OpenRLHF's flags as the user gave them.
 
     Returns:
         Flags to put in front of ``args``.
+
+    Raises:
+        ValueError: as :func:`check_name`.
     """
-    check_name(name)
-    flags: dict[str, str | None] = import_module(f"{__name__}.{name}").prepare(folder)
+    check_name(task)
+    name, _, argument = task.partition(":")
+    prepare = _module(name).prepare
+    flags: dict[str, str | None] = prepare(folder, argument) if argument else prepare(folder)
     added: list[str] = []
     for flag, value in flags.items():
         if flag_value(args, flag) is None:
             added += [flag] if value is None else [flag, value]
     return added
+
+
+def _module(name: str) -> Any:
+    return import_module(f"{__name__}.{name}")
+
+
+def _argument(name: str) -> str | None:
+    return getattr(_module(name), "ARGUMENT", None)

@@ -94,6 +94,12 @@ def score(answer: str, label: str) -> float:
     return float(bool(numbers) and float(numbers[-1]) == float(label))
 
 
+def final_answer(answer: str) -> str | None:
+    """The last number of an answer, which is what :func:`score` reads; None where there is none."""
+    numbers = _NUMBER.findall(answer)
+    return f"{float(numbers[-1]):.15g}" if numbers else None
+
+
 def answer_of(query: str, prompt: str) -> str:
     """The generated part of a decoded sequence, special tokens and all.
 

@@ -1,7 +1,8 @@
-"""The arithmetic task in OpenRLHF's conventions."""
+"""The tasks in OpenRLHF's conventions."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ngrpo import tasks
-from ngrpo.tasks import arithmetic
+from ngrpo.hardware.profile import flag_value
+from ngrpo.tasks import arithmetic, reasoning_gym
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -87,3 +89,116 @@ def test_expand_adds_only_what_is_missing(tmp_path: Path) -> None:
 def test_unknown_task() -> None:
     with pytest.raises(ValueError, match=r"'arithmetc'\. Did you mean 'arithmetic'"):
         tasks.check_name("arithmetc")
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("arithmetic:3", "arithmetic takes no argument. Write --task arithmetic"),
+        ("reasoning_gym", "needs an argument: --task reasoning_gym:DATASET, such as"),
+        ("reasoning_gym:", "needs an argument"),
+        ("math", "needs an argument: --task math:FILE"),
+        ("reasoning_jim:chain_sum", r"'reasoning_jim'\. Did you mean 'reasoning_gym'"),
+        ("math:nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+    ],
+)
+def test_arguments(task: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        tasks.check_name(task)
+
+
+def test_usage_names_the_arguments() -> None:
+    assert tasks.available() == ["arithmetic", "math", "reasoning_gym"]
+    assert tasks.usage() == ["arithmetic", "math:FILE", "reasoning_gym:DATASET"]
+
+
+class TestReasoningGym:
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip("reasoning_gym")
+
+    def test_unknown_dataset(self) -> None:
+        with pytest.raises(ValueError, match=r"'chainsum'\. Did you mean 'chain_sum'.*Available: .*word_ladder"):
+            tasks.check_name("reasoning_gym:chainsum")
+
+    def test_files(self, tmp_path: Path) -> None:
+        # ransom_note iterates over sets of strings: without a fixed hash seed its problems change with the process.
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            tasks.expand("reasoning_gym:ransom_note", folder, [])
+        for name in ("train.jsonl", "eval.jsonl"):
+            assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+        train, held_out = (
+            [json.loads(line) for line in (folders[0] / name).read_text().splitlines()]
+            for name in ("train.jsonl", "eval.jsonl")
+        )
+        assert len(held_out) <= reasoning_gym.EVAL_ROWS and len(train) > 1000
+        assert {row["input"] for row in train}.isdisjoint(row["input"] for row in held_out)
+        assert set(train[0]) == {"input", "label"}
+
+    def test_its_own_scorer_decides(self) -> None:
+        train, _ = reasoning_gym.problems("chain_sum", rows=4, held_out=4)
+        label = train[0]["label"]
+        answer = json.loads(label)["entry"]["answer"]
+        assert reasoning_gym.score(f"I add them: <answer> {answer} </answer>", label) == 1.0
+        assert reasoning_gym.score(f"<think>12</think>\\boxed{{{answer}}}", label) == 1.0
+        assert reasoning_gym.score(f"{answer}<|im_end|>", label) == 1.0
+        assert reasoning_gym.score("<answer>none</answer>", label) == 0.0
+        assert reasoning_gym.score("", label) == 0.0
+        # The base class gives a share for an answer that holds the right one: its length over the whole's.
+        assert reasoning_gym.score(f"<answer>={answer}</answer>", label) == len(answer) / (len(answer) + 1)
+
+    def test_every_dataset_survives_its_label(self) -> None:
+        """Entries hold tuples and integer keys, which plain JSON turns into lists and text."""
+        entry = {"question": "?", "answer": "a", "metadata": {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}}
+        packed = json.loads(reasoning_gym.label_of("chain_sum", entry))["entry"]
+        assert reasoning_gym._unpack(packed) == entry
+        package = importlib.import_module("reasoning_gym")
+        for name in ("arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"):
+            data = package.create_dataset(name, seed=5, size=1)
+            entry = data[0]
+            answer = str(entry["answer"])
+            label = reasoning_gym.label_of(name, entry)
+            assert reasoning_gym.score(f"<answer>{answer}</answer>", label) == data.score_answer(answer, entry), name
+
+    def test_reward_file(self, tmp_path: Path) -> None:
+        flags = reasoning_gym.prepare(tmp_path, "chain_sum")
+        spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+        prompt = f"<|im_start|>user\n{row['input']}<|im_end|>\n<|im_start|>assistant\n"
+        answer = json.loads(row["label"])["entry"]["answer"]
+        info = module.reward_func([f"{prompt}<answer>{answer}</answer><|im_end|>"], [prompt], [row["label"]])
+        assert info["rewards"].tolist() == info["scores"].tolist() == [1.0]
+        assert info["extra_logs"]["answers_in_tags"].tolist() == [1.0]
+        # The question itself names the tags: the prompt must not count.
+        assert module.reward_func([prompt + "7"], [prompt], [row["label"]])["extra_logs"][
+            "answers_in_tags"
+        ].tolist() == [0.0]
+
+
+def test_math_file(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    source = tmp_path / "mine.jsonl"
+    source.write_text(json.dumps({"problem": "Half of one?", "answer": "1/2"}) + "\n")
+    added = tasks.expand(f"math:{source}", tmp_path / "task", ["--eval.dataset", "own.jsonl"])
+    flags = {flag: flag_value(added, flag) for flag in ("--data.prompt_dataset", "--reward.remote_url")}
+    (row,) = [json.loads(line) for line in Path(flags["--data.prompt_dataset"]).read_text().splitlines()]
+    assert row["label"] == "1/2" and row["input"][0]["content"].startswith("Half of one?")
+    assert "--eval.dataset" not in added
+    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    prompts = [CHAT] * 3
+    info = module.reward_func([CHAT + text for text in ("\\boxed{0.5}", "2", "hm")], prompts, ["1/2"] * 3)
+    assert info["rewards"].tolist() == [1.0, 0.0, 0.0]
+    assert info["extra_logs"]["answers_found"].tolist()[:2] == [1.0, 1.0]
+
+
+def test_math_file_with_unanswered_problems(
+    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks.expand(f"math:{shared_data / 'math_train.parquet'}", tmp_path, [])
+    assert "2 of 7500 problems" in capsys.readouterr().err
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 7498

@@ -1,0 +1,149 @@
+"""Neighbor indices on a real model's embeddings: the graph's recall, and the time and memory of graph and exact index.
+
+    python -m benchmarks.neighbors [--model smollm2-135m] [--metrics cosine l2 dot] [--tokens 2000] [--words]
+
+Recall: of the two nearest tokens by the exact index, the share that the graph finds, over tokens spread evenly over
+the vocabulary. Whole table: two neighbors of every token. On demand: a first query for one token, and per token for
+blocks of 64, as a rollout asks. `--words` prints examples of the same-word filter instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe
+from ngrpo.models import resolve
+from perturbations.neighbors import ExactIndex, HnswIndex, OtherWords, TableIndex, word_numbers
+
+EXAMPLES = [" apple", " therefore", " run", " city", " Paris", " because", " small", " idea", " walked", " Berlin"]
+
+
+def load_embedding(folder: str) -> Tensor:
+    """The input embedding matrix of a Hugging Face folder, in the type that it is stored in."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                if name.endswith("embed_tokens.weight"):
+                    return weights.get_tensor(name)
+    raise ValueError(f"no embed_tokens.weight in {folder}")
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def on_demand(index: TableIndex, tokens: Tensor) -> tuple[float, float]:
+    """Milliseconds of a query for one new token (median of 21), and per token in blocks of 64 (median of 7)."""
+    single = [seconds(lambda t=t: index.search(t, 2)) for t in tokens[:21].split(1)]
+    block = [seconds(lambda b=b: index.search(b, 2)) / 64 for b in tokens[21 : 21 + 7 * 64].split(64)]
+    return 1e3 * statistics.median(single), 1e3 * statistics.median(block)
+
+
+def measure(embedding: Tensor, metric: str, count: int) -> None:
+    size = len(embedding)
+    tokens = torch.arange(count) * size // count
+    shuffled = tokens[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+
+    exact = ExactIndex(embedding, metric)
+    want = torch.cat([exact.search(block, 2)[0] for block in tokens.split(64)])
+    one, block = on_demand(exact, shuffled)
+    whole = seconds(lambda: exact.precompute(2))
+    report(metric, "exact", 1.0, 0.0, whole, one, block, 8 * 2 * size + 9 * size)
+    followed = tokens[:: max(1, count // 256)][:256]
+    drift = statistics.median(seconds(lambda: ExactIndex(embedding, metric).query(followed, 2)) for _ in range(3))
+    print(f"    drift of {len(followed)} tokens at a weight sync: {drift:.2f} s")
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    graph = HnswIndex(embedding, metric)
+    built = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    found = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
+    recall = (found.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
+    one, block = on_demand(graph, shuffled)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "index"
+        written = seconds(lambda: graph.save(place))
+        disk = place.stat().st_size
+        loaded = seconds(lambda: HnswIndex.load(place, embedding))
+    report(metric, "hnsw", recall, built, built + size * block / 1e3, one, block, disk)
+    print(
+        f"    {graph._settings}; peak while building +{peak / 1024:.0f} MiB; save {written:.1f} s, load {loaded:.1f} s"
+    )
+
+
+def report(metric: str, *cells: Any) -> None:
+    name, recall, built, whole, one, block, memory = cells
+    print(
+        f"{metric:7s} {name:6s} {recall:9.4f} {built:8.1f} {whole:12.1f} {one:12.2f} {block:12.3f}"
+        f" {memory / 2**20:10.1f}",
+        flush=True,
+    )
+
+
+def show_words(model: str, embedding: Tensor) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    exact = ExactIndex(embedding)
+    began = time.perf_counter()
+    words = word_numbers(texts, len(embedding))
+    print(
+        f"{len(set(words.tolist()))} words among {len(texts)} tokens, numbered in {time.perf_counter() - began:.2f} s"
+    )
+    other = OtherWords(exact, words)
+    print("| token | two nearest | with `skip_same_word` |\n| --- | --- | --- |")
+    for example in EXAMPLES:
+        (token,) = tokenizer.encode(example, add_special_tokens=False)
+        rows = [index.query(torch.tensor([token]), 2)[0][0].tolist() for index in (exact, other)]
+        shown = [", ".join(f"`{texts[i]!r}`" for i in row) for row in rows]
+        print(f"| `{example!r}` | {shown[0]} | {shown[1]} |")
+    some = torch.arange(0, len(embedding), 24)
+    plain = torch.cat([exact.search(block, 2)[0] for block in some.split(64)])
+    same = words[plain] == words[some].unsqueeze(-1)
+    filtered = torch.cat([other.search(block, 2)[0] for block in some.split(64)])
+    left = words[filtered] == words[some].unsqueeze(-1)
+    print(
+        f"of {len(some)} tokens, {same.any(-1).float().mean():.1%} have the same word among their two nearest,"
+        f" {same.all(-1).float().mean():.1%} twice; with the filter {left.any(-1).float().mean():.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--metrics", nargs="+", default=["cosine", "l2", "dot"])
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--words", action="store_true")
+    options = parser.parse_args()
+    folder = resolve(options.model)
+    embedding = load_embedding(folder)
+    print(f"{describe()}; {options.model}, {len(embedding)} x {embedding.shape[1]} {embedding.dtype}")
+    if options.words:
+        show_words(folder, embedding)
+        return
+    print(
+        f"{'metric':7s} {'index':6s} {'recall@2':>9s} {'build s':>8s} {'whole table s':>12s} {'one new ms':>12s}"
+        f" {'of 64, ms':>12s} {'MiB':>10s}"
+    )
+    for metric in options.metrics:
+        measure(embedding, metric, options.tokens)
+
+
+if __name__ == "__main__":
+    main()

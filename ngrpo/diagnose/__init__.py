@@ -1,0 +1,1 @@
+"""`ngrpo diagnose`: before any training, how different and how valid a strategy's rollouts are."""

@@ -1,0 +1,67 @@
+"""A few answers side by side, token by token, with what was fed in place of the perturbed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.diagnose.sample import Sample
+
+if TYPE_CHECKING:
+    from ngrpo.evaluate import Problem
+
+QUESTIONS = 3
+_DIGITS = 4
+
+
+def side_by_side(
+    problems: Sequence[Problem], groups: Mapping[str, Sequence[Sequence[Sample]]], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """``samples`` of diagnosis.json: the first questions, and each strategy's first answer, drawn with the same noise.
+
+    Args:
+        problems: the P problems.
+        groups: strategy id to its P groups.
+        tokenizer: of the model.
+    """
+    return [
+        {
+            "problem": problem.messages[-1]["content"],
+            "answer": problem.answer,
+            "by_strategy": [
+                {"strategy": name, "reward": found[i][0].reward, "tokens": _tokens(found[i][0], tokenizer)}
+                for name, found in groups.items()
+            ],
+        }
+        for i, problem in enumerate(problems[:QUESTIONS])
+    ]
+
+
+def _tokens(sample: Sample, tokenizer: Any) -> list[dict[str, Any]]:
+    record = sample.record
+    row_of = {} if record is None else {p - record.prompt_tokens: i for i, p in enumerate(record.positions.tolist())}
+    result = []
+    for place, text in enumerate(pieces(sample.tokens, tokenizer)):
+        token: dict[str, Any] = {"text": text, "perturbed": place in row_of}
+        if place in row_of:
+            row = row_of[place]
+            pairs = zip(record.ids[row].tolist(), record.weights[row].tolist())
+            token["candidates"] = [[tokenizer.decode([c]), round(w, _DIGITS)] for c, w in pairs if w > 0.0]
+            if record.sigma is not None:
+                token["sigma"] = round(float(record.sigma[row]), _DIGITS + 2)
+        result.append(token)
+    return result
+
+
+def pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
+    """The text of each token. One that ends within a character is empty; the next one has the whole character."""
+    result, pending = [], []
+    for token in tokens:
+        pending.append(token)
+        text = tokenizer.decode(pending)
+        if text.endswith("\ufffd") and len(pending) < 4:
+            result.append("")
+            continue
+        result.append(text)
+        pending = []
+    return result

@@ -1,0 +1,243 @@
+"""The embedding map (N-GRPO, figure 1): tokens, perturbed many times, decoded back, in the plane of two components.
+
+Where the perturbed copies come from: the model itself, unperturbed, writes a few sentences with each word, and the
+steps at which the token was the likeliest are kept, with their logits. At such a step, with that token as the sampled
+one, the operator is asked for an input, each time with another seed; its gate is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ngrpo.diagnose.engine import attached, put
+from ngrpo.diagnose.inputs import nearest_tokens
+from ngrpo.diagnose.probe import ADDRESS, COLLECTION
+from perturbations import Perturbation, Step, registry, streams
+from perturbations.edit import realise
+
+if TYPE_CHECKING:
+    from ngrpo.strategies import Strategy
+
+WORDS = (
+    *("therefore", "sum", "because", "number", "green", "water", "first", "music", "happy", "house"),
+    *("three", "people", "time", "small", "city", "year", "good", "world", "book", "friend"),
+)
+TOKENS = 10
+COPIES = 64
+RELATED = 10  # a token's nearest so many are related to it
+_FEW = 8  # a token with fewer contexts gets some more from the repeated word
+_AROUND = 8  # neighbors of each token that span the plane with it
+_ANSWERS, _LENGTH = 8, 64
+_REPEATED, _MORE = 32, 4
+ROOM = 160  # tokens of its longest prompt and answer
+_DIGITS = 6
+
+
+def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
+    """The tokens of the map: (id, text).
+
+    Args:
+        tokenizer: of the model.
+        words: separated by commas; None for the first ten of :data:`WORDS` that are one token with their blank.
+
+    Raises:
+        ValueError: for a word that is more than one token.
+    """
+    asked = [word.strip() for word in words.split(",")] if words else list(WORDS)
+    found = []
+    for word in asked:
+        singles = [ids[0] for text in (f" {word}", word) if len(ids := _encode(tokenizer, text)) == 1]
+        if singles:
+            found.append((singles[0], tokenizer.decode([singles[0]])))
+        elif words:
+            raise ValueError(f"--tokens: {word!r} is not one token of this model. Give common whole words.")
+    if not found:
+        raise ValueError("--embedding-map: none of the usual words is one token here. Name some with --tokens.")
+    return found if words else found[:TOKENS]
+
+
+def make(llm: Any, strategies: Sequence[Strategy], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
+    """The map of all perturbing strategies; of those that differ in their gates alone, the first.
+
+    Args:
+        llm: of :func:`ngrpo.diagnose.engine.build`.
+        strategies: the unperturbed ones are left out.
+        tokens: of :func:`choose_tokens`.
+        seed: of the contexts and the perturbations.
+
+    Returns:
+        ``embedding_map`` of diagnosis.json.
+
+    Raises:
+        ValueError: where the model never writes any of the tokens.
+    """
+    found = contexts(llm, tokens, seed)
+    tokens = [token for token in tokens if found[token[0]]]
+    if not tokens:
+        raise ValueError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
+    ids = torch.tensor([token for token, _ in tokens])
+    here = attached(llm)
+    matrix, tokenizer = here.geometry.matrix(), llm.get_tokenizer()
+    ids = ids.to(matrix.device)
+    index = here.geometry.index("cosine")
+    around, _ = index.query(ids, _AROUND)
+    related, _ = index.query(ids, RELATED)
+    plane = Plane(matrix[torch.cat([ids, around.reshape(-1)]).unique()])
+    operators = []
+    for strategy in _different(strategies):
+        put(llm, strategy)
+        operators.append(_operator(attached(llm), strategy, tokens, found, related, plane, tokenizer, seed))
+    return {
+        "metric": "cosine",
+        "copies": COPIES,
+        "tokens": [
+            {"id": token, "text": text, **place, "contexts": len(found[token])}
+            for (token, text), place in zip(tokens, plane.places(matrix[ids]))
+        ],
+        "neighbors": [
+            {"token": row, "text": tokenizer.decode([neighbor]), **place}
+            for row, neighbors in enumerate(around.tolist())
+            for neighbor, place in zip(neighbors, plane.places(matrix[around[row]]))
+        ],
+        "operators": operators,
+        "explained_variance": plane.explained,
+    }
+
+
+class Plane:
+    """The first two principal components of some embeddings: the tokens and their nearest neighbors."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        """``vectors``: (M, D), M of at least 2."""
+        wide = vectors.double().cpu()
+        self._mean = wide.mean(dim=0)
+        _, scales, directions = torch.linalg.svd(wide - self._mean, full_matrices=False)
+        # An eigenvector's sign is arbitrary: the largest part is made positive, so that a run repeats.
+        largest = directions[:2].gather(1, directions[:2].abs().argmax(dim=1, keepdim=True))
+        self._axes = directions[:2] * largest.sign()
+        variance = scales.square()
+        self.explained: list[float] = (variance[:2] / variance.sum()).tolist()
+
+    def places(self, vectors: Tensor) -> list[dict[str, float]]:
+        """(N, D) to N places with ``x`` and ``y``."""
+        found = ((vectors.double().cpu() - self._mean) @ self._axes.T).tolist()
+        return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in found]
+
+
+def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int, list[tuple[Tensor, int]]]:
+    """Real steps at which each token was the likeliest: rows of z̃ (V,), and positions."""
+    from vllm import SamplingParams
+
+    from ngrpo.rollout import set_perturbation, take_trajectories
+
+    tokenizer = llm.get_tokenizer()
+    set_perturbation(llm, ADDRESS)
+    COLLECTION.start([token for token, _ in tokens], COPIES)
+    try:
+        for asked, length in ((_sentences(tokenizer, tokens), _LENGTH), (_repeated(tokens), _MORE)):
+            prompts = [prompt for token, prompt in asked if len(COLLECTION.rows[token]) < _FEW]
+            params = [
+                SamplingParams(
+                    max_tokens=length,
+                    extra_args={"perturbation": {"seed": streams.trajectory_seed(seed, "map", i), "sample": member}},
+                )
+                for i in range(len(prompts))
+                for member in range(_ANSWERS)
+            ]
+            requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(_ANSWERS)]
+            if requests:
+                llm.generate(requests, params, use_tqdm=False)
+                take_trajectories(llm)
+    finally:
+        found = COLLECTION.stop()
+    return found
+
+
+def _sentences(tokenizer: Any, tokens: Sequence[tuple[int, str]]) -> list[tuple[int, list[int]]]:
+    result = []
+    for token, text in tokens:
+        wish = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
+        if getattr(tokenizer, "chat_template", None):
+            message = [{"role": "user", "content": wish}]
+            wish = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        result.append((token, _encode(tokenizer, wish)))
+    return result
+
+
+def _repeated(tokens: Sequence[tuple[int, str]]) -> list[tuple[int, list[int]]]:
+    """Any model goes on with a word that stands there again and again; of last resort, since it is so sure of it."""
+    return [(token, [token] * _REPEATED) for token, _ in tokens]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _different(strategies: Sequence[Strategy]) -> list[Strategy]:
+    gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # what all operators share
+    kept: dict[str, Strategy] = {}
+    for strategy in strategies:
+        if strategy.spec is not None:
+            spec = {name: value for name, value in strategy.spec.items() if name not in gate}
+            kept.setdefault(json.dumps(spec, sort_keys=True), strategy)
+    return list(kept.values())
+
+
+def _operator(
+    here: Any,
+    strategy: Strategy,
+    tokens: Sequence[tuple[int, str]],
+    found: dict[int, list[tuple[Tensor, int]]],
+    related: Tensor,
+    plane: Plane,
+    tokenizer: Any,
+    seed: int,
+) -> dict[str, Any]:
+    matrix = here.geometry.matrix()
+    operator = registry.create(**strategy.spec)
+    points: list[dict[str, Any]] = []
+    drawn = 0
+    for row, (token, text) in enumerate(tokens):
+        steps = list(itertools.islice(itertools.cycle(found[token]), COPIES))
+        seeds = [streams.trajectory_seed(operator.seed, seed, token, copy) for copy in range(COPIES)]
+        own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
+        step = Step(
+            logits=torch.stack([logits for logits, _ in steps]).to(matrix.device),
+            sampled=own,
+            temperature=torch.ones(COPIES, device=matrix.device),
+            seeds=torch.tensor(seeds, device=matrix.device),
+            positions=torch.tensor([position for _, position in steps], device=matrix.device),
+            geometry=here.geometry,
+        )
+        with torch.no_grad():
+            proposal = operator.propose(step)
+            keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
+            vectors = realise(proposal.edit, here.geometry.lookup, keys, here.module)
+        drawn += int((proposal.tokens != own).sum())
+        nearest = nearest_tokens(vectors, matrix, own).tolist()
+        near = {token, *related[row].tolist()}
+        for place, other in zip(plane.places(vectors), nearest):
+            decoded = tokenizer.decode([other])
+            points.append(
+                {
+                    "token": row,
+                    **place,
+                    "nearest": decoded,
+                    "related": other in near or decoded.strip().casefold() == text.strip().casefold(),
+                    "changed": other != token,
+                }
+            )
+    return {
+        "strategy": strategy.id,
+        "points": points,
+        "unrelated_share": sum(not point["related"] for point in points) / len(points),
+        "changed_share": sum(point["changed"] for point in points) / len(points),
+        "other_token_drawn": drawn / len(points),
+    }

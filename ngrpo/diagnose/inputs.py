@@ -1,0 +1,107 @@
+"""Perturbed inputs as vectors, and the token that each is nearest to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from perturbations import ReplayRecord, streams
+from perturbations.edit import InputEdit, realise
+from perturbations.geometry import Geometry
+
+# More inputs than these tell no more: a share of them is known to 0.01 (one standard error).
+_MOST = 2048
+_VOCABULARY_BLOCK = 1 << 14
+# Two tokens whose cosines differ by less are equally near; embeddings of never-trained tokens nearly coincide.
+_TIE = 1e-6
+
+
+def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
+    """The token of largest cosine to each vector.
+
+    Args:
+        vectors: (N, D), any float dtype.
+        matrix: E, (V, D).
+        own: (N,) int64, the token that wins a tie.
+
+    Returns:
+        (N,) int64.
+    """
+    normal = nn.functional.normalize(vectors.float(), dim=-1)
+    best = torch.full((len(vectors),), -torch.inf, device=vectors.device)
+    tokens = torch.zeros_like(own)
+    for start in range(0, len(matrix), _VOCABULARY_BLOCK):
+        block = nn.functional.normalize(matrix[start : start + _VOCABULARY_BLOCK].float(), dim=-1)
+        score, place = (normal @ block.T).max(dim=-1)
+        tokens = torch.where(score > best, place + start, tokens)
+        best = torch.maximum(score, best)
+    of_own = (normal * nn.functional.normalize(matrix[own].float(), dim=-1)).sum(dim=-1)
+    return torch.where(of_own >= best - _TIE, own, tokens)
+
+
+def recorded_inputs(record: ReplayRecord, rows: np.ndarray, geometry: Geometry, module: nn.Module | None) -> Tensor:
+    """The vectors that a rollout was fed at some perturbed positions.
+
+    Args:
+        record: of one trajectory.
+        rows: which of the record's positions, (N,).
+        geometry: of the model that was fed.
+        module: the operator's module, or None.
+
+    Returns:
+        (N, D) in the embedding's dtype.
+    """
+    device = geometry.matrix().device
+
+    def upload(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    # Whatever an edit consists of stands in the record under the same name.
+    parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(InputEdit)}
+    edit = InputEdit(**{name: None if part is None else upload(part[rows]) for name, part in parts.items()})
+    edit = dataclasses.replace(edit, ids=edit.ids.long())
+    noise = None
+    if edit.sigma is not None:
+        positions = upload(record.positions[rows].astype(np.int64))
+        noise = streams.keys(torch.full_like(positions, record.seed), positions, streams.Stream.NOISE)
+    with torch.no_grad():
+        return realise(edit, geometry.lookup, noise, module)
+
+
+def shares_still_nearest(
+    records: Sequence[ReplayRecord], texts: Sequence[Sequence[int]], geometry: Geometry, module: nn.Module | None
+) -> tuple[float | None, float | None]:
+    """Shares of perturbed inputs whose nearest token is still the anchor, and still the token in the text.
+
+    The anchor of an input is its heaviest candidate: the likeliest token for a neighbor mixture, the token itself
+    for noise around it. Of many inputs at most 2,048 are looked at, evenly spaced over all answers.
+
+    Args:
+        records: of the answers.
+        texts: the generated tokens of each answer.
+        geometry: of the model.
+        module: the operator's module, or None.
+
+    Returns:
+        Two shares, or None where nothing was perturbed.
+    """
+    places = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
+    if not places:
+        return None, None
+    chosen = [places[i] for i in np.unique(np.linspace(0, len(places) - 1, min(_MOST, len(places))).astype(int))]
+    vectors, anchors, written = [], [], []
+    for i, record in enumerate(records):
+        rows = np.array([row for owner, row in chosen if owner == i], dtype=np.int64)
+        if len(rows):
+            vectors.append(recorded_inputs(record, rows, geometry, module))
+            anchors.extend(record.ids[rows, record.weights[rows].argmax(axis=1)].tolist())
+            written.extend(texts[i][p - record.prompt_tokens] for p in record.positions[rows])
+    stacked = torch.cat(vectors)
+    own = torch.tensor(anchors, dtype=torch.int64, device=stacked.device)
+    nearest = nearest_tokens(stacked, geometry.matrix(), own)
+    text = torch.tensor(written, dtype=torch.int64, device=stacked.device)
+    return float((nearest == own).double().mean()), float((nearest == text).double().mean())

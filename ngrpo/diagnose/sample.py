@@ -1,0 +1,69 @@
+"""One sampled answer and what was measured of it, as a line of ``samples.jsonl``."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+from perturbations.replay import ReplayRecord
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer of one strategy.
+
+    Attributes:
+        strategy: the strategy's id.
+        problem: the problem's id.
+        group: the problem's place among the prompts, from 0.
+        member: the answer's place in its group, from 0.
+        text: without special tokens: what the scorer read.
+        tokens: all that were generated, the end token included.
+        ended: whether the model ended the answer (its last token is then the end token), not the length limit.
+        reward: of the scorer.
+        correct: whether it counts as right.
+        extracted: the final answer in canonical form, or None.
+        parsed: whether a final answer was found.
+        nll: -log p of the tokens under the unperturbed model at temperature 1, summed, in nats.
+        record: what was fed in place of the tokens, or None for an unperturbed strategy.
+    """
+
+    strategy: str
+    problem: str
+    group: int
+    member: int
+    text: str
+    tokens: list[int]
+    ended: bool
+    reward: float
+    correct: bool
+    extracted: str | None
+    parsed: bool
+    nll: float
+    record: ReplayRecord | None
+
+    @property
+    def answer_tokens(self) -> list[int]:
+        """The tokens without the one that ended the answer."""
+        return self.tokens[:-1] if self.ended else self.tokens
+
+    @property
+    def perturbed(self) -> list[int]:
+        """Places among ``tokens`` whose input was perturbed, from 0."""
+        if self.record is None:
+            return []
+        places = self.record.positions.astype(int) - self.record.prompt_tokens
+        return [place for place in places.tolist() if 0 <= place < len(self.tokens)]
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of ``samples.jsonl``; the record is base64 of :meth:`ReplayRecord.to_bytes`."""
+        packed = None if self.record is None else base64.b64encode(self.record.to_bytes()).decode()
+        return {**vars(self), "perturbed": self.perturbed, "record": packed}
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> Sample:
+        """Reads what :meth:`to_json` wrote."""
+        fields = {name: value for name, value in line.items() if name != "perturbed"}
+        packed = fields.pop("record")
+        return cls(**fields, record=None if packed is None else ReplayRecord.from_bytes(base64.b64decode(packed)))

@@ -1,0 +1,223 @@
+"""What a row means, told by its columns: each layout turns a row into messages, reference and scorer."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ngrpo.evaluate.final_answer import last_boxed
+from ngrpo.evaluate.readers import Row
+
+BOXED = "Reason step by step and put the final answer in \\boxed{}."
+LETTER = "Reason step by step and put the letter of the right option in \\boxed{}."
+
+_QUESTIONS = ("problem", "question", "Problem", "Question", "query", "prompt")
+_ANSWERS = ("answer", "Answer", "expected_answer", "final_answer", "target", "ground_truth", "label", "solution")
+_OPTIONS = ("choices", "options", "Choices", "Options")
+_GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+# Options that stand in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
+_LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row, understood.
+
+    Attributes:
+        messages: the chat.
+        answer: the reference, or "" where the row has none.
+        scorer: what ``auto`` stands for here.
+        instruction: what a bare question needs to be told about the answer's form; "" where the row is a prompt.
+        meta: for :class:`ngrpo.evaluate.Problem`.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    scorer: str
+    instruction: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A known form of rows.
+
+    Attributes:
+        name: for messages.
+        fits: whether the columns are this layout's.
+        read: a row to its meaning.
+    """
+
+    name: str
+    fits: Callable[[Row], bool]
+    read: Callable[[Row], Asked]
+
+
+def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> Layout:
+    """The layout of a dataset, from its first row.
+
+    Args:
+        row: a row.
+        input_key: OpenRLHF's column of prompts.
+        label_key: OpenRLHF's column of references.
+
+    Raises:
+        ValueError: where the columns are not known, with those found and the mend.
+    """
+    layouts = (
+        Layout("verl", lambda r: "prompt" in r and "reward_model" in r, _verl),
+        Layout(
+            "reasoning-gym",
+            lambda r: {"question", "answer", "metadata"} <= r.keys() and "source_dataset" in _mapping(r["metadata"]),
+            _procedural,
+        ),
+        Layout("OpenRLHF", lambda r: input_key in r, lambda r: _openrlhf(r, input_key, label_key)),
+        Layout("GPQA", lambda r: set(_GPQA) <= r.keys(), _gpqa),
+        Layout("multiple choice", lambda r: _first(r, _OPTIONS) is not None and _asks(r), _options),
+        Layout("question and answer", _asks, _question),
+    )
+    for layout in layouts:
+        if layout.fits(row):
+            return layout
+    raise ValueError(
+        f"unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model; {input_key!r} and"
+        f" {label_key!r} (other columns with --input-key and --label-key); one of {', '.join(_QUESTIONS)} with one of"
+        f" {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect Answer 1 to 3."
+    )
+
+
+def listed_options(question: str) -> bool:
+    """Whether a question lists options A and B itself."""
+    return {"A", "B"} <= set(_LISTED.findall(question))
+
+
+def lettered(question: str, options: Sequence[str]) -> str:
+    """A question with its options, one per line: ``A) …``."""
+    lines = [f"{letter}) {option}" for letter, option in zip(string.ascii_uppercase, options)]
+    return "\n".join([question.strip(), "", *lines])
+
+
+def _verl(row: Row) -> Asked:
+    truth = _mapping(row["reward_model"]).get("ground_truth")
+    if isinstance(truth, dict):
+        # Some sets lost a target while their solution still has it in its box.
+        truth = truth.get("target") or last_boxed(str(truth.get("solution") or ""))
+    meta = {key: row[key] for key in ("data_source", "level", "type") if isinstance(row.get(key), str)}
+    messages = _messages(row["prompt"])
+    answer = _reference(truth)
+    return Asked(messages, answer, _guess(messages[-1]["content"], answer), meta=meta)
+
+
+def _openrlhf(row: Row, input_key: str, label_key: str) -> Asked:
+    if label_key not in row:
+        raise ValueError(f"no column {label_key!r} beside {input_key!r}; name the reference's with --label-key.")
+    messages, answer = _messages(row[input_key]), _reference(row[label_key])
+    label = _mapping(answer) if answer.startswith("{") else {}
+    if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
+        return Asked(messages, str(label["entry"].get("answer") or ""), "reasoning_gym", meta={"label": answer})
+    return Asked(messages, answer, _guess(messages[-1]["content"], answer))
+
+
+def _procedural(row: Row) -> Asked:
+    from ngrpo.tasks import reasoning_gym
+
+    entry = {**row, "metadata": _mapping(row["metadata"])}
+    name = entry["metadata"]["source_dataset"]
+    meta = {"label": reasoning_gym.label_of(name, entry)}
+    return Asked(_messages(row["question"]), str(row["answer"] or ""), "reasoning_gym", reasoning_gym.INSTRUCTION, meta)
+
+
+def _gpqa(row: Row) -> Asked:
+    question, right = str(row["Question"]), str(row["Correct Answer"] or "").strip()
+    if not right:
+        return Asked(_messages(question), "", "choice")
+    options = [right, *(str(row[key]).strip() for key in _GPQA[2:])]
+    # The right option comes first in the file: shuffled by the question alone, so alike in every run.
+    random.Random(question).shuffle(options)
+    return _choice(question, options, string.ascii_uppercase[options.index(right)])
+
+
+def _options(row: Row) -> Asked:
+    found = row[_first(row, _OPTIONS) or ""]
+    if isinstance(found, str):
+        found = json.loads(found) if found.strip().startswith(("[", "{")) else found.split("\n")
+    labels: list[str] = list(string.ascii_uppercase)
+    if isinstance(found, dict) and "text" in found:  # ARC: {"text": [...], "label": [...]}
+        labels, found = [str(label) for label in found.get("label", labels)], found["text"]
+    elif isinstance(found, dict):
+        labels, found = [str(label) for label in found], list(found.values())
+    options = [str(option).strip() for option in found]
+    answer = _reference(row.get(_first(row, _ANSWERS) or ""))
+    if answer in labels[: len(options)]:
+        answer = string.ascii_uppercase[labels.index(answer)]
+    elif answer in options:
+        answer = string.ascii_uppercase[options.index(answer)]
+    elif answer.isdigit() and int(answer) < len(options):
+        answer = string.ascii_uppercase[int(answer)]
+    return _choice(str(row[_first(row, _QUESTIONS) or ""]), options, answer)
+
+
+def _choice(question: str, options: Sequence[str], answer: str) -> Asked:
+    messages = _messages(lettered(question, options))
+    return Asked(messages, answer, "choice", LETTER, {"options": list(options)})
+
+
+def _question(row: Row) -> Asked:
+    messages = _messages(row[_first(row, _QUESTIONS) or ""])
+    column = _first(row, _ANSWERS)
+    answer = _reference(row[column]) if column else ""
+    if "####" in answer:  # GSM8K: the solution, then the result
+        answer = answer.rpartition("####")[2].strip()
+    elif column == "solution":  # MATH: the solution, its result boxed
+        answer = last_boxed(answer) or answer
+    scorer = _guess(messages[-1]["content"], answer)
+    return Asked(messages, answer, scorer, LETTER if scorer == "choice" else BOXED)
+
+
+def _guess(question: str, answer: str) -> str:
+    return "choice" if re.fullmatch(r"\(?[A-J]\)?", answer) and listed_options(question) else "math"
+
+
+def _asks(row: Row) -> bool:
+    return _first(row, _QUESTIONS) is not None and _first(row, _ANSWERS) is not None
+
+
+def _first(row: Row, names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in row), None)
+
+
+def _messages(value: Any) -> tuple[dict[str, str], ...]:
+    """A text as a user's message, or a list of messages as it is."""
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(m, dict) and "content" in m for m in value):
+        return tuple({"role": str(m.get("role", "user")), "content": str(m["content"])} for m in value)
+    raise ValueError("no question: the prompt must be a text or a list of messages with role and content.")
+
+
+def _reference(value: Any) -> str:
+    """The reference as text; a list must hold one."""
+    if isinstance(value, (list, tuple)):
+        if len(value) > 1:
+            raise ValueError(f"{len(value)} reference answers ({value!r:.80}); one is supported.")
+        value = value[0] if value else ""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else str(value).strip()
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """A dictionary, or JSON text of one; {} for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,175 @@
+"""The child process of math_answers.py: reads one question per line, writes one verdict per line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from ngrpo.evaluate.final_answer import last_boxed, stated, visible
+
+# Seconds for math-verify's own alarms, each of parse and verify, and for making one answer canonical.
+_SECONDS = 3
+_MEMORY = 8 << 30
+# An expression with more operations is printed as it stands: sympy may take minutes over it.
+_OPERATIONS = 80
+# math-verify searches text by expressions whose time grows faster than its length; an answer stands at the end.
+_TAIL = 4000
+_BARE = 120
+_DELIMITED = re.compile(r"\$|\\\(|\\\[")
+_PLAIN_WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
+# "x = 12,000": after an equals sign math-verify takes the comma for the next element of a list.
+_THOUSANDS = re.compile(r"=\s*-?\d{1,3}(?:,\d{3})+(?![\d,])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+
+Result = TypeVar("Result")
+
+
+def compare(answer: str, text: str) -> dict[str, Any]:
+    """Whether a text's final answer equals the reference, and that answer in canonical form (None: none found)."""
+    from math_verify import verify
+
+    gold, gold_canonical = _reference(answer)
+    found = _parse(text)
+    if not found:
+        return {"correct": False, "extracted": None}
+    extracted = canonical(found)
+    same = extracted is not None and extracted == gold_canonical
+    correct = bool(same or verify(gold, found, timeout_seconds=_SECONDS))
+    # 1.2857142857 is right for 9/7 and then counts as the same answer.
+    return {"correct": correct, "extracted": gold_canonical if correct and gold_canonical else extracted}
+
+
+@lru_cache(maxsize=4096)
+def _reference(answer: str) -> tuple[list[Any], str | None]:
+    inner = (last_boxed(answer) or answer).replace("\\mbox", "\\text").strip()
+    parsed = _parse_boxed(inner)
+    return parsed, canonical(parsed)
+
+
+def _parse(text: str) -> list[Any]:
+    """Sympy's and the plain form of the final answer; empty where there is none."""
+    from math_verify import parse
+
+    text = visible(text)
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return _parse_boxed(boxed) if boxed else []
+    tail = text[-_TAIL:].strip()
+    for candidate in (stated(tail), tail):
+        if candidate and (bare := _bare(candidate)):
+            return _parse_boxed(bare)
+    return parse(_without_commas(tail), parsing_timeout=_SECONDS)
+
+
+def _bare(candidate: str) -> str | None:
+    """A candidate that is an answer and nothing else, trimmed; None where it is a sentence or has its own $...$."""
+    candidate = re.sub(r"[*_]{2,}|<\|[^|<>]*\|>", "", candidate).strip()
+    candidate = re.sub(r"(?:\\[,;:! ]|[.,;:!\s])+$", "", candidate)
+    whole = re.fullmatch(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]", candidate, re.DOTALL)
+    if whole:
+        candidate = next(group for group in whole.groups() if group).strip()
+    # "$18.90" is money, "$x$ or $y$" is not bare.
+    money = re.fullmatch(r"\$\s?[\d,.]+", candidate)
+    words = _PLAIN_WORDS.findall(_TEXT.sub("", candidate))
+    # A name may be an answer, and a number may have a unit: "Evelyn", "12 square inches".
+    allowed = 2 if any(c.isdigit() for c in candidate) else 1
+    if not candidate or "\n" in candidate or len(candidate) > _BARE or len(words) > allowed:
+        return None
+    if _DELIMITED.search(candidate.replace("\\$", "")) and not money:
+        return None
+    return candidate
+
+
+def _parse_boxed(content: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse("\\boxed{" + _without_commas(content) + "}", parsing_timeout=_SECONDS)
+
+
+def _without_commas(text: str) -> str:
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+
+
+def canonical(parsed: list[Any]) -> str | None:
+    """One string for all forms of an answer: exact numbers, expanded, roots out of denominators."""
+    import sympy
+
+    for item in parsed:
+        if isinstance(item, str):
+            return "".join(_TEXT.sub(r"\1", item).lower().split()) or None
+        try:
+            return _within(_SECONDS, lambda item=item: sympy.sstr(_normal(item), order="lex"))
+        except Exception:
+            try:
+                return _within(_SECONDS, lambda item=item: str(item))
+            except Exception:
+                continue
+    return None
+
+
+def _normal(item: Any) -> Any:
+    import sympy
+    from latex2sympy2_extended.sets import FiniteSet
+    from math_verify.grader import get_pct_val, is_assignment_relation, take_last_relation
+
+    if is_assignment_relation(item):
+        item = take_last_relation(item).rhs
+    item = get_pct_val(item, item)
+    if isinstance(item, (FiniteSet, sympy.FiniteSet)):
+        parts = {sympy.sstr(part): part for part in map(_normal, item.args)}
+        return next(iter(parts.values())) if len(parts) == 1 else sympy.Tuple(*(parts[key] for key in sorted(parts)))
+    if isinstance(item, sympy.MatrixBase):
+        return item.applyfunc(_normal)
+    if isinstance(item, (sympy.Tuple, sympy.Interval, sympy.Union)):
+        return item.func(*map(_normal, item.args))
+    item = item.doit()
+    item = item.xreplace({number: sympy.Rational(str(number)) for number in item.atoms(sympy.Float)})
+    if not isinstance(item, sympy.Expr) or (item.is_number and item.is_Rational) or item.count_ops() > _OPERATIONS:
+        return item
+    return sympy.expand(sympy.radsimp(sympy.cancel(item)))
+
+
+def _within(seconds: int, work: Callable[[], Result]) -> Result:
+    """The work's result, or ``TimeoutError`` after so many seconds (main thread of this process only)."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        return work()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    """Answers until the other end closes."""
+    import resource
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    import math_verify  # noqa: F401  (its import must not count as the first question's time)
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            reply = compare(question["answer"], question["text"])
+        except (Exception, MemoryError, RecursionError):
+            reply = {"correct": False, "extracted": None}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""One problem with its reference answer, and the verdict on one answer to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question that a model is asked.
+
+    Attributes:
+        id: unique in its set, and the same in every run.
+        messages: the chat, without a generation prompt: dictionaries with ``role`` and ``content``.
+        answer: the reference; empty only where the scorer needs none.
+        scorer: ``math``, ``choice``, ``reasoning_gym``, ``task:NAME``, or a Python file with ``reward_func``.
+        meta: what else the scorer needs, and what else is known of the problem; JSON values only.
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    scorer: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The last message, for people."""
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a scorer says of one answer.
+
+    Attributes:
+        reward: in [0, 1] for the built-in scorers; a user's file may give any number.
+        correct: whether the answer counts as right in Mean@n and Pass@k.
+        extracted: the final answer in canonical form: equal answers give equal strings (1/2, 0.5 and \\frac{1}{2});
+            None where none was found.
+        parsed: whether a final answer was found.
+    """
+
+    reward: float
+    correct: bool
+    extracted: str | None
+    parsed: bool

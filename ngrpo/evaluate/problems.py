@@ -1,0 +1,152 @@
+"""Problems from benchmarks by name, files, hub datasets and tasks."""
+
+from __future__ import annotations
+
+import string
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ngrpo.evaluate.layouts import Layout, layout_of
+from ngrpo.evaluate.problem import Problem
+from ngrpo.evaluate.readers import HubSource, Row, is_file, parse_hub, read_file, read_hub
+from ngrpo.evaluate.scoring import check_scorer
+from perturbations.options import nearest
+
+# Benchmarks by short name; their columns are those of layouts.py.
+BENCHMARKS = {
+    "aime2025": HubSource("math-ai/aime25", split="test"),  # problem, answer; 30 rows
+    "amc23": HubSource("math-ai/amc23", split="test"),  # question, answer; 40 rows
+    "math500": HubSource("HuggingFaceH4/MATH-500", split="test"),  # problem, answer; 500 rows
+    "gpqa_diamond": HubSource("Idavidrein/gpqa", "gpqa_diamond", "train"),  # GPQA's columns; 198 rows; gated
+}
+
+
+def load_problems(
+    source: str,
+    *,
+    input_key: str = "input",
+    label_key: str = "label",
+    scorer: str = "auto",
+    limit: int | None = None,
+    split: str | None = None,
+    instruction: str | None = None,
+    skip_unanswered: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Problem]:
+    """Reads problems.
+
+    Args:
+        source: a name of :data:`BENCHMARKS`, a JSONL, JSON, CSV or parquet file, or a hub dataset
+            ``owner/name[:config][@split]``.
+        input_key: column of prompts in OpenRLHF's layout.
+        label_key: column of references in OpenRLHF's layout.
+        scorer: ``auto`` (by layout), or one of :func:`ngrpo.evaluate.score`'s.
+        limit: only the first so many.
+        split: of a hub dataset; the same as ``@split``.
+        instruction: appended to the last message of each; None: a sentence on the answer's form where the dataset
+            has bare questions, nothing where it has prompts; "": nothing.
+        skip_unanswered: leave problems without an answer out, instead of refusing the dataset.
+        report: called with a line that says how many were left out.
+
+    Returns:
+        The problems, in the order of the dataset. Their ids do not depend on ``limit``.
+
+    Raises:
+        ValueError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.
+    """
+    if scorer != "auto":
+        check_scorer(scorer)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit}: must be at least 1.")
+    name, rows = _rows(source, limit, split)
+    try:
+        layout = layout_of(rows[0], input_key, label_key)
+    except ValueError as error:
+        raise ValueError(f"--data {source}: {error}") from None
+    problems = []
+    for i, row in enumerate(rows):
+        problem = _problem(f"--data {source}: row {i + 1}", f"{name}-{i}", row, layout, scorer, instruction)
+        if problem is not None:
+            problems.append(problem)
+        elif not skip_unanswered:
+            raise ValueError(
+                f"--data {source}: row {i + 1} has no answer ({layout.name} layout; columns {', '.join(row)}). Add the"
+                " reference, or leave such rows out with --skip-unanswered."
+            )
+    if len(problems) < len(rows):
+        report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
+    if not problems:
+        raise ValueError(f"--data {source}: no row has an answer ({layout.name} layout). Add the references.")
+    return problems
+
+
+def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
+    """The held-out problems of a task, scored by its own reward.
+
+    Args:
+        task: as ``--task`` takes it: ``arithmetic``, ``reasoning_gym:chain_sum``.
+        limit: only the first so many.
+
+    Raises:
+        ValueError: for an unknown task.
+    """
+    from ngrpo import tasks
+
+    with tempfile.TemporaryDirectory() as folder:
+        tasks.expand(task, Path(folder), [])
+        held_out = Path(folder) / "eval.jsonl"
+        if not held_out.is_file():
+            raise ValueError(f"--task {task} has no held-out problems: give --data with a file of your own.")
+        problems = load_problems(str(held_out), limit=limit, instruction="")
+    name = task.replace(":", "-")
+    scorer = f"task:{task.partition(':')[0]}"
+    return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
+
+
+def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[Row]]:
+    """A short name for ids, and the rows."""
+    if is_file(source):
+        return Path(source).stem, read_file(source, limit)
+    short = source.lower().replace("-", "_")
+    if short in BENCHMARKS:
+        hub = BENCHMARKS[short]
+    elif "/" not in source:
+        raise ValueError(
+            f"--data {source!r}: unknown.{nearest(source, BENCHMARKS)} Give {', '.join(BENCHMARKS)}, a file ending in"
+            " .jsonl, .json, .csv or .parquet, or a hub name like owner/name."
+        )
+    else:
+        hub = parse_hub(source)
+        short = hub.name.rpartition("/")[2]
+    if split is not None:
+        hub = replace(hub, split=split)
+    return short, read_hub(hub, limit)
+
+
+def _problem(where: str, name: str, row: Row, layout: Layout, scorer: str, instruction: str | None) -> Problem | None:
+    """The problem of a row; None where it has no answer."""
+    try:
+        asked = layout.read(row)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where} ({layout.name} layout): {error}") from None
+    chosen = asked.scorer if scorer == "auto" else scorer
+    if not asked.answer and chosen != "reasoning_gym":
+        return None
+    answer = asked.answer
+    if chosen == "choice":
+        answer = answer.strip("().").upper()
+        letters = string.ascii_uppercase[: len(asked.meta.get("options", string.ascii_uppercase))]
+        if len(answer) != 1 or answer not in letters:
+            raise ValueError(
+                f"{where}: the answer {asked.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
+            )
+    if chosen == "reasoning_gym" and "label" not in asked.meta:
+        raise ValueError(f"{where} was not made by reasoning-gym: its metadata has no source_dataset.")
+    add = asked.instruction if instruction is None else instruction
+    messages = asked.messages
+    if add:
+        last = messages[-1]
+        messages = (*messages[:-1], {**last, "content": f"{last['content'].rstrip()}\n\n{add}"})
+    return Problem(name, messages, answer, chosen, asked.meta)

@@ -1,0 +1,121 @@
+"""One entry for all scorers: an answer's text in, a verdict out."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ngrpo.evaluate.problem import Problem, Verdict
+from perturbations.options import nearest
+
+BUILT_IN = ("math", "choice", "reasoning_gym")
+_TASK = "task:"
+# A score such as a float32 0.99999994 is a full one.
+_FULL = 1.0 - 1e-6
+
+
+def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
+    """Checks one answer.
+
+    Args:
+        problem: the question, its reference and its scorer.
+        text: what the model said.
+        prompt: the prompt as the model saw it, for a reward file; the question's own text if None.
+
+    Returns:
+        The verdict. An answer that cannot be read is wrong, not an error.
+
+    Raises:
+        ValueError: for an unknown scorer, a missing package, or a reward file that fails.
+    """
+    if problem.scorer == "math":
+        from ngrpo.evaluate import math_answers
+
+        return math_answers.check(problem.answer, text)
+    if problem.scorer == "choice":
+        from ngrpo.evaluate import choices
+
+        return choices.check(problem.answer, text, problem.meta.get("options"))
+    if problem.scorer == "reasoning_gym" or problem.scorer.startswith(_TASK):
+        return _by_task(problem, text)
+    if problem.scorer.endswith(".py"):
+        return _by_file(problem, text, prompt if prompt is not None else problem.question)
+    raise ValueError(_unknown(problem.scorer))
+
+
+def check_scorer(name: str) -> str:
+    """Returns a scorer's name unchanged if there is such a scorer.
+
+    Raises:
+        ValueError: for an unknown one or a missing file, with the nearest match.
+    """
+    if name.startswith(_TASK):
+        from ngrpo import tasks
+
+        tasks.check_name(name[len(_TASK) :].partition(":")[0], argument_needed=False)
+        return name
+    if name.endswith(".py"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            near = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+            raise ValueError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
+        return name
+    if name not in BUILT_IN:
+        raise ValueError(_unknown(name))
+    return name
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"unknown scorer {name!r}.{nearest(name, BUILT_IN)} Scorers: {', '.join(BUILT_IN)}, task:NAME, or a Python"
+        " file with OpenRLHF's reward_func(queries, prompts, labels)."
+    )
+
+
+def _by_task(problem: Problem, text: str) -> Verdict:
+    """The task's own reward, so that evaluation and training agree on every answer."""
+    name = problem.scorer.removeprefix(_TASK).partition(":")[0]
+    task = import_module(f"ngrpo.tasks.{name}")
+    label = problem.meta.get("label", problem.answer)
+    reward = float(task.score(text, label))
+    extracted = task.final_answer(text)
+    return Verdict(reward, reward >= _FULL, extracted, extracted is not None)
+
+
+def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
+    from ngrpo.evaluate.final_answer import last_statement
+
+    label = problem.meta.get("label", problem.answer)
+    try:
+        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
+        rewards = result["rewards"] if isinstance(result, dict) else result
+        scores = result.get("scores", rewards) if isinstance(result, dict) else rewards
+        reward, value = _number(rewards), _number(scores)
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(
+            f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({kind}: {error})."
+        ) from error
+    extracted = last_statement(text)
+    return Verdict(reward, value >= _FULL, extracted, extracted is not None)
+
+
+@lru_cache(maxsize=8)
+def _reward_func(path: str) -> Any:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("reward_func", Path(path).expanduser())
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.reward_func
+
+
+def _number(value: Any) -> float:
+    """The first number of a tensor, an array, a list or a number."""
+    while isinstance(value, (list, tuple)):
+        value = value[0]
+    return float(value.flatten()[0]) if hasattr(value, "flatten") else float(value)

@@ -1,0 +1,231 @@
+"""The two axes, their intervals, a strategy's row, nearest tokens and warnings: hand-made samples, no engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.diagnose import axes, inputs, statistics, table
+from ngrpo.diagnose.axes import PromptStatistics
+from ngrpo.diagnose.sample import Sample
+from ngrpo.evaluate import Problem
+from ngrpo.strategies import Strategy, parse_strategies
+from perturbations import ReplayRecord, streams
+from perturbations.geometry import matrix_geometry
+
+
+def record(tokens: int, positions: list[int], ids: list[list[int]], weights: list[list[float]]) -> ReplayRecord:
+    """Of a trajectory with a prompt of two tokens."""
+    return ReplayRecord(
+        5,
+        2,
+        2 + tokens,
+        np.array(positions, dtype=np.int32),
+        np.array(ids, dtype=np.int32),
+        np.array(weights, dtype=np.float32),
+        None,
+        np.ones(len(positions), dtype=bool),
+    )
+
+
+def sample(group: int, member: int, tokens: list[int], answer: str | None, right: bool = False, **more: Any) -> Sample:
+    text = "" if answer is None else f"so {answer}"
+    fields: dict[str, Any] = {"strategy": "s", "problem": f"p{group}", "text": text, "ended": False, "nll": 1.0}
+    fields |= {"reward": float(right), "correct": right, "extracted": answer, "parsed": answer is not None}
+    return Sample(group=group, member=member, tokens=tokens, **{"record": None, **fields, **more})
+
+
+PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": "What is 2 + 2?"},), "4", "math") for i in range(2)]
+FACTS = {"anchor_nearest": None, "text_nearest": None, "tokens_per_second": 7.0}
+
+
+def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Strategy | None = None) -> Any:
+    groups = statistics.groups_of(samples)
+    stats = statistics.prompt_statistics(groups)
+    return statistics.strategy_row(strategy or Strategy("s", None), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
+
+
+TWO_GROUPS = [
+    sample(0, 0, [1, 2, 3], "4", right=True, nll=3.0),
+    sample(0, 1, [1, 2], "5", nll=1.0),
+    sample(1, 1, [1, 2, 3, 4], "4", right=True, nll=4.0),  # out of order on purpose
+    sample(1, 0, [1, 2, 3, 4], None, nll=4.0),
+]
+
+
+def test_a_row_by_hand() -> None:
+    found = row(TWO_GROUPS)
+    assert found["reward"] == 0.5
+    # One of two right in each group: pass@1 = 1/2, pass@2 = 1.
+    assert found["pass_at_k"] == {"1": 0.5, "2": 1.0}
+    # Two different answers of 2; then one of 2, since no answer is no distinct answer.
+    assert found["diversity"]["distinct_answers"] == pytest.approx((2 / 2 + 1 / 2) / 2)
+    # 1 2 3 and 1 2 are one deletion apart, of 3; the second group is equal.
+    assert found["diversity"]["edit_distance"] == pytest.approx((1 / 3 + 0) / 2)
+    # Distinct scaled: (2-1)/(2-1) = 1 and (1-1)/1 = 0. Axis: ((1/3 + 1)/2 + 0) / 2 = 1/3.
+    assert found["diversity"]["score"] == pytest.approx(1 / 3)
+    # Bigrams of the first group: 12 23 12, two different of three; of the second: 12 23 34 twice.
+    assert found["diversity"]["distinct_2"] == pytest.approx((2 / 3 + 3 / 6) / 2)
+    # 12 nats over 13 tokens.
+    assert found["validity"]["perplexity"] == pytest.approx(math.exp(12 / 13))
+    assert found["validity"]["parseable"] == 0.75
+    # Without a baseline: parseable 3/4 and no loops.
+    assert found["validity"]["score"] == pytest.approx((0.75 + 1.0) / 2)
+    assert found["learnable_groups"] == 1.0
+    assert found["truncated"] == 1.0
+    assert found["rate"] == 0.0 and found["record_bytes_per_token"] is None
+
+
+def test_intermediate_results_of_a_row() -> None:
+    # The question has 2; the answers 4 and 5 are final. What is left is {7}, {7, 9}; then {} and {}.
+    texts = ["7, so 4", "2 + 7 = 9, so 5", "4", ""]
+    samples = [Sample(**{**vars(s), "text": text}) for s, text in zip(TWO_GROUPS, texts)]
+    assert row(samples)["diversity"]["distinct_intermediate"] == pytest.approx(2 / 3)
+
+
+def test_rate_and_record_size() -> None:
+    records = [record(4, [2, 5], [[1, 2]] * 2, [[0.9, 0.1]] * 2), None]
+    samples = [sample(0, i, [1, 2, 3, 4], "4", record=r) for i, r in enumerate(records)]
+    found = row(samples)
+    assert samples[0].perturbed == [0, 3]
+    assert found["rate"] == 2 / 8
+    assert found["record_bytes_per_token"] == len(records[0].to_bytes()) / 8
+
+
+def test_the_end_token_is_part_of_the_perplexity_alone() -> None:
+    ended = [sample(0, 0, [1, 2, 9], "4", ended=True), sample(0, 1, [1, 2], "4")]
+    found = row(ended)
+    assert found["diversity"]["edit_distance"] == 0.0
+    assert found["validity"]["perplexity"] == pytest.approx(math.exp(2 / 5))
+    assert found["single_trajectory_groups"] == 0.0
+
+
+def made(**more: Any) -> PromptStatistics:
+    plain = dict.fromkeys(
+        ("reward", "edit_distance", "distinct", "parseable", "repetition", "nll"), np.array([0.5, 1.0])
+    )
+    return PromptStatistics(**{**plain, "tokens": np.array([10.0, 30.0]), "group": 4, **more})
+
+
+def test_the_axes_by_hand() -> None:
+    stats = made(distinct=np.array([1 / 4, 1.0]), edit_distance=np.array([0.0, 0.5]), nll=np.array([10.0, 70.0]))
+    # (0 + 0)/2 for the group of one answer, (0.5 + 1)/2 for the other.
+    assert axes.diversity(stats, stats.everyone)[0] == pytest.approx(0.75 / 2)
+    # 80 nats over 40 tokens against 40 over 40: exp(1 - 2). Parts: 0.75, 1 - 0.75, 1/e.
+    baseline = made(nll=np.array([10.0, 30.0]))
+    assert axes.validity(stats, baseline, stats.everyone)[0] == pytest.approx((0.75 + 0.25 + math.exp(-1)) / 3)
+    # Likelier text than the baseline's is not more than valid.
+    assert axes.validity(baseline, stats, stats.everyone)[0] == pytest.approx((0.75 + 0.25 + 1.0) / 3)
+
+
+def test_a_group_of_unparseable_answers_has_no_negative_diversity() -> None:
+    stats = made(distinct=np.array([0.0, 0.0]), edit_distance=np.array([0.0, 0.0]))
+    assert axes.diversity(stats, stats.everyone)[0] == 0.0
+
+
+def test_resamples_are_the_same_every_time_and_differ_by_seed() -> None:
+    assert (axes.resamples(5, 0) == axes.resamples(5, 0)).all()
+    assert (axes.resamples(5, 0) != axes.resamples(5, 1)).any()
+    assert axes.resamples(5, 0).shape == (axes.DRAWS, 5)
+
+
+def test_the_interval_is_that_of_a_binomial() -> None:
+    # 100 prompts, half with reward 1: the bootstrap mean is Binomial(100, 1/2)/100, whose 2.5% and 97.5% quantiles
+    # are 40 and 60. The quantile over 2000 draws may miss by one.
+    reward = np.array([0.0, 1.0] * 50)
+    low, high = axes.interval(reward[axes.resamples(100, 3)].mean(axis=1))
+    assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
+
+
+def test_one_prompt_has_no_interval() -> None:
+    assert row(TWO_GROUPS[:2])["intervals"] == {"diversity": None, "validity": None, "reward": None}
+
+
+def test_the_difference_is_paired() -> None:
+    # Prompts differ by far more than the strategies do, and every prompt gains the same: no noise is left.
+    plain = [sample(g, m, [1, 2], "4", reward=r) for g, r in enumerate([0.0, 1.0]) for m in range(2)]
+    better = [Sample(**{**vars(s), "reward": s.reward + 0.1}) for s in plain]
+    baseline = statistics.prompt_statistics(statistics.groups_of(plain))
+    found = row(better, baseline)
+    assert found["difference"]["reward"] == {
+        "value": pytest.approx(0.1), "low": pytest.approx(0.1), "high": pytest.approx(0.1), "within_noise": False
+    }  # fmt: skip
+    assert found["intervals"]["reward"] == [pytest.approx(0.1), pytest.approx(1.1)]
+    same = {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
+    assert row(plain, baseline)["difference"] == dict.fromkeys(("diversity", "validity", "reward"), same)
+    assert row(plain)["difference"] is None
+
+
+def test_equal_samples_give_equal_rows() -> None:
+    assert row(TWO_GROUPS) == row(list(reversed(TWO_GROUPS)))
+
+
+def test_nearest_token_and_ties() -> None:
+    matrix = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 1.0], [-1.0, 0.0]])
+    # Cosine, not distance: (0.2, 3) points along 1 and 2, which tie; the token's own wins.
+    vectors = torch.tensor([[0.2, 3.0], [0.2, 3.0], [5.0, 1.0], [-0.1, 0.01]])
+    assert inputs.nearest_tokens(vectors, matrix, torch.tensor([2, 3, 1, 0])).tolist() == [2, 1, 0, 3]
+
+
+def test_nearest_token_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    expected = (matrix @ matrix.T - 2 * torch.eye(50)).argmax(dim=-1)  # the nearest other token
+    vectors = matrix[expected]
+    monkeypatch.setattr(inputs, "_VOCABULARY_BLOCK", 7)
+    assert inputs.nearest_tokens(vectors, matrix, torch.arange(50)).tolist() == expected.tolist()
+
+
+def test_anchor_is_the_heaviest_candidate() -> None:
+    geometry = matrix_geometry(torch.eye(4))
+    # Position 2: mostly token 1, which stands in the text. Position 3: mostly token 2, but the text has 0.
+    # Position 4: an even mixture of 1 and 3 plus nothing: nearest to either, a tie that the anchor wins.
+    weights = [[0.8, 0.2], [0.7, 0.3], [0.5, 0.5]]
+    fed = record(3, [2, 3, 4], [[1, 2], [2, 0], [1, 3]], weights)
+    assert inputs.shares_still_nearest([fed], [[1, 0, 1]], geometry, None) == (1.0, pytest.approx(2 / 3))
+    nothing = record(3, [], np.zeros((0, 2)), np.zeros((0, 2)))
+    assert inputs.shares_still_nearest([nothing], [[1, 0, 1]], geometry, None) == (None, None)
+
+
+def test_noise_is_drawn_as_in_the_rollout() -> None:
+    matrix = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    geometry = matrix_geometry(matrix)
+    fields = vars(record(2, [3], [[4]], [[1.0]]))
+    noisy = ReplayRecord(**{**fields, "sigma": np.array([0.7], dtype=np.float32)})
+    (vector,) = inputs.recorded_inputs(noisy, np.array([0]), geometry, None)
+    key = streams.keys(torch.tensor([5]), torch.tensor([3]), streams.Stream.NOISE)
+    assert torch.equal(vector, matrix[4] + 0.7 * streams.normal(key, 8)[0])
+
+
+def test_a_sample_survives_its_line() -> None:
+    kept = sample(1, 0, [1, 2, 3, 4], "4", record=record(4, [3], [[1, 2]], [[0.9, 0.1]]))
+    line = kept.to_json()
+    assert line["perturbed"] == [1]
+    assert Sample.from_json(line) == kept
+
+
+def test_warnings() -> None:
+    (greedy,) = parse_strategies(None, (), ["neighbor rate=1"])
+    same = [sample(0, i, [1, 2], "4", right=True) for i in range(2)]
+    (warning,) = table.warnings_of([row(same)], [greedy])
+    assert "every group is one trajectory" in warning and "greedy decoding" in warning
+    # Different tokens, all right, at the length limit.
+    right = [sample(0, i, [1, 2 + i], "4", right=True) for i in range(2)]
+    found = table.warnings_of([row(right)], [Strategy("s", None)])
+    assert ["right" in found[0], "length limit" in found[1], len(found)] == [True, True, 2]
+    assert table.warnings_of([row(TWO_GROUPS)], [Strategy("s", None)]) == [found[1]]
+
+
+def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
+    lines = table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
+    assert "pass@2" in lines[0] and "–" in lines[1] and "0.333" in lines[1]
+
+
+def test_differences_in_words() -> None:
+    found = {"value": 0.25, "low": -0.1, "high": 0.5, "within_noise": True}
+    rows = [{"name": "none", "difference": None}, {"name": "soft", "difference": {"diversity": found}}]
+    line = table.differences({"baseline": "none", "strategies": rows})
+    assert line == "soft against none: diversity +0.250 (-0.100 to +0.500, within noise)"

@@ -1,0 +1,265 @@
+"""The folder of an evaluation: going on, refusing, damage, a full disk; with a made-up engine in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
+from ngrpo.evaluate import engine as engines
+from ngrpo.evaluate.command import run
+from ngrpo.evaluate.engine import Generated
+from ngrpo.evaluate.store import SampleStore
+
+PROBLEMS = [
+    Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
+]
+
+
+class Tokenizer:
+    chat_template = None
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(character) for character in text]
+
+
+class MadeUp:
+    """Stands for a vllm.LLM: sample 0 of each problem is right, and so is sample 1 of the first."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.stop_after = 10**9
+
+    def get_tokenizer(self) -> Tokenizer:
+        return Tokenizer()
+
+    @property
+    def llm_engine(self) -> Any:
+        return type("Engine", (), {"model_config": type("Config", (), {"model": "made-up"})})
+
+    def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
+        for place, (tokens, sample) in enumerate(jobs):
+            if self.asked >= self.stop_after:
+                raise KeyboardInterrupt
+            self.asked += 1
+            i = int(chr(tokens[0]))
+            text = f"It is {2 * i if sample < 3 - i else 99}."
+            yield [Generated(place, text, 5, "length" if sample == 2 else "stop", None)]
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    made_up = MadeUp()
+    monkeypatch.setattr(engines, "generate", made_up.generate)
+    monkeypatch.setattr(engines, "prepare", lambda llm, spec: True)
+    return made_up
+
+
+def lines(folder: Path) -> list[str]:
+    return (folder / "samples.jsonl").read_text().splitlines()
+
+
+def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
+    """p1: 2 of 3 right, p2: 1 of 3. Pass@2: p1 1 - C(1,2)/C(3,2) = 1, p2 1 - C(2,2)/C(3,2) = 2/3."""
+    result = evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[1, 2, 3], dataset="sums")
+    assert result["mean_at_n"] == pytest.approx(1 / 2)
+    assert result["pass_at_k"] == pytest.approx({"1": 1 / 2, "2": 5 / 6, "3": 1.0})
+    assert result["problems"] == [{"id": "p1", "n": 3, "correct": 2}, {"id": "p2", "n": 3, "correct": 1}]
+    assert (result["model"], result["dataset"], result["scorer"]) == ("made-up", "sums", "task:arithmetic")
+    assert result["cut"] == pytest.approx(1 / 3) and result["parsed"] == 1.0 and result["tokens_per_answer"] == 5.0
+    assert {"vllm", "torch"} <= result["versions"].keys() and result["machine"]["cores"]
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == result
+    first = json.loads(lines(tmp_path)[0])
+    assert first == {
+        "problem": "p1",
+        "sample": 0,
+        "prompt": "1 + 1?\n",
+        "text": "It is 2.",
+        "tokens": 5,
+        "finish": "stop",
+        "reward": 1.0,
+        "correct": True,
+        "extracted": "2",
+        "parsed": True,
+    }
+
+
+def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
+    llm.stop_after = 4
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    assert len(lines(tmp_path)) == 4 and not (tmp_path / "evaluation.json").exists()
+    kept, llm.asked, llm.stop_after = lines(tmp_path), 0, 10**9
+    result = evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    assert llm.asked == 2 and lines(tmp_path)[:4] == kept and result["mean_at_n"] == pytest.approx(1 / 2)
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[3])  # another k needs no samples
+    assert llm.asked == 2
+
+
+def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    before = lines(tmp_path)
+    with pytest.raises(ValueError, match=r"another evaluation \(n: 3 there, 4 here\)\. Give another --out"):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=4)
+    with pytest.raises(ValueError, match=r"sampling: .*'temperature': 0\.6.* there, .*'temperature': 1"):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=3, sampling=Sampling(temperature=1))
+    with pytest.raises(ValueError, match="digest"):
+        evaluate(llm, [PROBLEMS[0], Problem("p2", PROBLEMS[1].messages, "5", "task:arithmetic")], out=tmp_path, n=3)
+    assert lines(tmp_path) == before
+
+
+def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:
+    with (
+        SampleStore(tmp_path),
+        pytest.raises(ValueError, match=r"another evaluation is writing there.*another --out"),
+    ):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+
+
+def test_a_damaged_line_is_named(llm: MadeUp, tmp_path: Path) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    kept = lines(tmp_path)
+    (tmp_path / "samples.jsonl").write_text("\n".join([kept[0], kept[1][:20], *kept[2:]]) + "\n")
+    with pytest.raises(ValueError, match=r"samples\.jsonl: line 2 is damaged"):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+
+
+def test_a_full_disk_loses_nothing(llm: MadeUp, tmp_path: Path) -> None:
+    """The system refuses the write in the middle of a line, as it does where the disk is full."""
+    evaluate(llm, PROBLEMS, out=tmp_path / "whole", n=3)
+    whole = lines(tmp_path / "whole")
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole[0]) * 4 + 20, old[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot be written \(File too large\).*the same command again"):
+            evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert whole[:4] == lines(tmp_path / "full")[:4]
+    llm.asked = 0
+    evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
+    assert llm.asked == 2 and lines(tmp_path / "full") == whole
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one(llm: MadeUp, tmp_path: Path) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    before = (tmp_path / "evaluation.json").read_text()
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
+    try:
+        with pytest.raises(ValueError, match=r"evaluation\.json: cannot be written"):
+            evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert (tmp_path / "evaluation.json").read_text() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_place_that_is_no_folder(llm: MadeUp, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: cannot be written"):
+        evaluate(llm, PROBLEMS, out=tmp_path / "file", n=3)
+    if os.geteuid() != 0:
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(ValueError, match="cannot be written"):
+            evaluate(llm, PROBLEMS, out=tmp_path / "closed" / "out", n=3)
+
+
+def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    said = [json.loads(line)["text"] for line in lines(tmp_path)]
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': ['99' in queries[0]]}\n")
+    assert run(["--rescore", str(tmp_path), "--scorer", str(reward), "--k", "3"], report=print) == 0
+    assert "Pass@3" in capsys.readouterr().out
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [p["correct"] for p in result["problems"]] == [1, 2] and result["scorer"] == str(reward)
+    assert [json.loads(line)["text"] for line in lines(tmp_path)] == said
+    assert llm.asked == 6
+
+
+def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
+    llm.stop_after = 4
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    told: list[str] = []
+    assert rescore(tmp_path, report=told.append) is None
+    assert "4 of 6 samples" in told[0] and len(lines(tmp_path)) == 4
+    with pytest.raises(ValueError, match=r"no settings\.json there\. Give the --out folder"):
+        rescore(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n": 0}, "n=0: must be at least 1"),
+        ({"n": 4, "k": [5]}, r"k=5: Pass@k of n=4 samples needs k in \[1, 4\]"),
+        ({"problems": []}, "the dataset is empty"),
+        ({"problems": [PROBLEMS[0]] * 2}, "the same id"),
+    ],
+)
+def test_bad_settings(llm: MadeUp, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    settings = {"problems": PROBLEMS, "n": 4, **changes}
+    with pytest.raises(ValueError, match=says):
+        evaluate(llm, settings.pop("problems"), out=tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("temperature", -1.0, "at least 0"),
+        ("top_p", 0.0, r"in \(0, 1\]"),
+        ("top_p", 1.5, r"in \(0, 1\]"),
+        ("max_tokens", 0, "at least 1"),
+    ],
+)
+def test_bad_sampling(name: str, value: float, says: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}: must be {says}"):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--data a.jsonl", "no model"),
+        ("--model smollm2-135m", "by --data SRC or by --task NAME"),
+        ("--model smollm2-135m --task arithmetic --data a.jsonl", "one of the two"),
+        ("--model smollm2-135n --task arithmetic", "Did you mean 'smollm2-135m'"),
+        ("--model smollm2-135m --task arithmetik", "Did you mean 'arithmetic'"),
+        ("--model smollm2-135m --task arithmetic --scorer math", "a task has its own"),
+        ("--model smollm2-135m --task arithmetic --n 4 --k 1,8", "k=8"),
+        ("--model smollm2-135m --task arithmetic --k 1,x", "whole numbers with commas"),
+        ("--model smollm2-135m --task arithmetic --n four", "invalid int value"),
+        ("--model smollm2-135m --task arithmetic --max-token 4", r"'--max-token'\. Did you mean '--max-tokens'"),
+        ("--model smollm2-135m --task arithmetic --run-dir x", r"--run-dir belongs to ngrpo train\. Give --out"),
+        ("--model smollm2-135m --task arithmetic --sampling.top_k 5", r"--sampling.* belongs to ngrpo train"),
+        ("--model smollm2-135m --task arithmetic --perturbation neighbour", "Did you mean 'neighbor'"),
+        ("--model smollm2-135m --task arithmetic --perturbation neighbor --perturbation.rate 2", "rate='2'"),
+        ("--model smollm2-135m --data nowhere.jsonl", "there is no such file"),
+        ("--rescore nowhere", r"no settings\.json there"),
+    ],
+)
+def test_bad_words(words: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run(words.split(), report=print)
+
+
+def test_help_and_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
+    from ngrpo.evaluate.command import _engine_options
+
+    assert run(["--help"], report=print) == 0
+    shown = capsys.readouterr().out
+    assert "--rescore" in shown and "--perturbation NAME" in shown and "aime2025" in shown
+    words = ["--n", "4", "--vllm.tensor_parallel_size", "2", "--vllm.enforce-eager", "--vllm.dtype=float32", "--seed=1"]
+    assert _engine_options(words) == (
+        ["--n", "4", "--seed=1"],
+        {"tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32"},
+    )

@@ -1,0 +1,295 @@
+"""Datasets in every layout that is read as it is, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo.evaluate import load_problems, load_task
+from ngrpo.evaluate.layouts import BOXED, LETTER
+from ngrpo.evaluate.problems import BENCHMARKS
+
+GPQA = {
+    "Question": "Which of these is a noble gas?",
+    "Correct Answer": "Neon\n",
+    "Incorrect Answer 1": "Oxygen",
+    "Incorrect Answer 2": "Nitrogen",
+    "Incorrect Answer 3": "Chlorine",
+}
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def parquet(path: Path, *rows: dict[str, Any]) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def verl(truth: Any) -> dict[str, Any]:
+    return {
+        "data_source": "a/set",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}],
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+    }
+
+
+@pytest.mark.parametrize("truth", [{"target": "4"}, "4", {"target": ["4"]}, {"target": "", "solution": r"\boxed{4}"}])
+def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
+    (problem,) = load_problems(parquet(tmp_path / "set.parquet", verl(truth)))
+    assert (problem.id, problem.answer, problem.scorer) == ("set-0", "4", "math")
+    assert [m["role"] for m in problem.messages] == ["system", "user"]
+    assert problem.question == "2 + 2?"  # a prompt is left as it is
+    assert problem.meta == {"data_source": "a/set"}
+
+
+def test_real_verl_parquet(shared_data: Path) -> None:
+    aime = load_problems(str(shared_data / "aime2025.parquet"))
+    assert len(aime) == 30 and aime[0].answer == "70" and {p.scorer for p in aime} == {"math"}
+    assert aime[0].question.startswith("Find the sum of all integer bases")
+    test = load_problems(str(shared_data / "math_test.parquet"))
+    # Row 3527 has lost its target; its solution has the answer in its box.
+    assert len(test) == 5000 and test[3526].answer == r"\mbox{Saturday}"
+
+
+def test_a_problem_without_an_answer_is_named(shared_data: Path) -> None:
+    source = str(shared_data / "math_train.parquet")
+    with pytest.raises(ValueError, match=r"row 5342 has no answer \(verl layout.*--skip-unanswered"):
+        load_problems(source)
+    kept = load_problems(source, skip_unanswered=True)
+    # Rows 5342 and 5344 have neither a target nor anything in the box of their solution.
+    assert len(kept) == 7498
+    assert {"math_train-5340", "math_train-5342"} <= {p.id for p in kept}
+    assert not {"math_train-5341", "math_train-5343"} & {p.id for p in kept}
+
+
+def test_openrlhf_jsonl(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"input": "2 + 2?", "label": "4"}, {"input": "3 + 3?", "label": 6.0})
+    first, second = load_problems(source)
+    assert first.messages == ({"role": "user", "content": "2 + 2?"},)
+    assert (first.answer, second.answer, second.id) == ("4", "6", "a-1")
+    assert load_problems(source, limit=1) == [first]
+
+
+def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "2"},
+    ]
+    source = jsonl(tmp_path / "a.jsonl", {"context": chat, "truth": "4"})
+    (problem,) = load_problems(source, input_key="context", label_key="truth")
+    assert problem.messages == tuple(chat)
+    with pytest.raises(ValueError, match="no column 'label' beside 'context'; name the reference's with --label-key"):
+        load_problems(source, input_key="context")
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"problem": "2 + 2?", "answer": "4", "solution": "long"}, "4"),
+        ({"Problem": "2 + 2?", "Answer": 4}, "4"),
+        ({"question": "2 + 2?", "answer": "Add.\n#### 4"}, "4"),  # GSM8K
+        ({"problem": "2 + 2?", "solution": r"Add: $\boxed{4}$."}, "4"),  # MATH
+        ({"question": "2 + 2?", "final_answer": ["4"]}, "4"),  # OlympiadBench
+    ],
+)
+def test_hub_columns(tmp_path: Path, row: dict[str, Any], answer: str) -> None:
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", row))
+    assert (problem.answer, problem.scorer) == (answer, "math")
+    assert problem.question == f"2 + 2?\n\n{BOXED}"
+    (plain,) = load_problems(str(tmp_path / "a.jsonl"), instruction="")
+    assert plain.question == "2 + 2?"
+
+
+def test_gpqa_is_shuffled_alike_in_every_run(tmp_path: Path) -> None:
+    rows = [{**GPQA, "Question": f"{GPQA['Question']} ({i})"} for i in range(64)]
+    source = jsonl(tmp_path / "gpqa.jsonl", *rows)
+    problems = load_problems(source)
+    assert problems == load_problems(source)
+    assert {p.scorer for p in problems} == {"choice"}
+    for problem in problems:
+        assert f"{problem.answer}) Neon\n" in problem.question and problem.question.endswith(LETTER)
+        assert problem.meta["options"]["ABCD".index(problem.answer)] == "Neon"
+    counts = {letter: sum(p.answer == letter for p in problems) for letter in "ABCD"}
+    # 64 fair draws of four: each letter 16 ± 3.5; an unshuffled set would have 64 of A.
+    assert all(5 <= count <= 29 for count in counts.values()), counts
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Best?", "choices": ["x", "y", "z"], "answer": 1},  # MMLU
+        {"question": "Best?", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}, "answer": "2"},  # ARC
+        {"question": "Best?", "options": ["x", "y", "z"], "answer": "B"},
+        {"question": "Best?", "options": {"A": "x", "B": "y", "C": "z"}, "answer": "y"},
+    ],
+)
+def test_multiple_choice_columns(tmp_path: Path, row: dict[str, Any]) -> None:
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", row), instruction="")
+    assert problem.question == "Best?\n\nA) x\nB) y\nC) z"
+    assert (problem.answer, problem.scorer) == ("B", "choice")
+
+
+def test_letters_listed_in_the_question(tmp_path: Path) -> None:
+    listed = {"input": "Which?\n(A) one\n(B) two", "label": "B"}
+    plain = {"input": "Which point is it?", "label": "B"}
+    first, second = load_problems(jsonl(tmp_path / "a.jsonl", listed, plain))
+    assert (first.scorer, second.scorer) == ("choice", "math")
+
+
+def test_raw_reasoning_gym_rows(tmp_path: Path) -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    from ngrpo.evaluate import score
+
+    entries = list(reasoning_gym.create_dataset("chain_sum", seed=3, size=2))
+    for problem in load_problems(jsonl(tmp_path / "a.jsonl", *entries)):
+        assert problem.scorer == "reasoning_gym"
+        assert score(problem, f"<answer>{problem.answer}</answer>").correct
+        assert not score(problem, f"<answer>{problem.answer}1</answer>").correct
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "parquet", "jsonl"])
+def test_endings(tmp_path: Path, ending: str) -> None:
+    rows = [{"problem": "2 + 2?", "answer": "4"}, {"problem": "3 + 3?", "answer": "6"}]
+    path = tmp_path / f"a.{ending}"
+    if ending == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["problem", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif ending == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        (parquet if ending == "parquet" else jsonl)(path, *rows)
+    assert [p.answer for p in load_problems(str(path))] == ["4", "6"]
+    assert [p.id for p in load_problems(str(path), limit=1)] == ["a-0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("empty.jsonl", "", "the dataset is empty"),
+        ("empty.json", "[]", "the dataset is empty"),
+        ("empty.csv", "problem,answer\n", "the dataset is empty"),
+        ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem"\n', "line 2 is not JSON"),
+        ("a.jsonl", "[1]\n", "line 1 is not a JSON object"),
+        ("a.json", "[1, 2]", "must be an array of JSON objects"),
+        ("a.parquet", "nothing", "is not a parquet file"),
+        ("a.jsonl", '{"text": "x", "result": "1"}\n', "unknown layout: the columns are text, result"),
+        ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y", "answer": ""}\n', "row 2 has no answer"),
+        ("a.jsonl", '{"problem": "x", "answer": null}\n', "row 1 has no answer"),
+        ("a.jsonl", '{"problem": "", "answer": "1"}\n', r"row 1 \(question and answer layout\): no question"),
+        ("a.jsonl", '{"input": "x", "label": ["1", "2"]}\n', r"row 1 .*2 reference answers"),
+        ("a.jsonl", '{"question": "x", "options": ["p", "q"], "answer": "r"}\n', "row 1: the answer 'r' is not"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        load_problems(str(path))
+
+
+def test_all_unanswered_is_an_error_even_when_skipped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no row has an answer"):
+        load_problems(jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": ""}), skip_unanswered=True)
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    jsonl(tmp_path / "problems.jsonl", {"problem": "x", "answer": "1"})
+    with pytest.raises(ValueError, match=r"no such file\. Did you mean 'problems\.jsonl'"):
+        load_problems(str(tmp_path / "problem.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("aime2052", r"'aime2052': unknown\. Did you mean 'aime2025'"),
+        ("notes.txt/x@y@z", "neither a file"),
+    ],
+)
+def test_unknown_sources(source: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_problems(source)
+
+
+def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names, configurations and splits that are asked for, and how each one's columns are read."""
+    import datasets
+
+    asked = []
+    rows = {
+        "math-ai/aime25": {"problem": "p", "answer": "70", "id": "0"},
+        "math-ai/amc23": {"id": 0, "question": "p", "answer": "27.0", "url": "u"},
+        "HuggingFaceH4/MATH-500": {"problem": "p", "solution": "s", "answer": r"\frac{1}{2}", "unique_id": "u"},
+        "Idavidrein/gpqa": GPQA,
+    }
+
+    def load_dataset(name: str, config: str | None, split: str | None) -> list[dict[str, Any]]:
+        asked.append((name, config, split))
+        return [rows[name]] * 2
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    scorers = {name: load_problems(name, limit=1)[0].scorer for name in BENCHMARKS}
+    assert scorers == {"aime2025": "math", "amc23": "math", "math500": "math", "gpqa_diamond": "choice"}
+    assert asked == [
+        ("math-ai/aime25", None, "test"),
+        ("math-ai/amc23", None, "test"),
+        ("HuggingFaceH4/MATH-500", None, "test"),
+        ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+    ]
+    load_problems("math-ai/aime25:default@train")
+    assert asked[-1] == ("math-ai/aime25", "default", "train")
+
+
+def test_hub_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    row = {"problem": "p", "answer": "1"}
+    found = {"train": [row] * 3, "test": [row] * 2}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: found)
+    assert len(load_problems("owner/name")) == 2
+    found.clear()
+    found.update(one=[row], two=[row])
+    with pytest.raises(ValueError, match=r"has the splits one, two\. Name one: owner/name@one"):
+        load_problems("owner/name")
+
+
+def test_an_unreachable_hub_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"cannot be loaded from the hub \(ConnectionError: .*give a local file"):
+        load_problems("aime2025")
+
+
+def test_scorers_by_name(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": "1"})
+    with pytest.raises(ValueError, match=r"unknown scorer 'maths'\. Did you mean 'math'"):
+        load_problems(source, scorer="maths")
+    with pytest.raises(ValueError, match="the answer '1' is not a letter"):
+        load_problems(source, scorer="choice")
+    with pytest.raises(ValueError, match="was not made by reasoning-gym"):
+        load_problems(source, scorer="reasoning_gym")
+    with pytest.raises(ValueError, match="there is no such file"):
+        load_problems(source, scorer=str(tmp_path / "reward.py"))
+
+
+def test_arithmetic_task() -> None:
+    problems = load_task("arithmetic", limit=3)
+    assert [p.id for p in problems] == ["arithmetic-0", "arithmetic-1", "arithmetic-2"]
+    assert {p.scorer for p in problems} == {"task:arithmetic"}
+    assert len(load_task("arithmetic")) == 16

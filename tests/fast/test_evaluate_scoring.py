@@ -1,0 +1,133 @@
+"""Scorers: letters, tasks, reward files, and where the final answer stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ngrpo.evaluate import Problem, load_task, score
+from ngrpo.evaluate.choices import extract
+from ngrpo.evaluate.final_answer import last_boxed, last_statement, stated, visible
+
+
+def problem(answer: str, scorer: str, **meta: object) -> Problem:
+    return Problem("p", ({"role": "user", "content": "Which?"},), answer, scorer, dict(meta))
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("(D)", "D"),
+        ("B.", "B"),
+        ("**C**", "C"),
+        ("Answer: B", "B"),
+        ("Answer: (b) is wrong, so\nAnswer: C", "C"),
+        ("**Answer:** D", "D"),
+        ("ANSWER: A", "A"),
+        ("The answer is B.", "B"),
+        ("The correct answer is option C because it is larger.", "C"),
+        ("the final answer is **(A)**", "A"),
+        ("The correct option is D) Neon", "D"),
+        (r"\boxed{C}", "C"),
+        (r"so $\boxed{\text{(B)}}$.", "B"),
+        (r"\boxed{b}", "B"),
+        (r"\boxed{A) Oxygen}", "A"),
+        (r"\boxed{Nitrogen}", "C"),
+        (r"\boxed{A} seemed right, but the answer is D.", "D"),
+        (r"The answer is A. On reflection: $\boxed{D}$", "D"),
+        ("First I thought the answer is A. But the answer is C.", "C"),
+        ("Answer: B. Options (A), (C) and (D) fail.", "B"),
+        ("Between (A) and (C), I take (C)", "C"),
+        ("Option B is correct.", "B"),
+        ("I would choose D.", "D"),
+        ("<think>The answer is A.</think>The answer is B.", "B"),
+        ("Let me see.\nC", "C"),
+        ("A gas is noble if it is inert.", None),
+        ("I think the answer is about right", None),
+        ("The answer is Neon", None),
+        ("The answer is E.", None),
+        ("", None),
+    ],
+)
+def test_letter(text: str, letter: str | None) -> None:
+    assert extract(text, ["Oxygen", "Neon", "Nitrogen", "Chlorine"]) == letter
+
+
+def test_choice_verdict() -> None:
+    right = score(problem("B", "choice"), "Answer: B")
+    assert (right.reward, right.correct, right.extracted, right.parsed) == (1.0, True, "B", True)
+    wrong = score(problem("B", "choice"), "Answer: Z")
+    assert (wrong.reward, wrong.correct, wrong.extracted) == (0.0, False, "Z")
+    unread = score(problem("B", "choice"), "who knows")
+    assert (unread.correct, unread.extracted, unread.parsed) == (False, None, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed 3$", "3"),
+        (r"\boxed {4}", "4"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{1}, or rather \boxed{\frac{1}{", ""),
+        ("none", None),
+    ],
+)
+def test_last_boxed(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+def test_statements() -> None:
+    assert stated("The answer is 3.\nNo: the final answer is: 4") == "4"
+    assert stated("Add.\n#### 72") == "72"
+    assert stated("no such thing") is None
+    assert last_statement("I get 3, then 12.50 in all") == "12.5"
+    assert last_statement(r"\boxed{07}") == last_statement("it is 7.0") == "7"
+    assert last_statement("It is\n  Paris. ") == "paris"
+    assert last_statement(" ") is None
+    assert visible("<think>a</think> b") == " b"
+    assert visible("<think>only this") == "<think>only this"
+
+
+@pytest.mark.parametrize("text", ["12", "7 + 5 = 12", "It is 12.<|im_end|>", "13", "twelve", "12, not 13", "12.0", ""])
+def test_arithmetic_has_its_rewards_verdict(text: str) -> None:
+    from ngrpo.tasks import arithmetic
+
+    for p in load_task("arithmetic"):
+        verdict = score(p, text)
+        assert verdict.reward == arithmetic.score(text, p.answer)
+        assert verdict.correct == (verdict.reward == 1.0)
+    assert score(problem("12", "task:arithmetic"), "12.0").extracted == "12"
+
+
+def reward_file(folder: Path, body: str) -> str:
+    path = folder / "reward.py"
+    path.write_text(f"def reward_func(queries, prompts, labels, **kwargs):\n    {body}\n")
+    return str(path)
+
+
+def test_reward_file(tmp_path: Path) -> None:
+    body = "return {'rewards': [len(queries[0]) - len(prompts[0])], 'scores': [float(queries[0].endswith(labels[0]))]}"
+    file = reward_file(tmp_path, body)
+    verdict = score(problem("7", file), "it is 7", prompt="<user>Which?")
+    assert (verdict.reward, verdict.correct, verdict.extracted) == (7.0, True, "7")
+    assert not score(problem("8", file), "it is 7").correct
+
+
+def test_reward_file_with_tensors(tmp_path: Path) -> None:
+    body = "import torch; return {'rewards': torch.tensor([0.25]), 'scores': torch.tensor([1.0])}"
+    assert score(problem("7", reward_file(tmp_path, body)), "7").reward == 0.25
+
+
+def test_reward_file_that_fails(tmp_path: Path) -> None:
+    file = reward_file(tmp_path, "raise KeyError('gold')")
+    with pytest.raises(ValueError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
+        score(problem("7", file), "7")
+
+
+def test_unknown_scorer() -> None:
+    with pytest.raises(ValueError, match=r"unknown scorer 'choise'\. Did you mean 'choice'"):
+        score(problem("7", "choise"), "7")
