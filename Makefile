@@ -9,14 +9,14 @@ READY := $(VENV)/.ready
 # Errors only: pip's own lines would bury ours.
 PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
 
-.PHONY: demo test test-all test-fast test-stack test-pipeline lint format bench clean
+.PHONY: demo test test-all test-fast test-stack test-pipeline browser lint format bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 demo: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
-test: $(READY)
+test: $(READY) browser
 	@echo "== fast tests"
 	@$(BIN)/python -m pytest tests/fast
 	@echo "== stack tests: vLLM and Hugging Face in one process"
@@ -35,8 +35,15 @@ test-fast: $(READY)
 test-stack: $(READY)
 	@$(BIN)/python -m pytest tests/stack
 
-test-pipeline: $(READY)
+test-pipeline: $(READY) browser
 	@$(BIN)/python -m pytest tests/pipeline
+
+# The report is tested in Chromium. Without one, and without the right to install it, that test is skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "== installing Chromium" && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null 2>&1; \
+	} || echo "   no Chromium: its test is skipped"
 
 lint: $(READY)
 	@$(BIN)/ruff check .

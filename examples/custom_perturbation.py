@@ -1,7 +1,7 @@
-"""An operator of your own, outside the package: swap in the runner-up's embedding, as strongly as you like.
+"""An operator of your own, in one file: swap in the runner-up's embedding, as strongly as you like.
 
-python examples/custom_perturbation.py                                       # checks it in seconds
-PYTHONPATH=examples ngrpo train --perturbation custom_perturbation:RunnerUp --perturbation.share 0.3 ...
+ngrpo check ./examples/custom_perturbation.py share=0.3                   # does it keep the contract? seconds
+ngrpo train --perturbation ./examples/custom_perturbation.py:RunnerUp --perturbation.share 0.3 ...
 """
 
 from dataclasses import dataclass

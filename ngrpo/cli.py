@@ -1,4 +1,4 @@
-"""The command `ngrpo`: train, compare, eval, diagnose, report, list, model."""
+"""The command `ngrpo`: train, compare, eval, diagnose, report, list, check, model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ usage: ngrpo COMMAND ...
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are a strategy's rollouts
   report    make report.html again from results.json or diagnosis.json
-  list      the operators: name, source, paper
+  list      the operators and gates: name, source, paper
+  check     does an operator or a gate of yours keep its contract: ngrpo check ./my_operator.py:MyOperator
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "diagnose": _module("ngrpo.diagnose.command"),
         "report": _module("ngrpo.report.command"),
         "list": _list,
+        "check": _module("ngrpo.check"),
         "model": _model,
     }
     try:
@@ -93,7 +95,7 @@ def _train(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         from ngrpo.catalogue import train_help
 
-        print(train_help())
+        print(train_help(words))
         return 0
     from ngrpo import train
 

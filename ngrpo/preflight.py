@@ -104,6 +104,13 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     if spec is None:
         return
+    correction = flag_value(args, "--algo.advantage.is_correction_level")
+    if correction not in (None, "off") and registry.create(**spec).has_density:
+        raise ValueError(
+            f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
+            f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
+            " out, or --perturbation.density token."
+        )
     for word in args:
         flag = word.partition("=")[0]
         if not flag.startswith("--"):

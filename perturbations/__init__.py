@@ -10,32 +10,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perturbations.base import Perturbation, Proposal, Step
-    from perturbations.edit import InputEdit
-    from perturbations.gates import Gate
+    from perturbations.base import GateStep, Perturbation, Proposal, Step
+    from perturbations.edit import InputEdit, dense_edit
+    from perturbations.gates import Gate, Places
     from perturbations.neighbors import ExactIndex, NeighborIndex
     from perturbations.options import option
-    from perturbations.registry import available, create, register
+    from perturbations.registry import available, create, create_gate, register, register_gate
     from perturbations.replay import InMemoryReplayBuffer, ReplayBuffer, ReplayRecord
     from perturbations.replay_scope import replaying
-    from perturbations.testing import check_perturbation
+    from perturbations.testing import check_gate, check_perturbation
 
 _HOME = {
+    "GateStep": "base",
     "Perturbation": "base",
     "Proposal": "base",
     "Step": "base",
     "InputEdit": "edit",
+    "dense_edit": "edit",
     "Gate": "gates",
+    "Places": "gates",
     "ExactIndex": "neighbors",
     "NeighborIndex": "neighbors",
     "option": "options",
     "available": "registry",
     "create": "registry",
+    "create_gate": "registry",
     "register": "registry",
+    "register_gate": "registry",
     "InMemoryReplayBuffer": "replay",
     "ReplayBuffer": "replay",
     "ReplayRecord": "replay",
     "replaying": "replay_scope",
+    "check_gate": "testing",
     "check_perturbation": "testing",
 }
 __all__ = sorted(_HOME)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from perturbations import registry, streams
+from perturbations import registry, sources, streams
 from perturbations.edit import InputEdit
-from perturbations.gates import Gate
+from perturbations.gates import Gate, Places, Schedule
 from perturbations.geometry import Geometry
-from perturbations.options import coerce, nearest, option
+from perturbations.options import coerce, option, refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,35 @@ class Step:
         """(B, n) Gumbel(0, 1) draws; ``n`` as in :meth:`uniform`."""
         return streams.gumbel(self._keys(), n)
 
-    def normal(self, n: int) -> Tensor:
-        """(B, n) standard normal draws."""
+    def normal(self, n: int | Tensor) -> Tensor:
+        """(B, n) standard normal draws; ``n`` as in :meth:`uniform`."""
         return streams.normal(self._keys(), n)
+
+    def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
+        """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
+        return streams.log_gamma(self._keys(), ids, shape)
 
     def _keys(self) -> Tensor:
         return streams.keys(self.seeds, self.positions, streams.Stream.WEIGHTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateStep(Step):
+    """What a gate sees: as :class:`Step`, with draws of its own.
+
+    Attributes:
+        generated: tokens that each answer has so far, (B,) int64: 0 for its first position.
+    """
+
+    generated: Tensor
+
+    @classmethod
+    def of(cls, step: Step, generated: Tensor) -> GateStep:
+        """A gate's view of an operator's step."""
+        return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
+
+    def _keys(self) -> Tensor:
+        return streams.keys(self.seeds, self.positions, streams.Stream.GATE_OPEN)
 
 
 @dataclass(frozen=True)
@@ -71,16 +97,52 @@ class Proposal:
     tokens: Tensor
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What the density side of an operator sees: N perturbed positions of a forward that replayed them.
+
+    Attributes:
+        logits: z̃ = z / temperature of all R rows of the forward, (R, V) float32, with gradient to the policy.
+        rows: the row of ``logits`` that chose each position's token and input, (N,) int64.
+        token_log_probs: log π of the tokens in the text there, (N,) float32, with gradient.
+        temperature: the sampling temperature.
+        edit: the inputs as recorded.
+        noise_keys: (N,) int64, from which the recorded noise is drawn again; None where nothing is noisy.
+        lookup: ids of any shape to their embeddings in the policy at hand, shape + (D,), with gradient.
+    """
+
+    logits: Tensor
+    rows: Tensor
+    token_log_probs: Tensor
+    temperature: float
+    edit: InputEdit
+    noise_keys: Tensor | None
+    lookup: Callable[[Tensor], Tensor]
+
+    def at(self, ids: Tensor) -> Tensor:
+        """z̃ of the tokens ``ids`` (N, n) at their positions, (N, n), with gradient."""
+        return self.logits[self.rows.unsqueeze(-1), ids]
+
+    def top(self, k: int) -> Tensor:
+        """The k likeliest tokens at each position, (N, k) int64."""
+        with torch.no_grad():  # in slices: the rows' copies would be as large as the logits
+            return torch.cat([self.logits[part].topk(k, dim=-1).indices for part in self.rows.split(256)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Perturbation(ABC):
     """An operator with its options. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
-    The fields here belong to the gate, which all operators share. An operator overrides a default by declaring
-    the field again.
+    The fields here say where an operator acts, and all operators share them. An operator overrides a default by
+    declaring the field again.
     """
 
     name: ClassVar[str]
-    paper: ClassVar[str]
+    paper: ClassVar[str] = "none named"
+    mixture: ClassVar[str] = "convex"
+    """What the weights of a position keep to: ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""
+    module_options: ClassVar[tuple[str, ...]] = ()
+    """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
 
     rate: float = option(1.0, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
     until: str | None = option("</think>", "stop for good once this text has been produced; 'none' for never")
@@ -88,12 +150,18 @@ class Perturbation(ABC):
     every: int = option(1, "perturb only every n-th generated position after the burn-in", low=1)
     burn_in: int = option(0, "leave the first n generated positions alone", low=0)
     protect: str | None = option(None, "never perturb these tokens: 'digits', or ids separated by commas")
+    gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: a name, see 'ngrpo list'")  # noqa: RUF009
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws")
+    reproducible: bool = option(
+        False, "the same seed gives the same rollouts from run to run: whole batches, in a fixed order"
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, coerce(type(self), field, getattr(self, field.name)))
+            value = getattr(self, field.name)
+            value = _gate(value) if field.name == "gate" else coerce(type(self), field, value)
+            object.__setattr__(self, field.name, value)
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:
@@ -120,36 +188,106 @@ class Perturbation(ABC):
         return False
 
     @property
-    def active(self) -> bool:
-        """Whether anything is ever perturbed; where not, rollout and training are stock."""
-        return self.rate > 0.0
+    def dense(self) -> bool:
+        """Whether edits carry vectors of their own: 4·D bytes of record per position, without gradient to E."""
+        return False
+
+    def module(self, hidden_size: int) -> nn.Module | None:
+        """The operator's learned parameters, for embeddings of D = ``hidden_size``; None where it has none.
+
+        They live beside the model, train with it, are saved with it and follow each weight sync into the rollout:
+        see `perturbations.learned` for what the module must keep to.
+        """
+        return None
+
+    def learning_rate(self, parameter: str) -> float | None:
+        """Learning rate of a parameter of :meth:`module`, by its name there; None for the policy's own."""
+        return None
 
     @property
-    def gate(self) -> Gate:
-        """The gate of this operator."""
-        return Gate(self.rate, self.until, self.entropy_min, self.every, self.burn_in, self.protect)
+    def keeps_total(self) -> bool:
+        """Whether edits carry ``total``: 4 bytes of record per position."""
+        return False
+
+    @property
+    def has_density(self) -> bool:
+        """Whether :meth:`log_density` takes the place of the tokens' log-probabilities in the loss."""
+        return False
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """log π of the recorded inputs under the policy at hand, for old, new and reference policy alike.
+
+        Terms in which the policy has no part may be left out, since they cancel in every ratio.
+
+        Args:
+            replayed: N positions.
+
+        Returns:
+            (N,) float32, with gradient to the policy.
+        """
+        raise NotImplementedError(f"perturbation {self.name!r} has no density; has_density must be False then.")
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do; where not, rollout and training are stock."""
+        return self.rate > 0.0 or self.reproducible
+
+    def plan(self, seed: int, first: int, length: int, start: int = 0) -> np.ndarray:
+        """Which positions the draw, the schedule and the gate's own plan select; as :meth:`Schedule.plan`."""
+        selected = Schedule(self.rate, self.every, self.burn_in).plan(seed, first, length, start)
+        at = np.flatnonzero(selected)
+        if self.gate is not None and len(at):
+            selected[at] = self.gate.plan(Places(seed, first, at + start))
+        return selected
 
     def check_model(self, vocabulary: int) -> None:  # noqa: B027 (most operators fit any model)
         """Raises ``ValueError`` where an option does not fit a model with so many tokens."""
 
     def spec(self) -> dict[str, Any]:
-        """Name and every option, as plain values: ``create(**spec)`` gives an equal operator."""
-        return {
-            "name": registry.address(type(self)),
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-        }
+        """Name and every option, as plain values: ``create(**spec)`` gives an equal operator.
+
+        An operator or a gate from a file has the file's text beside it, so that any process can make it.
+        """
+        spec: dict[str, Any] = {"name": registry.address(type(self))}
+        source = registry.operators.source(type(self))
+        if source is not None:
+            spec["source"] = source
+        spec |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.gate is not None:
+            gate = self.gate.spec()
+            spec["gate"] = gate.pop("name")
+            spec |= {registry.GATE_OPTION + key: value for key, value in gate.items()}
+        return spec
 
     def fingerprint(self) -> str:
-        """The spec as canonical JSON, compared between processes."""
-        return json.dumps(self.spec(), sort_keys=True)
+        """The spec as canonical JSON, texts of files as their hashes; compared between processes."""
+        spec = self.spec()
+        texts = {key: sources.digest(spec[key]) for key in ("source", "gate.source") if key in spec}
+        return json.dumps({**spec, **texts}, sort_keys=True)
 
     @classmethod
-    def check_option_names(cls, names: list[str]) -> None:
+    def check_option_names(cls, names: Sequence[str]) -> None:
         """Raises ``ValueError`` for a name that is not an option of this operator."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"perturbation {cls.name!r} has no option {name!r}.{nearest(name, known)}"
-                    f" Its options: {', '.join(sorted(known))}."
-                )
+        refuse_unknown(f"perturbation {cls.name!r}", cls, names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its spec, so that a process without the class's file can make it."""
+        return _from_spec, (self.spec(),)
+
+
+def _from_spec(spec: dict[str, Any]) -> Perturbation:
+    return registry.create(**spec)
+
+
+def _gate(value: Any) -> Gate | None:
+    """What the option ``gate`` was given: nothing, a name, a mapping with a name and options, or a gate."""
+    if value is None or isinstance(value, Gate):
+        return value
+    if isinstance(value, str):
+        return None if value.lower() == "none" else registry.create_gate(value)
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return registry.create_gate(**value)
+    raise ValueError(
+        f"perturbation option gate={value!r}: must be a gate's name ({', '.join(registry.gates.available())}),"
+        " 'none', or a gate."
+    )

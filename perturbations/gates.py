@@ -1,41 +1,42 @@
 """Gates: which positions of a trajectory are perturbed.
 
-A position is perturbed where the Bernoulli draw, the schedule (burn-in, every n) and the conditions on the token
-(thinking not ended, entropy, protected tokens) all agree. The first two depend on the seed and the position alone
-and are planned for a whole trajectory at once on the host; the conditions are batched on the device.
+A position is perturbed where all of these agree: the Bernoulli draw and the schedule (burn-in, every n), the
+conditions on the token (thinking not ended, entropy, protected tokens), and the gate of the user's choice, if there
+is one. What depends on seed and position alone is planned for a whole trajectory at once on the host; what looks at
+logits is batched on the device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from perturbations import streams
+from perturbations import registry, streams
+from perturbations.options import coerce, refuse_unknown
+
+if TYPE_CHECKING:
+    from perturbations.base import GateStep
 
 
 @dataclass(frozen=True)
-class Gate:
-    """A gate as the user wrote it.
+class Schedule:
+    """The draw and the schedule, which all operators share.
 
     Attributes:
         rate: probability ρ of the Bernoulli draw at each position, in [0, 1].
-        until: stop for good once this text has been produced, or None.
-        entropy_min: perturb only where the policy's entropy, in nats, is at least this, or None.
-        every: perturb only every n-th generated position after the burn-in.
+        every: only every n-th generated position after the burn-in.
         burn_in: leave the first n generated positions alone.
-        protect: tokens whose positions are never perturbed: ids separated by commas, ``digits``, or None.
     """
 
     rate: float
-    until: str | None = None
-    entropy_min: float | None = None
     every: int = 1
     burn_in: int = 0
-    protect: str | None = None
 
     def plan(self, seed: int, first: int, length: int, start: int = 0) -> np.ndarray:
         """Which positions the draw and the schedule select.
@@ -60,6 +61,101 @@ class Gate:
         drawn = streams.uniform(keys, 1).squeeze(-1) < self.rate
         selected[positions[drawn].numpy() - start] = True
         return selected
+
+
+@dataclass(frozen=True)
+class Places:
+    """Positions of one trajectory that draw and schedule selected, on the host.
+
+    Attributes:
+        seed: the trajectory's seed.
+        first: first generated position (the prompt's length).
+        positions: (N,) int64, in ascending order, none below ``first``.
+    """
+
+    seed: int
+    first: int
+    positions: np.ndarray
+
+    @property
+    def generated(self) -> np.ndarray:
+        """How many tokens the answer has before each position, (N,) int64: 0 for its first one."""
+        return self.positions - self.first
+
+    def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
+        """(N, n) uniform draws in (0, 1), float32, the same whenever the position is planned.
+
+        Args:
+            n: draws per position.
+            at: (N,) the positions whose draws are wanted; positions that name the same one share its draws.
+        """
+        where = torch.from_numpy(np.ascontiguousarray(self.positions if at is None else at, dtype=np.int64))
+        keys = streams.keys(torch.tensor(self.seed, dtype=torch.int64), where, streams.Stream.GATE_PLAN)
+        return streams.uniform(keys, n).numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A further gate, with its options: it can close positions that draw, schedule and conditions left open.
+
+    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`, and implement :meth:`plan`,
+    :meth:`open` or both. With the operator's ``rate`` at 1 the gate alone decides.
+    """
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, coerce(type(self), field, getattr(self, field.name), "gate"))
+
+    def plan(self, places: Places) -> np.ndarray:
+        """Which positions of a trajectory the gate leaves open, from seed and position alone; on the host.
+
+        Must judge each position by itself: a long answer is planned in pieces, and the pieces vary.
+
+        Args:
+            places: N positions of one trajectory.
+
+        Returns:
+            (N,) bool.
+        """
+        return np.ones(len(places.positions), dtype=bool)
+
+    def open(self, step: GateStep) -> Tensor:
+        """Which rows the gate leaves open, from the logits; on the device.
+
+        Must be a function of each row alone, use no randomness but the step's, and not synchronise with the host: no
+        ``.item()``, no ``if`` on a tensor.
+
+        Args:
+            step: B positions, each of another trajectory.
+
+        Returns:
+            (B,) bool. Elsewhere sampling and lookup are ordinary.
+        """
+        return torch.ones_like(step.sampled, dtype=torch.bool)
+
+    def spec(self) -> dict[str, Any]:
+        """Name and every option, as plain values: ``registry.create_gate(**spec)`` gives an equal gate."""
+        source = registry.gates.source(type(self))
+        return {
+            "name": registry.gates.address(type(self)),
+            **({} if source is None else {"source": source}),
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+        }
+
+    @classmethod
+    def check_option_names(cls, names: Sequence[str]) -> None:
+        """Raises ``ValueError`` for a name that is not an option of this gate."""
+        refuse_unknown(f"gate {cls.name!r}", cls, names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its spec, so that a process without the class's file can make it."""
+        return _from_spec, (self.spec(),)
+
+
+def _from_spec(spec: dict[str, Any]) -> Gate:
+    return registry.create_gate(**spec)
 
 
 class TokenConditions:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from perturbations.neighbors import NeighborIndex
+    from perturbations.neighbors import Drift, Neighborhood, NeighborIndex
 
 
 class Geometry:
-    """A model's input embedding as operators see it. All values are cached until :meth:`refresh`."""
+    """A model's input embedding as operators see it. Values are cached until :meth:`refresh`."""
 
     def __init__(
         self,
@@ -21,6 +21,7 @@ class Geometry:
         input_matrix: Callable[[], Tensor],
         output_matrix: Callable[[], Tensor] | None = None,
         special_ids: Callable[[], Sequence[int]] = tuple,
+        token_texts: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         """
         Args:
@@ -28,12 +29,21 @@ class Geometry:
             input_matrix: gives the input embedding matrix E, (V, D).
             output_matrix: gives the output embedding matrix, (V, D); None where the model ties the two.
             special_ids: gives the special and never-trained tokens, which some options leave out.
+            token_texts: gives the text of each token, by which tokens are the same word; rows of the embedding beyond
+                them are words of their own.
         """
         self.lookup = lookup
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}
         self._special_ids = special_ids
-        self._indices: dict[tuple[str, str, bool], NeighborIndex] = {}
+        self._token_texts = token_texts
+        self._words: dict[int, Tensor] = {}
+        self._indices: dict[tuple[str | bool, ...], tuple[Neighborhood, int]] = {}
+        self._syncs = 0
         self._rms: Tensor | None = None
+
+    def matrix(self, space: str = "input") -> Tensor:
+        """The input or output embedding matrix, (V, D), as it is now."""
+        return self._matrices[space]()
 
     def rms(self) -> Tensor:
         """Root-mean-square element of E, a float32 scalar tensor."""
@@ -41,33 +51,87 @@ class Geometry:
             self._rms = self._matrices["input"]().float().square().mean().sqrt()
         return self._rms
 
-    def index(self, metric: str, space: str = "input", skip_special: bool = False) -> NeighborIndex:
+    def index(
+        self,
+        metric: str,
+        space: str = "input",
+        skip_special: bool = False,
+        *,
+        kind: str = "exact",
+        skip_same_word: bool = False,
+        refresh: str = "every_sync",
+    ) -> NeighborIndex:
         """The neighbor index over the input or output embeddings, built on first use.
 
         Args:
             metric: cosine, l2, l1 or dot.
             space: ``input`` or ``output``.
             skip_special: leave special and never-trained tokens out of the neighbors.
-        """
-        from perturbations.neighbors import ExactIndex
+            kind: ``exact`` or ``hnsw``.
+            skip_same_word: leave out neighbors that are the same word as the token.
+            refresh: when the sets are computed anew: ``every_sync``, ``never``, or every so many weight syncs.
 
-        key = (metric, space, skip_special)
+        Raises:
+            ValueError: for a bad value, or ``skip_same_word`` where the token's texts are not known.
+        """
+        key = (metric, space, skip_special, kind, skip_same_word, refresh)
         if key not in self._indices:
-            exclude = self._special_ids() if skip_special else ()
-            self._indices[key] = ExactIndex(self._matrices[space](), metric=metric, exclude=exclude)
-        return self._indices[key]
+            self._indices[key] = self._neighborhood(*key), self._syncs
+        found, seen = self._indices[key]
+        if seen != self._syncs:
+            found.weights_changed()
+            self._indices[key] = found, self._syncs
+        return found
+
+    def _neighborhood(
+        self, metric: str, space: str, skip_special: bool, kind: str, skip_same_word: bool, refresh: str
+    ) -> Neighborhood:
+        from perturbations.neighbors import Neighborhood, Refresh, create_index
+
+        exclude = self._special_ids() if skip_special else ()
+
+        def make(embedding: Tensor, probe: bool) -> NeighborIndex:
+            words = self._word_numbers(embedding.shape[0]) if skip_same_word else None
+            # A graph is not built for a look at a few tokens.
+            return create_index(embedding, "exact" if probe else kind, metric, exclude, words, True if probe else None)
+
+        return Neighborhood(make, self._matrices[space], Refresh.parse(refresh), metric)
+
+    def _word_numbers(self, size: int) -> Tensor:
+        from perturbations.neighbors import word_numbers
+
+        if self._token_texts is None:
+            raise ValueError("skip_same_word: this geometry does not know its tokens' texts; pass token_texts to it.")
+        if size not in self._words:
+            self._words[size] = word_numbers(self._token_texts(), size)
+        return self._words[size]
 
     def refresh(self) -> None:
-        """Forgets everything that depends on the weights."""
-        self._indices.clear()
+        """The weights have changed: each value is computed anew on its next use, neighbor sets as their policy says.
+
+        Several calls with nothing asked in between count as one weight sync.
+        """
+        self._syncs += 1
         self._rms = None
 
+    def drift(self) -> Drift | None:
+        """What the latest weight sync changed, over all indices asked since the sync before; None where nothing was."""
+        found = None
+        for key, (neighborhood, seen) in self._indices.items():
+            if neighborhood.asked and seen != self._syncs:
+                neighborhood.weights_changed()
+                self._indices[key] = neighborhood, seen = neighborhood, self._syncs
+            if seen == self._syncs and neighborhood.drift is not None:
+                found = neighborhood.drift if found is None else found + neighborhood.drift
+        return found
 
-def matrix_geometry(embedding: Tensor, special_ids: Sequence[int] = ()) -> Geometry:
+
+def matrix_geometry(embedding: Tensor, special_ids: Sequence[int] = (), texts: Sequence[str] = ()) -> Geometry:
     """The geometry of a plain matrix E, (V, D): for tests and for models whose embedding is one tensor."""
     return Geometry(
         lambda ids: torch.nn.functional.embedding(ids, embedding),
         lambda: embedding,
         None,
         lambda: special_ids,
+        lambda: texts,
     )

@@ -1,4 +1,4 @@
-"""The registry: operators by name, from the tree, from installed packages, or from any importable module."""
+"""The registries: operators and gates by name, from the tree, from installed packages, from a module or a file."""
 
 from __future__ import annotations
 
@@ -6,126 +6,228 @@ import dataclasses
 import importlib
 import pkgutil
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from perturbations import sources
 from perturbations.options import nearest
 
 if TYPE_CHECKING:
     from perturbations.base import Perturbation
+    from perturbations.gates import Gate
 
-ENTRY_POINT_GROUP = "ngrpo.perturbations"
 _Class = TypeVar("_Class", bound=type)
-_registered: dict[str, type[Perturbation]] = {}
+GATE_OPTION = "gate."
+"""What an option of the gate begins with, among the options of its operator."""
 
 
-def register(name: str) -> Any:
-    """Class decorator that names an operator.
+class Registry:
+    """The classes of one kind.
 
-    Args:
-        name: the registry name, which is also its flag's value and, in the tree, its file's name.
-
-    Raises:
-        ValueError: where another class has the name.
+    A name is looked up in this order: registered in this process; ``./file.py:Name``; ``package.module:Name``; in the
+    tree; entry points of installed packages.
     """
 
-    def decorate(cls: _Class) -> _Class:
-        other = _registered.get(name)
-        home = _in_tree().get(name)
-        if home is not None and home != cls.__module__:
+    def __init__(self, kind: str, base: str, tree: str, group: str) -> None:
+        """
+        Args:
+            kind: the word for one, in messages.
+            base: ``module:Name`` of the class that all derive from; loaded when first needed.
+            tree: the package that holds one module per name.
+            group: entry point group of installed packages.
+        """
+        self.kind, self.base, self.tree, self.group = kind, base, tree, group
+        self.registered: dict[str, type] = {}
+
+    def register(self, name: str) -> Any:
+        """Class decorator that gives a class its name.
+
+        Args:
+            name: the registry name, which is also the flag's value and, in the tree, the file's name.
+
+        Raises:
+            ValueError: where another class has the name.
+        """
+
+        def decorate(cls: _Class) -> _Class:
+            other, home = self.registered.get(name), self.in_tree().get(name)
+            taken = home if home is not None and home != cls.__module__ else None
+            if taken is None and other is not None and not _same(other, cls):
+                taken = f"{other.__module__}.{other.__qualname__}"
+            if taken is not None:
+                raise ValueError(
+                    f"{self.kind} {name!r} is already the name of {taken}; give {cls.__module__}.{cls.__qualname__}"
+                    " another name."
+                )
+            cls.name = name
+            self.registered[name] = cls
+            return cls
+
+        return decorate
+
+    def in_tree(self) -> dict[str, str]:
+        """Names in the tree, and their modules."""
+        package = importlib.import_module(self.tree)
+        return {m.name: f"{self.tree}.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
+
+    def installed(self) -> dict[str, Any]:
+        """Names from installed packages, and their entry points."""
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    def available(self) -> dict[str, str]:
+        """All names and where each comes from: the tree, an installed package, or this process."""
+        found = {}
+        for name, cls in self.registered.items():
+            source = sources.origin(cls.__module__)
+            found[name] = cls.__module__ if source is None else source.filename
+        found.update({name: point.value for name, point in self.installed().items()})
+        found.update(self.in_tree())
+        return dict(sorted(found.items()))
+
+    def get(self, name: str, source: str | None = None) -> type:
+        """The class of a name.
+
+        Args:
+            name: a registered name, ``./file.py:Name`` (``:Name`` may be left out where the file holds one), or
+                ``package.module:Name``.
+            source: the file's text as :meth:`source` packs it, where the file itself need not exist.
+
+        Raises:
+            ValueError: for an unknown name, with the nearest match, or a target of another kind.
+        """
+        if name in self.registered and source is None:
+            return self.registered[name]
+        file = sources.split(name)
+        if file is not None:
+            return self._from_file(name, *file, source)
+        if source is not None:
             raise ValueError(
-                f"perturbation {name!r} is already the name of {home};"
-                f" give {cls.__module__}.{cls.__qualname__} another name."
+                f"{self.kind} {name!r}: 'source' belongs to a name of the form file.py:Name. Leave it out."
             )
-        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        if ":" in name:
+            return self._from_module(name, name)
+        tree = self.in_tree()
+        if name in tree:
+            importlib.import_module(tree[name])
+            return self.registered[name]
+        installed = self.installed()
+        if name in installed:
+            return self._from_module(name, installed[name].value)
+        known = self.available()
+        on_disk = f" Did you mean the file './{name}.py'?" if Path(f"{name}.py").is_file() else ""
+        raise ValueError(
+            f"unknown {self.kind} {name!r}.{on_disk or nearest(name, known)} Available: {', '.join(known)};"
+            " or ./file.py:Name or package.module:Name for your own."
+        )
+
+    def address(self, cls: type) -> str:
+        """The name under which another process finds the class, with :meth:`source` where there is one."""
+        source = sources.origin(cls.__module__)
+        if source is not None:
+            return f"{source.filename}:{cls.__qualname__}"
+        target = f"{cls.__module__}:{cls.__qualname__}"
+        own = vars(cls).get("name")  # its own: an inherited name is another one's
+        if own in self.in_tree():
+            return own
+        return next((name for name, point in self.installed().items() if point.value == target), target)
+
+    def source(self, cls: type) -> str | None:
+        """The packed text of the file that the class stands in; None for a class of an importable module."""
+        source = sources.origin(cls.__module__)
+        return None if source is None else source.packed
+
+    def _from_file(self, name: str, path: str, attribute: str, source: str | None) -> type:
+        label = f"{self.kind} {name!r}"
+        before = [(r, dict(r.registered)) for r in (operators, gates)]
+        try:
+            module = sources.from_file(path, label) if source is None else sources.from_text(path, source, label)
+        except ValueError:
+            for registry, registered in before:  # a file may register something and then fail
+                registry.registered = registered
+            raise
+        base, file = self.base_class(), Path(path).name
+        classes = {k: v for k, v in vars(module).items() if isinstance(v, type)}
+        own = {k: v for k, v in classes.items() if issubclass(v, base) and v.__module__ == module.__name__}
+        if not attribute:
+            named = {k: v for k, v in own.items() if v in self.registered.values()} or own
+            if len(named) > 1:
+                choice = ", ".join(f"{path}:{k}" for k in named)
+                raise ValueError(f"{label}: {file} holds several {self.kind}s. Name one of them: {choice}.")
+            attribute = next(iter(named), "")
+        cls = getattr(module, attribute, None) if attribute else None
+        if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
+            return self._named(cls, self.address(cls))
+        if not own:
+            others = [k for k, v in classes.items() if v.__module__ == module.__name__]
+            seen = f" It defines {', '.join(others)}." if others else " It defines no class."
             raise ValueError(
-                f"perturbation {name!r} is already registered by {other.__module__}.{other.__qualname__};"
-                f" give {cls.__module__}.{cls.__qualname__} another name."
+                f"{label}: {file} holds no {self.kind}.{seen} Derive one from perturbations.{base.__name__}."
             )
-        cls.name = name
-        _registered[name] = cls
+        raise ValueError(
+            f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, own)} It holds: {', '.join(own)}."
+        )
+
+    def _from_module(self, name: str, target: str) -> type:
+        module_name, _, attribute = target.partition(":")
+        try:
+            cls: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                cls = getattr(cls, part)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{self.kind} {name!r}: cannot load {target!r} ({error}). Install its package, put its folder on"
+                " PYTHONPATH, or name its file: ./file.py:Name."
+            ) from error
+        base = self.base_class()
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise ValueError(f"{self.kind} {name!r}: {target!r} is not a subclass of perturbations.{base.__name__}.")
+        return self._named(cls, name)
+
+    def base_class(self) -> type:
+        """The class that all of this kind derive from."""
+        module, _, name = self.base.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    @staticmethod
+    def _named(cls: type, name: str) -> type:
+        if "name" not in vars(cls):  # its own: an inherited name is another one's
+            cls.name = name
         return cls
 
-    return decorate
+
+def _same(one: type, two: type) -> bool:
+    """Whether two classes are one: the same module imported again, or a file that was edited or run as a script."""
+    if one.__qualname__ != two.__qualname__:
+        return False
+    first, second = (sources.origin(cls.__module__) for cls in (one, two))
+    if first is None and second is None:
+        return one.__module__ == two.__module__
+    stems = [cls.__module__.rpartition(".")[2] for cls in (one, two)]
+    names = [stem if source is None else source.filename[:-3] for stem, source in zip(stems, (first, second))]
+    return names[0] == names[1]
 
 
-def _in_tree() -> dict[str, str]:
-    package = importlib.import_module("perturbations.strategies")
-    return {m.name: f"perturbations.strategies.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
+operators = Registry(
+    "perturbation", "perturbations.base:Perturbation", "perturbations.strategies", "ngrpo.perturbations"
+)
+gates = Registry("gate", "perturbations.gates:Gate", "perturbations.gating", "ngrpo.gates")
+
+register, available = operators.register, operators.available
+get, address = operators.get, operators.address
 
 
-def _installed() -> dict[str, Any]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def available() -> dict[str, str]:
-    """Names of all operators and where each comes from: the tree, an installed package, or this process."""
-    found = {name: cls.__module__ for name, cls in _registered.items()}
-    found.update({name: point.value for name, point in _installed().items()})
-    found.update(_in_tree())
-    return dict(sorted(found.items()))
-
-
-def get(name: str) -> type[Perturbation]:
-    """The class of an operator.
-
-    Args:
-        name: a registered name, or ``package.module:Name`` of any importable operator.
-
-    Raises:
-        ValueError: for an unknown name, with the nearest match, or a target that is not an operator.
-    """
-    if name in _registered:
-        return _registered[name]
-    if ":" in name:
-        return _load(name, name)
-    tree = _in_tree()
-    if name in tree:
-        importlib.import_module(tree[name])
-        return _registered[name]
-    installed = _installed()
-    if name in installed:
-        return _load(name, installed[name].value)
-    known = available()
-    raise ValueError(
-        f"unknown perturbation {name!r}.{nearest(name, known)} Available: {', '.join(known)};"
-        " or package.module:Name for your own."
-    )
-
-
-def _load(name: str, target: str) -> type[Perturbation]:
-    from perturbations.base import Perturbation
-
-    module_name, _, attribute = target.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"perturbation {name!r}: cannot load {target!r} ({error}). Install its package, or put its folder on"
-            " PYTHONPATH."
-        ) from error
-    if not (isinstance(cls, type) and issubclass(cls, Perturbation)):
-        raise ValueError(f"perturbation {name!r}: {target!r} is not a subclass of perturbations.Perturbation.")
-    if "name" not in vars(cls):  # its own: an inherited name is another operator's
-        cls.name = name
-    return cls
-
-
-def address(cls: type[Perturbation]) -> str:
-    """The name under which another process finds the class: its registry name, or ``package.module:Name``."""
-    target = f"{cls.__module__}:{cls.__qualname__}"
-    if "name" in vars(cls):  # its own: an inherited name is another operator's
-        point = _installed().get(cls.name)
-        if cls.name in _in_tree() or (point is not None and point.value == target):
-            return cls.name
-    return target
+def register_gate(name: str) -> Any:
+    """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
+    return gates.register(name)
 
 
 def create(name: str, **options: Any) -> Perturbation:
     """Makes an operator.
 
     Args:
-        name: a registered name, or ``package.module:Name``.
-        options: its options; the rest keep the defaults of its paper.
+        name: a registered name, ``./file.py:Name`` or ``package.module:Name``.
+        options: its options; the rest keep the defaults of its paper. ``gate`` is a gate or its name, and its options
+            begin with ``gate.``; ``source`` is the file's text that a spec carries.
 
     Returns:
         The operator, with every option checked.
@@ -133,7 +235,8 @@ def create(name: str, **options: Any) -> Perturbation:
     Raises:
         ValueError: for an unknown name or option, or a value out of range; says what is allowed.
     """
-    cls = get(name)
+    cls = operators.get(name, options.pop("source", None))
+    of_gate = {key: options.pop(key) for key in list(options) if key.startswith(GATE_OPTION)}
     owners = _option_owners(options, cls)
     if owners:
         option_name, names = owners[0]
@@ -141,6 +244,29 @@ def create(name: str, **options: Any) -> Perturbation:
             f"option {option_name!r} belongs to perturbation {' and '.join(names)}, not to {name!r}. Leave it out,"
             f" or choose --perturbation {names[0]}."
         )
+    cls.check_option_names(list(options))
+    if of_gate:
+        chosen = options.get("gate")
+        if not isinstance(chosen, str) or chosen.lower() == "none":
+            raise ValueError(
+                f"option {next(iter(of_gate))!r} is given, but no gate's name beside it. Add --perturbation.gate NAME"
+                f" (available: {', '.join(gates.available())})."
+            )
+        options["gate"] = create_gate(chosen, **{key[len(GATE_OPTION) :]: v for key, v in of_gate.items()})
+    return cls(**options)
+
+
+def create_gate(name: str, **options: Any) -> Gate:
+    """Makes a gate.
+
+    Args:
+        name: as in :func:`create`.
+        options: its options, and ``source``, the file's text that a spec carries.
+
+    Raises:
+        ValueError: for an unknown name or option, or a value out of range.
+    """
+    cls = gates.get(name, options.pop("source", None))
     cls.check_option_names(list(options))
     return cls(**options)
 
@@ -152,7 +278,7 @@ def _option_owners(options: dict[str, Any], cls: type[Perturbation]) -> list[tup
     for option_name in options:
         if option_name in own:
             continue
-        names = [n for n in _in_tree() if option_name in {f.name for f in dataclasses.fields(get(n))}]
+        names = [n for n in operators.in_tree() if option_name in {f.name for f in dataclasses.fields(get(n))}]
         if names:
             result.append((option_name, names))
     return result

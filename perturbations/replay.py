@@ -14,6 +14,9 @@ from perturbations.streams import SEED_BYTES
 # First byte: version in the high nibble, flags in the low one. Then K, the seed, and three lengths as varints: a
 # short answer's record is mostly header, so every byte counts.
 _VERSION = 1 << 4
+# Version 2 has one more byte after the header, which says what else follows; written only where something does.
+_EXTENDED = 2 << 4
+_HAS_VECTORS, _HAS_TOTAL = 1, 2
 _HEADER = struct.Struct("<BB6s")
 _HAS_WEIGHTS, _HAS_SIGMA, _ONE_SIGMA, _WIDE_IDS = 1, 2, 4, 8
 
@@ -31,6 +34,8 @@ class ReplayRecord:
         weights: weights of the candidates, (N, K) float32.
         sigma: noise scales, (N,) float32, or None where nothing is noisy.
         agreed: whether the token in the text is the ordinarily sampled one, (N,) bool.
+        vectors: what a dense operator added, (N, D) float32, or None: 4·D bytes per perturbed position.
+        total: what normalising the weights divided out, (N,) float32, or None where no density needs it.
     """
 
     seed: int
@@ -41,6 +46,8 @@ class ReplayRecord:
     weights: np.ndarray
     sigma: np.ndarray | None
     agreed: np.ndarray
+    vectors: np.ndarray | None = None
+    total: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -56,6 +63,7 @@ class ReplayRecord:
 
     def _select(self, rows: slice, num_tokens: int) -> ReplayRecord:
         sigma = None if self.sigma is None else self.sigma[rows]
+        vectors = None if self.vectors is None else self.vectors[rows]
         return ReplayRecord(
             self.seed,
             min(self.prompt_tokens, num_tokens),
@@ -65,6 +73,8 @@ class ReplayRecord:
             self.weights[rows],
             sigma,
             self.agreed[rows],
+            vectors,
+            None if self.total is None else self.total[rows],
         )
 
     def to_bytes(self) -> bytes:
@@ -91,9 +101,16 @@ class ReplayRecord:
             parts.append(np.ascontiguousarray(self.sigma[:1] if same else self.sigma, "<f4").tobytes())
         parts.append(np.packbits(self.agreed).tobytes())
         lengths = b"".join(map(_varint, (self.prompt_tokens, self.num_tokens, count)))
-        return (
-            _HEADER.pack(_VERSION | flags, width, self.seed.to_bytes(SEED_BYTES, "little")) + lengths + b"".join(parts)
-        )
+        extra = 0
+        if self.total is not None:
+            extra |= _HAS_TOTAL
+            parts.append(np.ascontiguousarray(self.total, "<f4").tobytes())
+        if self.vectors is not None:
+            extra |= _HAS_VECTORS
+            parts.append(_varint(self.vectors.shape[1]) + np.ascontiguousarray(self.vectors, "<f4").tobytes())
+        version = _EXTENDED if extra else _VERSION
+        header = _HEADER.pack(version | flags, width, self.seed.to_bytes(SEED_BYTES, "little"))
+        return header + (bytes([extra]) if extra else b"") + lengths + b"".join(parts)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReplayRecord:
@@ -102,7 +119,7 @@ class ReplayRecord:
         Raises:
             ValueError: where the bytes are not a whole record of this version.
         """
-        if len(data) < _HEADER.size or data[0] & 0xF0 != _VERSION:
+        if len(data) < _HEADER.size or data[0] & 0xF0 not in (_VERSION, _EXTENDED):
             raise ValueError(
                 f"not a replay record of this version: {len(data)} bytes that begin with {bytes(data[:1])!r}."
                 " Records are not kept across versions; sample again."
@@ -110,7 +127,10 @@ class ReplayRecord:
         flags, width, seed = _HEADER.unpack_from(data)
         seed = int.from_bytes(seed, "little")
         reader = _Reader(data, _HEADER.size)
-        prompt, total, count = reader.varint(), reader.varint(), reader.varint()
+        extra = reader.take(1)[0] if data[0] & 0xF0 == _EXTENDED else 0
+        if extra & ~(_HAS_VECTORS | _HAS_TOTAL):
+            raise ValueError(f"replay record has parts that this version does not know ({extra:#x}); sample again.")
+        prompt, length, count = reader.varint(), reader.varint(), reader.varint()
         positions = _unpack_gaps(reader, count)
         id_bytes = 3 if flags & _WIDE_IDS else 2
         ids = _unpack_ids(reader.take(count * width * id_bytes), id_bytes).reshape(count, width)
@@ -124,8 +144,13 @@ class ReplayRecord:
             sigma = np.repeat(values, count) if flags & _ONE_SIGMA else values
         bits = np.frombuffer(reader.take((count + 7) // 8), dtype=np.uint8)
         agreed = np.unpackbits(bits, count=count).astype(bool)
+        total = reader.floats(count) if extra & _HAS_TOTAL else None
+        vectors = None
+        if extra & _HAS_VECTORS:
+            size = reader.varint()
+            vectors = reader.floats(count * size).reshape(count, size)
         reader.end()
-        return cls(seed, prompt, total, positions, ids, weights, sigma, agreed)
+        return cls(seed, prompt, length, positions, ids, weights, sigma, agreed, vectors, total)
 
 
 class _Reader:

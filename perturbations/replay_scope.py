@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from perturbations import streams
-from perturbations.edit import mix
+from perturbations.base import Replayed
+from perturbations.edit import InputEdit, mix
+from perturbations.learned import attached
 from perturbations.replay import ReplayRecord
 
 
@@ -57,6 +59,8 @@ class _Flat:
     weights: Tensor
     sigma: Tensor | None
     noise_keys: Tensor | None
+    vectors: Tensor | None
+    total: Tensor | None = None
 
 
 def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat | None:
@@ -77,6 +81,14 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         noise_keys = streams.keys(
             torch.from_numpy(seeds).to(device), torch.from_numpy(position).to(device), streams.Stream.NOISE
         )
+    vectors = None
+    if any(r.vectors is not None for _, r in present):
+        size = next(r.vectors.shape[1] for _, r in present if r.vectors is not None)
+        added = [np.zeros((len(r), size), np.float32) if r.vectors is None else r.vectors for _, r in present]
+        vectors = torch.from_numpy(np.concatenate(added)).to(device)
+    total = None
+    if all(r.total is not None for _, r in present):
+        total = torch.from_numpy(np.concatenate([r.total for _, r in present])).to(device)
     return _Flat(
         torch.from_numpy(sample).to(device),
         torch.from_numpy(position).to(device),
@@ -84,7 +96,15 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         torch.from_numpy(np.ascontiguousarray(weights)).to(device),
         sigma,
         noise_keys,
+        vectors,
+        total,
     )
+
+
+def _nothing(device: torch.device) -> _Flat:
+    """No position at all: learned parameters then still take part in the graph, with a gradient of zero."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return _Flat(none, none, none.view(0, 1), none.view(0, 1).float(), None, None, None)
 
 
 def flat_rows(
@@ -128,13 +148,15 @@ def flat_rows(
 class ReplayScope:
     """The hooks of one replay on one embedding module. Use :func:`replaying`, or enter it as a context."""
 
-    def __init__(self, embedding: nn.Module, measure: bool = True) -> None:
+    def __init__(self, embedding: nn.Module, measure: bool = True, module: nn.Module | None = None) -> None:
         """
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
             measure: collect :class:`ReplayStats`.
+            module: the operator's module beside the model (`perturbations.learned.attached`), where it has one.
         """
         self._embedding = embedding
+        self._module = module
         self._measure = measure
         self._records: Sequence[ReplayRecord | None] = ()
         self._mask: Tensor | None = None
@@ -142,6 +164,7 @@ class ReplayScope:
         self._inside: Tensor | None = None
         self._rows: Tensor | None = None
         self._shape: torch.Size | None = None
+        self._bypassed = False
         self.stats = ReplayStats()
 
     @contextmanager
@@ -149,6 +172,9 @@ class ReplayScope:
         """Replays ``records``, in batch order, in every forward of the context."""
         device = next(self._embedding.parameters()).device
         self._flat = _flatten(records, device)
+        if self._flat is None and self._module is not None:
+            # On several ranks every one must reduce the same parameters, also one without a perturbed position.
+            self._flat = _nothing(device)
         self._records, self._mask, self.stats = records, attention_mask, ReplayStats()
         if self._flat is None:
             yield self.stats
@@ -164,7 +190,51 @@ class ReplayScope:
             after.remove()
             self._flat = self._mask = None
 
-    def _append_candidates(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    @property
+    def empty(self) -> bool:
+        """Whether no position is to be replayed."""
+        return self._flat is None or not len(self._flat.ids)
+
+    def replayed(self, logits: Tensor, log_probs: Tensor, temperature: float) -> tuple[Replayed, Tensor]:
+        """What an operator's density needs of the forward that was just replayed.
+
+        Args:
+            logits: z̃ of the forward, (R, V).
+            log_probs: log π of the token after each row, (R,).
+            temperature: by which the logits were divided.
+
+        Returns:
+            The positions, and which of them exist (N,) bool; those that were cut off have row 0.
+
+        Raises:
+            RuntimeError: where the logits are not one row per token of the forward.
+        """
+        if self._shape is None or self._shape.numel() != len(logits):
+            seen = "none" if self._shape is None else f"{self._shape.numel()} tokens"
+            raise RuntimeError(
+                f"density: {len(logits)} rows of logits for a replayed forward of {seen}; one row per token is needed"
+                " (no sequence-parallel slices, no logits of the answer alone)."
+            )
+        flat = self._flat
+        sigma = flat.sigma
+        if sigma is not None:
+            sigma = sigma * float(getattr(self._embedding, "scalar_embed_scale", 1.0))
+        inside = self._inside & (self._rows > 0)
+        rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
+        edit = InputEdit(flat.ids, flat.weights, sigma, flat.vectors, flat.total)
+        return Replayed(logits, rows, log_probs[rows], temperature, edit, flat.noise_keys, self.lookup), inside
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Embeddings of ids of any shape, with gradient and without a replay: shape + (D,)."""
+        self._bypassed = True
+        try:
+            return self._embedding(ids)
+        finally:
+            self._bypassed = False
+
+    def _append_candidates(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._bypassed:
+            return None
         tokens = inputs[0]
         if tokens.dim() != 2:
             raise ValueError(f"replay needs token ids of shape (B, T), not {tuple(tokens.shape)}.")
@@ -180,14 +250,19 @@ class ReplayScope:
         self._rows = torch.where(self._inside, rows, 0)
         return (torch.cat([tokens.reshape(-1), self._flat.ids.reshape(-1)]), *inputs[1:])
 
-    def _substitute(self, module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _substitute(self, module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if self._bypassed:
+            return None
         flat, count = self._flat, self._shape.numel()
-        plain, candidates = output[:count], output[count:].view(*flat.ids.shape, -1)
-        sigma = flat.sigma
-        if sigma is not None:
-            # Gemma's embedding module multiplies its output; the recorded scale is that of the bare matrix.
-            sigma = sigma * float(getattr(module, "scalar_embed_scale", 1.0))
-        mixed = mix(candidates, flat.weights, sigma, flat.noise_keys)
+        plain, candidates = output[:count], output[count:].view(*flat.ids.shape, output.shape[-1])
+        # Gemma's embedding module multiplies its output; what is recorded or learned is for the bare matrix.
+        scale = float(getattr(module, "scalar_embed_scale", 1.0))
+        sigma = None if flat.sigma is None else flat.sigma * scale
+        added = None if flat.vectors is None else flat.vectors * scale
+        learned = self._module
+        if learned is not None and scale != 1.0:
+            learned = _Scaled(learned, scale)
+        mixed = mix(candidates, flat.weights, sigma, flat.noise_keys, added, learned)
         if self._measure:
             with torch.no_grad():
                 own = plain[self._rows].float()
@@ -199,6 +274,16 @@ class ReplayScope:
         return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
 
 
+class _Scaled:
+    """A module of bare embeddings, applied to multiplied ones."""
+
+    def __init__(self, module: nn.Module, scale: float) -> None:
+        self._module, self._scale = module, scale
+
+    def __call__(self, token: Tensor, mixture: Tensor) -> Tensor:
+        return self._scale * self._module(token / self._scale, mixture / self._scale)
+
+
 @contextmanager
 def replaying(
     model: nn.Module,
@@ -208,7 +293,8 @@ def replaying(
     """Replays recorded inputs in a Hugging Face causal model's forward.
 
     Args:
-        model: anything with ``get_input_embeddings()``.
+        model: anything with ``get_input_embeddings()``; an operator's module is taken from
+            `perturbations.learned.attached`.
         records: one per row of the batch, in batch order; None for a row that was not perturbed.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
 
@@ -218,5 +304,5 @@ def replaying(
     Raises:
         ValueError: inside the forward, where records and batch do not fit.
     """
-    with ReplayScope(model.get_input_embeddings())(records, attention_mask) as stats:
+    with ReplayScope(model.get_input_embeddings(), module=attached(model))(records, attention_mask) as stats:
         yield stats

@@ -22,6 +22,8 @@ class Stream(enum.IntEnum):
     TOKEN = 2
     NOISE = 3
     WEIGHTS = 4
+    GATE_PLAN = 5
+    GATE_OPEN = 6
 
 
 SEED_BYTES = 6
@@ -101,20 +103,26 @@ def uniform(keys_: Tensor, n: int | Tensor) -> Tensor:
     return _shift_right(_bits(keys_, n), 41).float() * 2.0**-23 + 2.0**-24
 
 
-def normal(keys_: Tensor, n: int) -> Tensor:
-    """Standard normal draws by the Box-Muller transform, two from each 64 bits.
+def normal(keys_: Tensor, n: int | Tensor) -> Tensor:
+    """Standard normal draws by the Box-Muller transform: two from each 64 bits, or one at each given counter.
 
     Args:
         keys_: (…,) int64 from :func:`keys`.
-        n: draws per key.
+        n: as in :func:`uniform`.
 
     Returns:
         (…, n) float32.
     """
-    bits = _bits(keys_, (n + 1) // 2)
+    if isinstance(n, Tensor):
+        return _polar(_bits(keys_, n))[0]
+    return torch.cat(_polar(_bits(keys_, (n + 1) // 2)), dim=-1)[..., :n]
+
+
+def _polar(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent standard normal draws from each 64 bits."""
     radius = torch.sqrt(-2.0 * torch.log((_shift_right(bits, 40).float() + 0.5) * 2.0**-24))
     angle = (bits & 0xFFFFFF).float() * (2.0 * math.pi * 2.0**-24)
-    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)[..., :n]
+    return radius * torch.cos(angle), radius * torch.sin(angle)
 
 
 def gumbel(keys_: Tensor, n: int | Tensor) -> Tensor:
@@ -128,3 +136,36 @@ def gumbel(keys_: Tensor, n: int | Tensor) -> Tensor:
         (…, n) float32.
     """
     return -torch.log(-torch.log(uniform(keys_, n)))
+
+
+_GAMMA_ROUNDS = 7
+
+
+def log_gamma(keys_: Tensor, ids: Tensor, shape: Tensor) -> Tensor:
+    """Logarithms of Gamma(shape, 1) draws, by Marsaglia and Tsang (ACM TOMS 26, 2000) with their boost below 1.
+
+    A fixed seven rounds instead of a loop until acceptance, so nothing waits for the device: a round accepts with
+    probability at least 0.95, so all seven fail once in 10^9 draws, and the draw is then the mode's. Logarithms,
+    because a draw of shape 0.05 is below float32's smallest number in one of 80 cases.
+
+    Args:
+        keys_: (…,) int64 from :func:`keys`.
+        ids: which of a key's draws, (…, n) int64 of at least 0, for example token ids.
+        shape: a > 0, (…, n) float32.
+
+    Returns:
+        (…, n) float32.
+    """
+    rounds = torch.arange(_GAMMA_ROUNDS, device=ids.device)
+    counters = ids.unsqueeze(-1) * (2 * _GAMMA_ROUNDS + 1)
+    flat = (*ids.shape[:-1], -1)
+    x = normal(keys_, (counters + rounds).reshape(flat)).view(*ids.shape, -1)
+    u = uniform(keys_, (counters + _GAMMA_ROUNDS + rounds).reshape(flat)).view(*ids.shape, -1)
+    d = shape.unsqueeze(-1) + 2.0 / 3.0  # a - 1/3 of Gamma(a = shape + 1)
+    root = 1.0 + x / torch.sqrt(9.0 * d)
+    log_v = 3.0 * torch.log(root.clamp_min(1e-30))
+    accepted = (root > 0.0) & (torch.log(u) < 0.5 * x * x + d * (1.0 - log_v.exp() + log_v))
+    first = accepted.int().argmax(dim=-1, keepdim=True)
+    log_v = torch.where(accepted.any(dim=-1), log_v.gather(-1, first).squeeze(-1), 0.0)
+    boost = uniform(keys_, counters.squeeze(-1) + 2 * _GAMMA_ROUNDS)
+    return torch.log(d.squeeze(-1)) + log_v + torch.log(boost) / shape

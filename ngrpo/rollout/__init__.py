@@ -6,9 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngrpo.rollout.records import drop_records, set_perturbation, take_records, take_trajectories
+    from ngrpo.rollout.records import (
+        drop_records,
+        neighbor_drift,
+        set_perturbation,
+        take_records,
+        take_trajectories,
+    )
 
-__all__ = ["drop_records", "set_perturbation", "take_records", "take_trajectories"]
+__all__ = ["drop_records", "neighbor_drift", "set_perturbation", "take_records", "take_trajectories"]
 
 
 def __getattr__(name: str) -> Any:

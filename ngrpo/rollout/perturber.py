@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ngrpo.rollout.embedding import InputOverride
 from ngrpo.rollout.sampling import race
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import streams
-from perturbations.base import Perturbation, Step
+from perturbations.base import GateStep, Perturbation, Step
 from perturbations.edit import InputEdit, realise
 from perturbations.gates import TokenConditions
 from perturbations.geometry import Geometry
@@ -56,7 +56,7 @@ class _Note:
     rows: np.ndarray
     log_probs: Tensor
     gated: np.ndarray
-    edits: tuple[Tensor, ...]
+    edits: dict[str, Tensor]
 
 
 class RolloutPerturber:
@@ -70,9 +70,11 @@ class RolloutPerturber:
         geometry: Geometry,
         override: InputOverride,
         device: torch.device,
+        module: nn.Module | None = None,
     ) -> None:
         self._operator, self._store, self._conditions = operator, store, conditions
         self._geometry, self._override, self._device = geometry, override, device
+        self._module = module
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._seeds = self._slot_tensor = torch.zeros(0, dtype=torch.int64)
@@ -135,6 +137,7 @@ class RolloutPerturber:
             self._upload(store.ids[slot, positions].astype(np.int64)),
             self._upload(store.weights[slot, positions]),
             self._upload(store.sigma[slot, positions]) if self._operator.noisy else None,
+            self._upload(store.vectors[slot, positions]) if self._operator.dense else None,
         )
         seeds = self._upload(np.full(len(positions), store.seeds[slot]))
         vectors = self._realise(edit, seeds, self._upload(positions))
@@ -180,7 +183,7 @@ class RolloutPerturber:
                 kept = self._upload(np.flatnonzero(batch.sampled))
                 self._conditions.observe(batch.slot_tensor[kept], tokens[kept])
         log_probs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
-        self._note(batch, within, log_probs, gated, edits or ())
+        self._note(batch, within, log_probs, gated, edits or {})
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
         drawn = batch.slots[within]
@@ -195,7 +198,7 @@ class RolloutPerturber:
         scaled: Tensor,
         temperature: Tensor,
         tokens: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> dict[str, Tensor]:
         """Proposes edits at gated rows, writes their tokens in place, and keeps them for the next forward."""
         everything = len(gated) == len(batch.slots)
         rows = self._upload(gated)
@@ -210,25 +213,37 @@ class RolloutPerturber:
         )
         proposal = self._operator.propose(step)
         edit = proposal.edit
-        if self._conditions.trivial:
+        gate = self._operator.gate
+        if self._conditions.trivial and gate is None:
             admitted = torch.ones_like(rows, dtype=torch.bool)
             chosen = proposal.tokens
         else:
             slots = batch.slot_tensor[rows]
             opened = self._conditions.open(slots, step.logits)
+            if gate is not None:
+                generated = batch.next_positions[gated] - self._store.prompts[batch.slots[gated]]
+                opened = opened & gate.open(GateStep.of(step, self._upload(generated)))
             admitted = opened & self._conditions.mixes(slots, proposal.tokens)
             chosen = torch.where(opened, proposal.tokens, sampled)
         tokens[rows] = chosen
         vectors = self._realise(edit, step.seeds, step.positions)
         self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, admitted)
-        parts = (admitted, edit.ids.to(torch.int32), edit.weights, chosen == sampled)
-        return parts if edit.sigma is None else (*parts, edit.sigma)
+        parts = {
+            "edited": admitted,
+            "ids": edit.ids.to(torch.int32),
+            "weights": edit.weights,
+            "agreed": chosen == sampled,
+            "sigma": edit.sigma,
+            "vectors": edit.vectors,
+            "total": edit.total,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _realise(self, edit: InputEdit, seeds: Tensor, positions: Tensor) -> Tensor:
         noise = None
         if edit.sigma is not None:
             noise = streams.keys(seeds, positions, streams.Stream.NOISE)
-        return realise(edit, self._override.lookup, noise)
+        return realise(edit, self._override.lookup, noise, self._module)
 
     # --- the store ----------------------------------------------------------------------------------------------
 
@@ -238,12 +253,12 @@ class RolloutPerturber:
         within: np.ndarray,
         log_probs: Tensor,
         gated: np.ndarray,
-        edits: tuple[Tensor, ...],
+        edits: dict[str, Tensor],
     ) -> None:
         ready = None
         if self._device.type == "cuda":
             log_probs = log_probs.to("cpu", non_blocking=True)
-            edits = tuple(part.to("cpu", non_blocking=True) for part in edits)
+            edits = {name: part.to("cpu", non_blocking=True) for name, part in edits.items()}
             ready = torch.cuda.Event()
             ready.record()
         self._store.has_edits[batch.slots[gated]] = True
@@ -269,12 +284,8 @@ class RolloutPerturber:
         if not len(note.gated):
             return
         at = (note.slots[note.gated], note.positions[note.gated])
-        store.edited[at] = note.edits[0].numpy()
-        store.ids[at] = note.edits[1].numpy()
-        store.weights[at] = note.edits[2].numpy()
-        store.agreed[at] = note.edits[3].numpy()
-        if len(note.edits) > 4:
-            store.sigma[at] = note.edits[4].numpy()
+        for name, part in note.edits.items():
+            getattr(store, name)[at] = part.numpy()
 
     # --- requests -----------------------------------------------------------------------------------------------
 

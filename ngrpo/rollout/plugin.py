@@ -5,6 +5,7 @@ Everything here is inert until an engine is built with ``additional_config={"per
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -188,11 +189,16 @@ def _extend_workers() -> None:
     def drop(self: Any, names: list[str]) -> None:
         self.perturbation.book.drop(names)
 
+    def drift(self: Any) -> tuple[int, int, int, int] | None:
+        found = self.perturbation.geometry.drift()
+        return None if found is None else dataclasses.astuple(found)
+
     def replace(self: Any, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
 
+    WorkerBase.perturbation_drift = drift
     WorkerBase.perturbation_fingerprint = fingerprint
     WorkerBase.perturbation_replace = replace
     WorkerBase.perturbation_take = take

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ngrpo.rollout.requests import external_id
 from perturbations import registry
 from perturbations.replay import ReplayRecord
+
+if TYPE_CHECKING:
+    from perturbations.neighbors import Drift
 
 _MISSING = (
     "this engine has no perturbation: build it with additional_config={'perturbation': {'name': 'neighbor'}} in an"
@@ -74,6 +77,25 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
     operator = registry.create(name, **options)
     check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
     llm.llm_engine.collective_rpc("perturbation_replace", args=(operator.spec(),))
+
+
+def neighbor_drift(llm: Any) -> Drift | None:
+    """How many neighbor sets the latest weight sync of an engine changed.
+
+    Args:
+        llm: a ``vllm.LLM`` with a perturbation.
+
+    Returns:
+        Counts over tokens that were used as anchors; None before the first sync, and for operators without neighbors.
+
+    Raises:
+        RuntimeError: where the engine has no perturbation installed.
+    """
+    from perturbations.neighbors import Drift
+
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    counts = llm.llm_engine.collective_rpc("perturbation_drift")[0]
+    return None if counts is None else Drift(*counts)
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ngrpo.parameters import load_saved
 from ngrpo.rollout.embedding import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RequestBook
 from ngrpo.rollout.sampling import GREEDY_BELOW
 from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import learned
 from perturbations.base import Perturbation
 from perturbations.gates import TokenConditions, protected_tokens
 from perturbations.geometry import Geometry
@@ -39,6 +41,7 @@ class AttachedPerturbation:
         self._override = InputOverride(
             embedding, runner.max_num_tokens, embedding.embedding_dim, config.dtype, runner.device
         )
+        self._hidden = embedding.embedding_dim
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self._geometry = _geometry(model, embedding, self._override, self._vocabulary, self._tokenizer)
@@ -58,7 +61,7 @@ class AttachedPerturbation:
                 f"the perturbation cannot be replaced while {book.running} requests are running: wait for them."
             )
         operator.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, operator)
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, operator, self._hidden)
         conditions = TokenConditions(
             tokenizer.encode(operator.until) if operator.until is not None else [],
             protected_tokens(operator.protect, tokenizer.vocabulary, self._vocabulary),
@@ -66,9 +69,17 @@ class AttachedPerturbation:
             store.slots,
             runner.device,
         )
+        self.module = _module(operator, self._hidden, runner)
         self.operator = operator
-        self._perturber = RolloutPerturber(operator, store, conditions, self._geometry, self._override, runner.device)
+        self._perturber = RolloutPerturber(
+            operator, store, conditions, self._geometry, self._override, runner.device, self.module
+        )
         self.book = RequestBook(operator, store, self._perturber)
+
+    @property
+    def geometry(self) -> Geometry:
+        """The model's embeddings, as operators see them."""
+        return self._geometry
 
     def _wrap(self) -> None:
         runner = self._runner
@@ -76,7 +87,7 @@ class AttachedPerturbation:
         runner._preprocess = self._before_preprocess(runner._preprocess)
         runner.sampler.sample = self._in_place_of_sample(runner.sampler.sample)
         model = runner.get_model()
-        model.load_weights = self._then_refresh(model.load_weights)
+        model.load_weights = self._then_refresh(self._without_ours(model.load_weights))
         runner.reload_weights = self._then_refresh(runner.reload_weights)
 
     def _after_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,6 +139,23 @@ class AttachedPerturbation:
             self._tempered = (metadata, ours)
         return self._tempered[1]
 
+    def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Every weight sync ends here, whatever way it comes: the operator's own parameters go to its module."""
+
+        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+            own: dict[str, Tensor] = {}
+            result = original(learned.split(weights, own), *args, **kwargs)
+            if own and self.module is None:
+                raise ValueError(
+                    f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
+                    f" {self.operator.name!r}."
+                )
+            if own:
+                learned.load(self.module, own, whole=False)
+            return result
+
+        return load_weights
+
     def _then_refresh(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -136,6 +164,18 @@ class AttachedPerturbation:
                 self._perturber.weights_changed()
 
         return load
+
+
+def _module(operator: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
+    """The operator's module with the parameters saved beside the model, on the runner's device."""
+    module = operator.module(hidden)
+    if module is None:
+        return None
+    config = runner.model_config
+    # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
+    module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
+    load_saved(module, operator, config.model, config.revision)
+    return module
 
 
 def _filtered(scaled: Tensor, metadata: Any) -> Tensor:
@@ -185,6 +225,7 @@ def _geometry(
         lambda: whole(embedding),
         (lambda: whole(head)) if separate else None,
         lambda: tokenizer.special_ids(vocabulary),
+        tokenizer.vocabulary,
     )
 
 

@@ -31,18 +31,22 @@ class TrajectoryStore:
     """Arrays of shape (slots, positions, …), written by whole batches.
 
     The arrays are allocated by the operating system page by page as they are touched, so their full size
-    (``slots × max_model_len``) is reserved, not used.
+    (``slots × max_model_len``) is reserved, not used. A dense operator's vectors are kept too, 4·D bytes for each
+    perturbed position.
     """
 
-    def __init__(self, slots: int, max_model_len: int, operator: Perturbation) -> None:
+    def __init__(self, slots: int, max_model_len: int, operator: Perturbation, hidden: int = 0) -> None:
         """
         Args:
             slots: trajectories alive at once; grows when needed.
             max_model_len: positions of a trajectory.
             operator: its gate is planned, its candidates are kept.
+            hidden: D, needed for a dense operator.
         """
         self.length, self._operator = max_model_len, operator
+        self._hidden = hidden if operator.dense else 0
         self._candidates, self._noisy = operator.candidates, operator.noisy
+        self._totals = operator.keeps_total
         self._free: list[int] = []
         self.live: dict[str, Trajectory] = {}
         self._of_slot: dict[int, Trajectory] = {}
@@ -59,6 +63,8 @@ class TrajectoryStore:
             "ids": ((self._candidates,), np.int32),
             "weights": ((self._candidates,), np.float32),
             "sigma": ((), np.float32),
+            "total": ((), np.float32),
+            "vectors": ((self._hidden,), np.float32),
         }
         for name, (tail, dtype) in shapes.items():
             array = np.zeros((slots, self.length, *tail), dtype=dtype)
@@ -67,6 +73,7 @@ class TrajectoryStore:
             setattr(self, name, array)
         for name, dtype in {
             "seeds": np.int64,
+            "prompts": np.int64,
             "lengths": np.int64,
             "planned_until": np.int64,
             "has_edits": bool,
@@ -86,7 +93,8 @@ class TrajectoryStore:
         for array in (self.planned, self.edited):
             array[slot] = False
         self.planned_until[slot] = 0
-        self.seeds[slot], self.lengths[slot], self.has_edits[slot] = seed, prompt_tokens, False
+        self.seeds[slot], self.prompts[slot], self.lengths[slot] = seed, prompt_tokens, prompt_tokens
+        self.has_edits[slot] = False
         self.live[request_id] = self._of_slot[slot] = trajectory = Trajectory(slot, seed, prompt_tokens, perturbed)
         return trajectory
 
@@ -98,20 +106,25 @@ class TrajectoryStore:
             keys = streams.keys(torch.tensor(t.seed), torch.arange(start, stop), streams.Stream.TOKEN)
             self.token_keys[t.slot, start:stop] = keys.numpy()
             if t.perturbed:
-                gate = self._operator.gate
-                self.planned[t.slot, start:stop] = gate.plan(t.seed, t.prompt_tokens, stop, start)
+                self.planned[t.slot, start:stop] = self._operator.plan(t.seed, t.prompt_tokens, stop, start)
             self.planned_until[t.slot] = stop
 
     def load(self, trajectory: Trajectory, record: ReplayRecord) -> None:
         """Puts the record of earlier turns in place, to be replayed on the prompt's positions.
 
         Raises:
-            ValueError: where the record has more candidates per position than this engine's operator.
+            ValueError: where the record has more candidates per position than this engine's operator, or vectors
+                though the operator is not dense.
         """
         if record.ids.shape[1] > self._candidates:
             raise ValueError(
                 f"the record to replay has {record.ids.shape[1]} candidates per position, this engine's"
                 f" perturbation at most {self._candidates}: use the same perturbation in every turn."
+            )
+        if record.vectors is not None and record.vectors.shape[1] != self._hidden:
+            raise ValueError(
+                f"the record to replay has vectors of {record.vectors.shape[1]} numbers, this engine's perturbation"
+                f" {f'of {self._hidden}' if self._hidden else 'has none'}: use the same perturbation in every turn."
             )
         rows = record.positions[record.positions < trajectory.prompt_tokens]
         count, width = len(rows), record.ids.shape[1]
@@ -123,6 +136,10 @@ class TrajectoryStore:
         self.agreed[trajectory.slot, rows] = record.agreed[:count]
         if record.sigma is not None:
             self.sigma[trajectory.slot, rows] = record.sigma[:count]
+        if record.total is not None:
+            self.total[trajectory.slot, rows] = record.total[:count]
+        if self._hidden:
+            self.vectors[trajectory.slot, rows] = 0.0 if record.vectors is None else record.vectors[:count]
         self.has_edits[trajectory.slot] = count > 0
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
@@ -146,6 +163,8 @@ class TrajectoryStore:
             self.weights[t.slot, positions],
             self.sigma[t.slot, positions] if self._noisy else None,
             self.agreed[t.slot, positions],
+            self.vectors[t.slot, positions] if self._hidden else None,
+            self.total[t.slot, positions] if self._totals else None,
         )
         return record, self.log_probs[t.slot, t.prompt_tokens : num_tokens].copy()
 

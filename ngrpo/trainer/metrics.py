@@ -58,16 +58,37 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
         passengers, log_probs = [], []
-        for experience in experiences:
+        for experience, of_tokens in zip(experiences, _token_log_probs(self, experiences)):
             passengers.extend(unpack(experience.mm_train_inputs))
             # Entry t of the log-probabilities is of token t + 1; masked entries are 0.
-            padded = np.pad(experience.action_log_probs.float().numpy(), ((0, 0), (1, 0)))
+            padded = np.pad(of_tokens.float().numpy(), ((0, 0), (1, 0)))
             lengths = experience.attention_mask.sum(dim=-1).tolist()
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
         self.perturbation_metrics = step_metrics(passengers, log_probs)
         return experiences
 
     return make_experience_batch
+
+
+def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
+    """log π of the tokens in each batch; where an operator has a density, the actor kept them beside it."""
+    own = [experience.action_log_probs for experience in experiences]
+    from ngrpo.trainer.model_actors import run_operator
+
+    if not run_operator().has_density:
+        return own
+    import ray
+
+    args = maker.strategy.args
+    copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
+    kept = ray.get(maker.actor_model_group.async_run_method(method_name="token_log_probs")[::copies])
+    tokens = [batch for of_actor in kept for batch in of_actor]
+    if [t.shape for t in tokens] != [t.shape for t in own]:
+        raise RuntimeError(
+            f"the actors kept token log-probabilities of {len(tokens)} batches, {len(own)} were made: their order"
+            " is not that of OpenRLHF 0.11.2's async_run_method_batch."
+        )
+    return tokens
 
 
 def reporting_trainer(plain: type) -> type:
@@ -81,6 +102,7 @@ def reporting_trainer(plain: type) -> type:
         def train_step(self, *args: Any, **kwargs: Any) -> Any:
             status, global_step = plain.train_step(self, *args, **kwargs)
             add_measures(status, self.experience_maker.perturbation_metrics)
+            status.update(neighbor_drift(self.vllm_engines))
             return status, global_step
 
     return ReportingTrainer
@@ -92,3 +114,22 @@ def add_measures(status: dict[str, Any], measures: dict[str, float]) -> None:
     total, count = status.pop(SHIFT_SUM, 0.0), status.pop(SHIFT_COUNT, 0.0)
     if count:
         status["perturbation/shift"] = total / count
+
+
+def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:
+    """Shares of neighbor sets that the step's weight sync changed, over all engines' anchors.
+
+    Args:
+        engines: handles of the rollout actors.
+
+    Returns:
+        ``perturbation/neighbors_changed`` and ``…_since_start``; empty for operators without neighbors.
+    """
+    import ray
+
+    from perturbations.neighbors import Drift
+
+    counts = ray.get([engine.perturbation_drift.remote() for engine in engines or ()])
+    found = [Drift(*each) for each in counts if each is not None]
+    total = sum(found, Drift(0, 0, 0, 0))
+    return {f"perturbation/{name}": share for name, share in total.shares().items()}

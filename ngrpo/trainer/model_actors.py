@@ -6,22 +6,93 @@ Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes 
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ngrpo.parameters import attach
 from ngrpo.trainer import sidecar
+from ngrpo.trainer.density import densities, token_log_probs
+from ngrpo.trainer.launch import SPEC
 from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
+from perturbations import registry
+from perturbations.base import Perturbation
+from perturbations.learned import attached
 from perturbations.replay_scope import ReplayScope
 
 
-def input_embedding(model: Any) -> torch.nn.Module:
-    """The input embedding under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
+def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
+    """`Actor.__init__`: the operator's parameters join the model before DeepSpeed and the optimizer see it.
+
+    So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. The reference model has the
+    parameters that its own folder came with, or the ones that training starts from.
+    """
+
+    def __init__(self: Any, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, pretrain_or_model, *args, **kwargs)
+        if isinstance(pretrain_or_model, str):
+            attach(self.model, run_operator(), pretrain_or_model)
+
+    return __init__
+
+
+def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
+
+    def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        raw, groups = original(self, model, *args, **kwargs)
+        module, operator = attached(raw), run_operator()
+        if module is None:
+            return raw, groups
+        rates = {id(p): operator.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
+        if all(rate is None for rate in rates.values()):
+            return raw, groups
+        if not all(isinstance(group, dict) for group in groups):
+            raise ValueError(
+                f"perturbation {operator.name!r} has learning rates of its own, which need --actor.optim adam. Use it,"
+                " or set them to none."
+            )
+        return raw, separate(groups, rates)
+
+    return _get_model_parameters
+
+
+def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> list[dict[str, Any]]:
+    """Moves parameters into groups by learning rate.
+
+    Args:
+        groups: an optimizer's parameter groups.
+        rates: learning rate by ``id`` of a parameter, None for the optimizer's.
+
+    Returns:
+        The groups without the parameters that have a rate, then one group with ``lr`` for each rate.
+    """
+    kept, moved = [], {}
+    for group in groups:
+        for parameter in group["params"]:
+            rate = rates.get(id(parameter))
+            if rate is not None:
+                moved.setdefault(rate, {**group, "params": [], "lr": rate})["params"].append(parameter)
+        rest = [p for p in group["params"] if rates.get(id(p)) is None]
+        if rest or not group["params"]:
+            kept.append({**group, "params": rest})
+    return kept + list(moved.values())
+
+
+def run_operator() -> Perturbation:
+    """The run's operator, in any of its processes."""
+    return registry.create(**json.loads(os.environ[SPEC]))
+
+
+def replay_scope(model: Any, measure: bool = True) -> ReplayScope:
+    """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
     model = model.model
     while hasattr(model, "module"):
         model = model.module
-    return model.get_input_embeddings()
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model))
 
 
 def replaying_actor(plain: type) -> type:
@@ -40,9 +111,20 @@ def _replaying_forward(plain: type, attribute: str) -> type:
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
             records = sidecar.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            embedding = input_embedding(getattr(self, attribute))
-            with ReplayScope(embedding, measure=False)(records, attention_mask):
-                return super().forward(sequences, action_mask, attention_mask, **kwargs)
+            model, operator = getattr(self, attribute), run_operator()
+            scope = replay_scope(model, measure=False)
+            with scope(records, attention_mask), densities(operator, scope, model.temperature) as ours:
+                log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
+            if operator.has_density and attribute == "actor":
+                replaced = None if ours is None else ours.tokens
+                kept = token_log_probs(log_probs, records, replaced, attention_mask)
+                self._tokens = [*getattr(self, "_tokens", ()), kept]
+            return log_probs
+
+        def token_log_probs(self) -> list[Any]:
+            """The tokens' own log π of each forward since the last call, kept where an operator has a density."""
+            taken, self._tokens = getattr(self, "_tokens", []), []
+            return taken
 
     return ReplayingModelActor
 
@@ -58,7 +140,9 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
-            with ReplayScope(input_embedding(self.actor))(records, experience.attention_mask) as stats:
+            scope = replay_scope(self.actor)
+            replay = scope(records, experience.attention_mask)
+            with replay as stats, densities(run_operator(), scope, self.actor.temperature):
                 result = original(self, experience, *args, **kwargs)
         finally:
             self.actor_loss_fn = loss_fn

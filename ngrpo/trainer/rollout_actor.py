@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
@@ -25,7 +26,8 @@ from perturbations.streams import trajectory_seed
 class _Trajectory:
     """The turns of one trajectory so far; a further turn replays the record of those before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.sidecar: Sidecar | None = None
 
     def add(self, pair: Any, prompt: list[int], tokens: list[int]) -> None:
@@ -50,10 +52,14 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
+        self._asked: Counter[str] = Counter()
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
-        trajectory = _Trajectory()
+        # Counted before anything is awaited: answer i of a group has the same draws in every run.
+        prompt = str(kwargs.get("prompt"))
+        trajectory = _Trajectory(self._asked[prompt])
+        self._asked[prompt] += 1
         token = _trajectory.set(trajectory)
         try:
             response = await self._executor.execute(**kwargs)
@@ -89,8 +95,10 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     trajectory = _trajectory.get()
     params, name = deepcopy(sampling_params), random_uuid()
     wish = dict((params.extra_args or {}).get(KEY) or {})
-    if trajectory is not None and trajectory.sidecar is not None:
-        wish["record"] = trajectory.sidecar.record.to_bytes()
+    if trajectory is not None:
+        wish = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": trajectory.number, **wish}
+        if trajectory.sidecar is not None:
+            wish["record"] = trajectory.sidecar.record.to_bytes()
     params.extra_args = {**(params.extra_args or {}), KEY: wish}
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
         output = partial
@@ -119,6 +127,10 @@ def perturbed_engine(plain: type) -> type:
             if multi_modal_data:
                 raise ValueError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
             return await generate(self, prompt_token_ids, sampling_params)
+
+        async def perturbation_drift(self) -> Any:
+            """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
+            return (await self.llm.collective_rpc("perturbation_drift"))[0]
 
     return PerturbedRolloutRayActor
 

@@ -4,6 +4,9 @@ Used by the CPU profile. OpenRLHF 0.11.2 broadcasts parameter by parameter over 
 Here rank 0 gathers the state dict (under ZeRO-3 parameter by parameter), writes one safetensors file to
 /dev/shm, and each engine's workers map it and reload. Trainer and engines must share a machine.
 
+An operator's learned parameters are submodule parameters of the actor and so are in that file (and in
+OpenRLHF's own broadcast, with CUDA); `ngrpo.rollout.runner` takes them out again before vLLM loads the rest.
+
 The three functions with `original` are rows of `ngrpo.trainer.seams`.
 """
 

@@ -1,6 +1,61 @@
 """Nearest tokens by their embeddings."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from perturbations.neighbors.base import NeighborIndex
 from perturbations.neighbors.exact import ExactIndex
+from perturbations.neighbors.hnsw import HnswIndex
+from perturbations.neighbors.table import TableIndex
+from perturbations.neighbors.upkeep import Drift, Neighborhood, Refresh
+from perturbations.neighbors.words import OtherWords, word_key, word_numbers
+from perturbations.options import nearest
 
-__all__ = ["ExactIndex", "NeighborIndex"]
+INDICES = ("exact", "hnsw")
+
+__all__ = [
+    "INDICES",
+    "Drift",
+    "ExactIndex",
+    "HnswIndex",
+    "NeighborIndex",
+    "Neighborhood",
+    "OtherWords",
+    "Refresh",
+    "TableIndex",
+    "create_index",
+    "word_key",
+    "word_numbers",
+]
+
+
+def create_index(
+    embedding: Tensor,
+    kind: str = "exact",
+    metric: str = "cosine",
+    exclude: Sequence[int] = (),
+    words: Tensor | None = None,
+    lazy: bool | None = None,
+) -> TableIndex:
+    """An index with its default settings.
+
+    Args:
+        embedding: (V, D), any float dtype; kept by reference.
+        kind: exact or hnsw; metric l1, which a graph does not know, is always served by the exact one.
+        metric: cosine, l2, l1 or dot.
+        exclude: ids that are never neighbors.
+        words: (V,) int64 numbers of the words, to skip neighbors that are the same word; None to keep them.
+        lazy: as in :class:`TableIndex`.
+
+    Raises:
+        ValueError: for an unknown kind, and as :class:`ExactIndex`.
+        ImportError: for hnsw where hnswlib is not installed.
+    """
+    if kind not in INDICES:
+        raise ValueError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")
+    cls = HnswIndex if kind == "hnsw" and metric != "l1" else ExactIndex
+    index = cls(embedding, metric, exclude, lazy=lazy)
+    return index if words is None else OtherWords(index, words)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from perturbations.base import Perturbation, Proposal, Step
-from perturbations.edit import InputEdit, one_hot, realise
+from perturbations import density as densities
+from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.edit import InputEdit, mix, one_hot, realise
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.strategies.soft import check_top_k
@@ -33,6 +35,19 @@ class Gaussian(Perturbation):
     )
     tau: float = option(0.5, "temperature of the soft mixture (base=soft)", above=0.0)
     k: int = option(32, "tokens in the soft mixture (base=soft)", low=1)
+    density: str = option(
+        "token",
+        "what the loss weighs: the token's probability, or the Gaussian density of the input",
+        choices=("token", "gaussian"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.density == "gaussian" and self.sigma == 0.0:
+            raise ValueError(
+                "perturbation option sigma=0: density='gaussian' needs noise; the default is 0.33. Raise it, or take"
+                " density='token'."
+            )
 
     def propose(self, step: Step) -> Proposal:
         """e' = h + σ ε with h = E[token], E[argmax z] or Σ_v softmax(z/τ)_v E[v] over the k likeliest tokens.
@@ -52,6 +67,30 @@ class Gaussian(Perturbation):
             rms = realise(mean, step.geometry.lookup, None).float().square().mean(dim=-1).sqrt()
         return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
 
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """−‖e' − h(θ)‖² / (2σ²) up to what the policy has no part in, with gradient to h(θ).
+
+        What is taken off is the density at the recorded mean: a constant, so ratios are the paper's, and their digits
+        are kept where D/2 stands before and after. e' is fixed: the recorded mixture and noise, looked up in the
+        policy at hand (as the replay feeds it) and detached. With ``base=token`` the token itself was drawn too, so
+        its log-probability is added.
+        """
+        edit, lookup = replayed.edit, replayed.lookup
+        with torch.no_grad():
+            vectors = lookup(edit.ids)
+            origin = (vectors * edit.weights.unsqueeze(-1)).sum(dim=-2)
+            fed = mix(vectors, edit.weights, edit.sigma, replayed.noise_keys).float()
+        if self.base == "token":
+            mean = lookup(edit.ids[:, 0])
+        elif self.base == "fuzzy":
+            mean = lookup(replayed.top(1)[:, 0])
+        else:
+            ids = replayed.top(self.k)
+            weights = torch.softmax(replayed.at(ids) * (replayed.temperature / self.tau), dim=-1)
+            mean = (lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
+        ratio = densities.gaussian_ratio(fed, mean, edit.sigma, origin)
+        return ratio + replayed.token_log_probs if self.base == "token" else ratio
+
     @property
     def candidates(self) -> int:
         """1 for a token, k for a soft mixture."""
@@ -61,6 +100,11 @@ class Gaussian(Perturbation):
     def noisy(self) -> bool:
         """Always: that is the point."""
         return True
+
+    @property
+    def has_density(self) -> bool:
+        """Where ``density`` says so."""
+        return self.density != "token"
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

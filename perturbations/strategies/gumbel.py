@@ -1,19 +1,18 @@
-"""Gumbel soft-thinking: the rollout of SofT-GRPO (Zheng and Lee, arXiv 2511.06411)."""
+"""Gumbel soft-thinking: the rollout and the density of SofT-GRPO (Zheng and Lee, arXiv 2511.06411)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from perturbations.base import Perturbation, Proposal, Step
+from perturbations import density as densities
+from perturbations.base import Perturbation, Proposal, Replayed, Step
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.strategies.soft import check_top_k, truncated
-
-_NOISE_RANGE = (-1.5, 3.0)
-_LOG_FLOOR = 1e-6
 
 
 @register("gumbel")
@@ -27,23 +26,63 @@ class Gumbel(Perturbation):
     top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
     tau: float = option(0.1, "temperature of the Gumbel-softmax, τ_g", above=0.0)
     clamp: bool = option(True, "clamp the noise to [-1.5, 3], as the paper does")
+    density: str = option(
+        "token",
+        "what the loss weighs: the token's probability, or SofT-GRPO's density of the noise",
+        choices=("token", "gumbel"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.density == "gumbel" and not self.clamp:
+            raise ValueError(
+                "perturbation option clamp=False: density='gumbel' is that of clamped noise, [-1.5, 3]. Leave clamp"
+                " at true, or take density='token'."
+            )
+        if self.density == "gumbel" and self.tau < 0.1:
+            raise ValueError(
+                f"perturbation option tau={self.tau:g}: must be at least 0.1 (the default) with density='gumbel':"
+                " below, float32 weights are too small to hold the noise. Raise it, or take density='token'."
+            )
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
         ids, probabilities = truncated(step.logits, self.k, self.top_p)
         noise = step.gumbel(ids)
         if self.clamp:
-            noise = noise.clamp(*_NOISE_RANGE)
+            noise = noise.clamp(*densities.GUMBEL_RANGE)
         kept = probabilities > 0.0
-        scores = torch.where(kept, (probabilities + _LOG_FLOOR).log() + noise, -torch.inf)
+        scores = torch.where(kept, (probabilities + densities.LOG_FLOOR).log() + noise, -torch.inf)
         weights = torch.softmax(scores / self.tau, dim=-1)
         tokens = ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        return Proposal(InputEdit(ids, weights), tokens)
+        total = self.tau * torch.logsumexp(scores / self.tau, dim=-1) if self.keeps_total else None
+        return Proposal(InputEdit(ids, weights, total=total), tokens)
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """Mean over ids with log p_i(θ) > −3 of −g_i(θ) − exp(−g_i(θ)), g_i(θ) = clamp(y_i − log p_i(θ), −1.5, 3).
+
+        y_i = τ_g log w_i + total. A weight that float32 lost stands for a y below −5, whose g is clamped in any case.
+        """
+        edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
+        weights = edit.weights.clamp_min(torch.finfo(torch.float32).tiny)
+        scores = self.tau * weights.log() + edit.total.unsqueeze(-1)
+        probabilities = densities.renormalised(replayed.at(edit.ids), kept)
+        return densities.gumbel(scores, probabilities, kept)
 
     @property
     def candidates(self) -> int:
         """k."""
         return self.k
+
+    @property
+    def keeps_total(self) -> bool:
+        """With a density: weights = softmax(y / τ_g) have lost τ_g · logsumexp(y / τ_g)."""
+        return self.has_density
+
+    @property
+    def has_density(self) -> bool:
+        """Where ``density`` says so."""
+        return self.density != "token"
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.edit import InputEdit
+from perturbations.neighbors import Refresh
 from perturbations.options import option
 from perturbations.registry import register
 
@@ -39,13 +41,21 @@ class Neighbor(Perturbation):
     space: str | None = option(None, "embeddings in which neighbors are near", choices=("input", "output"))
     mix_temperature: float = option(1.0, "divides the set's scores before the softmax", above=0.0)
     skip_special: bool = option(False, "leave special and never-trained tokens out of the neighbors")
+    skip_same_word: bool = option(False, "leave out neighbors that differ in case, space or English inflection only")
+    index: str = option("exact", "how neighbors are found; hnsw needs hnswlib", choices=("exact", "hnsw"))
+    refresh: str = option(
+        "every_sync", "when neighbor sets are computed anew: every_sync, never, or each n weight syncs"
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.refresh, int) and not isinstance(self.refresh, bool):
+            object.__setattr__(self, "refresh", str(self.refresh))  # as YAML reads it
         super().__post_init__()
+        Refresh.parse(self.refresh)
         for part, value in _VARIANTS[self.variant].items():
             if getattr(self, part) is None:
                 object.__setattr__(self, part, value)
-        if self.rate == 1.0 and self.realization == "anchor":
+        if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
             warnings.warn(
                 "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the"
                 " same and every group-relative advantage is zero. Lower the rate, or set realization='sampled'"
@@ -56,7 +66,14 @@ class Neighbor(Perturbation):
     def propose(self, step: Step) -> Proposal:
         """Section 3 of the paper: anchor, neighbor set C_t, softmax within the set, mixture."""
         anchor = step.logits.argmax(dim=-1)
-        index = step.geometry.index(self.metric, self.space, self.skip_special)
+        index = step.geometry.index(
+            self.metric,
+            self.space,
+            self.skip_special,
+            kind=self.index,
+            skip_same_word=self.skip_same_word,
+            refresh=self.refresh,
+        )
         neighbors, _ = index.query(anchor, self.k - 1)
         ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)
         if self.weights == "logits":
@@ -75,7 +92,11 @@ class Neighbor(Perturbation):
         return self.k
 
     def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
+        """k cannot exceed the vocabulary, and a graph needs its library."""
+        if self.index == "hnsw" and self.metric != "l1" and find_spec("hnswlib") is None:
+            raise ValueError(
+                "perturbation option index='hnsw': needs hnswlib; pip install 'ngrpo[hnsw]', or take exact."
+            )
         if self.k > vocabulary:
             raise ValueError(
                 f"perturbation option k={self.k}: must be in [2, {vocabulary}], the model's vocabulary; the paper"

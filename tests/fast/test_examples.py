@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_custom_perturbation_checks_itself() -> None:
-    script = Path(__file__).resolve().parents[2] / "examples" / "custom_perturbation.py"
+
+@pytest.mark.parametrize("name", ["custom_perturbation", "custom_gate"])
+def test_custom_examples_check_themselves(name: str) -> None:
+    script = Path(__file__).resolve().parents[2] / "examples" / f"{name}.py"
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert "keeps the contract" in result.stdout

@@ -12,6 +12,7 @@ import pytest
 
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.gates import Schedule
 from perturbations.options import allowed, coerce, nearest, option
 from perturbations.registry import create
 
@@ -38,9 +39,10 @@ class {name}(Perturbation):
 @pytest.fixture(autouse=True)
 def clean_registry(monkeypatch: pytest.MonkeyPatch):
     """What a test registers or imports is gone after it."""
-    for name in registry._in_tree():
+    for name in registry.operators.in_tree():
         registry.get(name)
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    for kind in (registry.operators, registry.gates):
+        monkeypatch.setattr(kind, "registered", dict(kind.registered))
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -64,7 +66,7 @@ def message(call) -> str:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("neighbr", {}, ["'neighbr'", "Did you mean 'neighbor'?", "gaussian, gumbel, neighbor, none, soft"]),
+        ("neighbr", {}, ["'neighbr'", "Did you mean 'neighbor'?", "Available:", "gaussian", "soft", "./file.py:Name"]),
         ("xyzzy", {}, ["'xyzzy'", "Available:", "package.module:Name"]),
         (
             "neighbor",
@@ -229,7 +231,7 @@ def test_a_registered_operator_elsewhere_is_found_by_another_process(
     assert registry.available()["theirs"] == "their_registered"
     # Another process has not imported the module, so the spec must not rely on the short name.
     assert operator.spec()["name"] == "their_registered:Theirs"
-    registry._registered.pop("theirs")
+    registry.operators.registered.pop("theirs")
     assert create(**operator.spec()) == operator
 
 
@@ -238,7 +240,7 @@ def install(folder: Path, package: str, entries: str) -> None:
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{entries}\n")
+    (info / "entry_points.txt").write_text(f"[{registry.operators.group}]\n{entries}\n")
 
 
 def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +282,7 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = message(lambda: importlib.import_module("their_second"))
     assert "'twice'" in text and "their_first.Theirs" in text and "another name" in text
     importlib.reload(first)  # the same class again is no duplicate
-    registry._registered.pop("neighbor")  # even before ours was imported
+    registry.operators.registered.pop("neighbor")  # even before ours was imported
     text = message(lambda: importlib.import_module("their_clash"))
     assert "'neighbor'" in text and "their_clash.Theirs" in text
 
@@ -288,7 +290,7 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- specs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(registry._in_tree()))
+@pytest.mark.parametrize("name", sorted(registry.operators.in_tree()))
 def test_spec_round_trip(name: str) -> None:
     operator = create(name, seed=5, until="none", protect="1,2")
     spec = operator.spec()
@@ -328,9 +330,8 @@ def test_greedy_combination_warns_and_no_other() -> None:
 
 def test_gate_and_activity_follow_the_options() -> None:
     operator = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
-    gate = operator.gate
-    assert (gate.rate, gate.until, gate.entropy_min) == (0.2, "x", 1.0)
-    assert (gate.every, gate.burn_in, gate.protect) == (2, 3, "digits")
+    assert (operator.plan(1, 5, 60) == Schedule(0.2, 2, 3).plan(1, 5, 60)).all() and operator.gate is None
+    assert (operator.until, operator.entropy_min, operator.protect) == ("x", 1.0, "digits")
     assert operator.active and not create("neighbor", rate=0).active and not create("none").active
 
 

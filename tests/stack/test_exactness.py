@@ -17,6 +17,9 @@ OPTIONS = {
     "gaussian": [{}, {"base": "soft"}],
     "gumbel": [{}],
     "soft": [{}],
+    "dirichlet": [{}],
+    "normal": [{}],
+    "orthogonal": [{}],
 }
 CASES = [
     pytest.param(
@@ -32,7 +35,7 @@ CASES = [
 
 def test_every_operator_of_the_tree_is_here() -> None:
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
-    assert in_tree - {"none"} == set(OPTIONS)
+    assert in_tree - {"none", "hrpo"} == set(OPTIONS)  # hrpo: test_hrpo.py, with its parameters
 
 
 @pytest.mark.filterwarnings("ignore:neighbor with rate 1")

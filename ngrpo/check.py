@@ -1,0 +1,76 @@
+"""`ngrpo check`: does an operator or a gate keep its contract, and if not, what to mend."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+_USAGE = """\
+usage: ngrpo check [gate] NAME [option=value ...]
+
+Runs the conformance suite on a small synthetic model: no engine, no download, a second or so.
+
+  ngrpo check ./my_operator.py:MyOperator              a class in a file; :Name may be left out where there is one
+  ngrpo check ./my_operator.py:MyOperator share=0.5    with options of its own
+  ngrpo check my_package.module:MyOperator             a class in an importable module
+  ngrpo check neighbor k=4                             a registered name
+  ngrpo check gate ./my_gate.py:MyGate                 a gate
+"""
+
+
+def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+    """Prints one line per check, and what is wrong and how to mend it where one fails.
+
+    Args:
+        words: everything after ``ngrpo check``.
+        report: called with a line for the user beside the result.
+
+    Returns:
+        0 where the contract is kept, 1 where it is broken, 2 without a name.
+
+    Raises:
+        ValueError: where the name cannot be loaded, or an option is not its own.
+    """
+    if not words or "-h" in words or "--help" in words:
+        print(_USAGE, end="")
+        return 0 if words else 2
+    kind = "gate" if words[0] == "gate" and len(words) > 1 else "perturbation"
+    name, *given = words[1:] if kind == "gate" else words
+    from perturbations.testing import inspect
+
+    broken, told = 0, set()
+    for title, error in inspect(name, kind, **_options(given)):
+        print(f"{'ok   ' if error is None else 'WRONG'}  {title}")
+        if error is None:
+            continue
+        broken += 1
+        what = error.what.partition(f"{title.removeprefix('proposals for ').removeprefix('open rows for ')}: ")
+        if (what[2] or what[0], error.mend) in told:
+            print("       as above")
+            continue
+        told.add((what[2] or what[0], error.mend))
+        _tell("what", error.what)
+        _tell("mend", error.mend)
+    if broken:
+        report(f"{name} breaks the contract that rollout and replay rest on ({broken} of the checks).")
+        return 1
+    use = f"--perturbation NAME --perturbation.gate {name}" if kind == "gate" else f"--perturbation {name}"
+    report(f"{name} keeps the contract. Use it: ngrpo train {use} ...")
+    return 0
+
+
+def _tell(label: str, text: str) -> None:
+    indent = " " * 13
+    print(
+        textwrap.fill(text, 110, initial_indent=f"       {label}: ", subsequent_indent=indent, break_long_words=False)
+    )
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ValueError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
+        options[name] = value
+    return options

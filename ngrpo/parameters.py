@@ -1,0 +1,136 @@
+"""An operator's learned parameters on disk: ``perturbation/module.safetensors`` in the model's folder.
+
+A file of its own, in a folder of its own: transformers and vLLM refuse names in the model's files that they do not
+know, and vLLM reads every ``*.safetensors`` at the top of a model folder. Neither looks into subfolders, so the model
+stays an ordinary one that runs without us.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from perturbations import learned
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from perturbations.base import Perturbation
+
+FILE = "perturbation/module.safetensors"
+
+
+def save(folder: str | os.PathLike[str], operator: Perturbation, tensors: dict[str, Tensor]) -> None:
+    """Writes a module's parameters, by their names in the module, with the operator's spec."""
+    from safetensors.torch import save_file
+
+    path = os.path.join(folder, FILE)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata={"name": operator.name, "spec": operator.fingerprint()})
+
+
+def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: str | None = None) -> bool:
+    """Loads what :func:`save` wrote beside a model.
+
+    Args:
+        module: the operator's module.
+        operator: its operator.
+        model: a model folder or hub name.
+        revision: of a hub name.
+
+    Returns:
+        Whether there was anything; where not, the module stays as it started.
+
+    Raises:
+        ValueError: for the parameters of another operator, or another model.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    path = _find(model, revision)
+    if path is None:
+        return False
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    # The registry name, and not the spec's: that may be a path, or hold a file's text.
+    theirs = {**json.loads(metadata.get("spec", "{}")), "name": metadata.get("name")}
+    ours = {**operator.spec(), "name": operator.name}
+    for name in ("name", *operator.module_options):
+        if theirs.get(name) != ours[name]:
+            raise ValueError(
+                f"{path} was trained with {name}={theirs.get(name)!r}, this run has {name}={ours[name]!r}. Give it the"
+                f" saved value, or remove the file to start with new parameters."
+            )
+    try:
+        learned.load(module, load_file(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return True
+
+
+def _find(model: str, revision: str | None) -> str | None:
+    if os.path.isdir(model):
+        path = os.path.join(model, FILE)
+        return path if os.path.isfile(path) else None
+    from transformers.utils.hub import cached_file
+
+    return cached_file(
+        model,
+        FILE,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+
+
+def attach(model: Any, operator: Perturbation, folder: str) -> None:
+    """Puts the operator's module beside a Hugging Face model: with what is saved, and saved with the model.
+
+    Args:
+        model: a causal model, or its LoRA wrapper.
+        operator: any operator; one without parameters changes nothing.
+        folder: where the model came from.
+
+    Raises:
+        ValueError: for LoRA under ZeRO-3, where nobody gathers the parameters for saving.
+    """
+    module = learned.attach(model, operator)
+    if module is None:
+        return
+    if _is_lora(model):
+        from transformers.integrations import is_deepspeed_zero3_enabled
+
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"perturbation {operator.name!r} has parameters of its own, which OpenRLHF cannot save for LoRA under"
+                " ZeRO-3: use --ds.zero_stage 2, or train without LoRA."
+            )
+    load_saved(module, operator, folder)
+    model.save_pretrained = _saving_both(model, module, operator)
+
+
+def _is_lora(model: Any) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def _saving_both(model: Any, module: nn.Module, operator: Perturbation) -> Callable[..., Any]:
+    """``save_pretrained`` that keeps the module's parameters out of the model's files and writes them to their own."""
+    original = model.save_pretrained
+
+    def save_pretrained(
+        save_directory: Any, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        if state_dict is None and _is_lora(model):
+            result, own = original(save_directory, *args, **kwargs), module.state_dict()  # only the adapter's tensors
+        else:
+            own = {}
+            tensors = model.state_dict() if state_dict is None else state_dict
+            kept = dict(learned.split(tensors.items(), own))
+            result = original(save_directory, *args, state_dict=kept, **kwargs)
+        save(save_directory, operator, own)
+        return result
+
+    return save_pretrained

@@ -1,0 +1,141 @@
+"""Densities in OpenRLHF's loss: at perturbed positions log π of the input takes the place of the token's log π.
+
+OpenRLHF 0.11.2's ``Actor.forward`` takes its log-probabilities from temperature-scaled logits by one function,
+``log_probs_from_logits``. Ours calls it and then replaces the perturbed positions, in a padded batch as in a packed
+one. So the old, the new and the reference log-probabilities, the ratio, the clip and the KL term are all of the same
+thing. A forward that never called it is an error: there is no quiet return to the token's log-probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perturbations.base import Perturbation
+from perturbations.replay import ReplayRecord
+from perturbations.replay_scope import ReplayScope, flat_rows
+
+
+class Densities:
+    """The densities of one replayed forward.
+
+    Attributes:
+        tokens: the tokens' own log π at the replayed positions, (N,) float32, detached; None before the forward.
+    """
+
+    def __init__(self, operator: Perturbation, scope: ReplayScope, temperature: float) -> None:
+        """
+        Args:
+            operator: one with a density.
+            scope: the scope that replays this forward, already entered.
+            temperature: by which the logits are divided.
+        """
+        self._operator, self._scope, self._temperature = operator, scope, temperature
+        self.tokens: Tensor | None = None
+
+    def replace(self, logits: Tensor, log_probs: Tensor) -> Tensor:
+        """Log-probabilities with the density at perturbed positions.
+
+        Args:
+            logits: z̃, (…, V), in the layout of the forward's input.
+            log_probs: of the tokens that follow each row, (…).
+
+        Returns:
+            As ``log_probs``.
+
+        Raises:
+            RuntimeError: where the logits are not those of the replayed forward, or the operator answers in a wrong
+                shape.
+        """
+        flat = log_probs.reshape(-1)
+        replayed, inside = self._scope.replayed(logits.reshape(-1, logits.shape[-1]), flat, self._temperature)
+        self.tokens = replayed.token_log_probs.detach()
+        density = self._operator.log_density(replayed)
+        if density.shape != self.tokens.shape:
+            raise RuntimeError(
+                f"perturbation {self._operator.name!r}: log_density returns {tuple(density.shape)} for"
+                f" {len(self.tokens)} positions: one number for each is needed."
+            )
+        # Positions that were cut off are written to one more entry, which is dropped.
+        target = torch.where(inside, replayed.rows, len(flat))
+        padded = torch.cat([flat, flat.new_zeros(1)])
+        return padded.index_copy(0, target, density.to(flat.dtype))[:-1].view_as(log_probs)
+
+
+_active: ContextVar[Densities | None] = ContextVar("densities", default=None)
+
+
+@contextmanager
+def densities(operator: Perturbation, scope: ReplayScope, temperature: float) -> Iterator[Densities | None]:
+    """Puts an operator's density into the log-probabilities of the forward in this context.
+
+    Args:
+        operator: the run's; one without a density leaves everything as it is.
+        scope: the scope of the replay, already entered.
+        temperature: the actor's.
+
+    Yields:
+        The densities, or None where the operator has none or nothing is replayed.
+
+    Raises:
+        RuntimeError: at the end, where no log-probabilities came through.
+    """
+    if not operator.has_density or scope.empty:
+        yield None
+        return
+    ours = Densities(operator, scope, temperature)
+    token = _active.set(ours)
+    try:
+        yield ours
+    finally:
+        _active.reset(token)
+    if ours.tokens is None:
+        raise RuntimeError(
+            f"the density of perturbation {operator.name!r} was not computed: the model's log-probabilities did not"
+            " come from openrlhf.models.actor.log_probs_from_logits (0.11.2), as with a fused loss. Training on the"
+            " tokens' log-probabilities instead would be another method: take that path out, or --perturbation.density"
+            " token."
+        )
+
+
+def with_densities(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`openrlhf.models.actor.log_probs_from_logits`: with the density at perturbed positions."""
+
+    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        log_probs, ours = original(logits, labels, *args, **kwargs), _active.get()
+        return log_probs if ours is None else ours.replace(logits, log_probs)
+
+    return log_probs_from_logits
+
+
+def token_log_probs(
+    log_probs: Tensor, records: Sequence[ReplayRecord | None], tokens: Tensor | None, attention_mask: Tensor
+) -> Tensor:
+    """The tokens' own log-probabilities of a forward: what the rollout's are compared with.
+
+    Args:
+        log_probs: what the forward returned, densities included, (B, A): of the last A tokens of each row.
+        records: of the batch.
+        tokens: :attr:`Densities.tokens`, or None where nothing was replaced.
+        attention_mask: (B, T).
+
+    Returns:
+        (B, A), on the CPU.
+    """
+    log_probs = log_probs.cpu()
+    if tokens is None:
+        return log_probs
+    present = [(i, r) for i, r in enumerate(records) if r is not None]
+    sample = torch.cat([torch.full((len(r),), i) for i, r in present])
+    position = torch.cat([torch.from_numpy(r.positions).long() for _, r in present])
+    mask = attention_mask.cpu()
+    rows, inside = flat_rows(sample, position, tuple(mask.shape), mask)
+    full = torch.zeros(mask.shape)
+    full[:, mask.shape[1] - log_probs.shape[1] :] = log_probs
+    full.view(-1)[rows[inside]] = tokens.cpu().float()[inside]
+    return full[:, mask.shape[1] - log_probs.shape[1] :]

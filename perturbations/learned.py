@@ -1,0 +1,94 @@
+"""Operators with learned parameters: what their module must keep to, and where it lives beside a model.
+
+`Perturbation.module(hidden_size)` gives a module that maps the first candidate's embedding e and the mixture
+r = Σ_k w_k E[c_k] + σ ε, both (N, D) float32, to the input e', (N, D) float32. It must
+- start the same in every process: trainer, reference and each rollout worker make their own, with other seeds;
+- treat each of the N rows alone, and N may be 0;
+- compute in float32 whatever the dtype of its parameters: the trainer holds them in the policy's, often bfloat16;
+- have parameters, and no buffers that matter: only parameters are trained, saved and synced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from perturbations.base import Perturbation
+
+NAME = "perturbation"
+"""The module's name as a submodule of the policy: its parameters are ``perturbation.…`` there."""
+PREFIX = NAME + "."
+
+
+def attach(model: nn.Module, operator: Perturbation) -> nn.Module | None:
+    """Makes the operator's module a submodule of a model, on its device and in its dtype.
+
+    Args:
+        model: a causal model with ``get_input_embeddings()``.
+        operator: any operator.
+
+    Returns:
+        The module, or None for an operator without parameters.
+
+    Raises:
+        ValueError: where the model has something else of that name.
+    """
+    if type(operator).module is Perturbation.module:
+        return None
+    embedding = model.get_input_embeddings()
+    module = operator.module(embedding.embedding_dim)
+    if module is None:
+        return None
+    if hasattr(model, NAME):
+        raise ValueError(
+            f"{type(model).__name__} already has a submodule {NAME!r}: its parameters would be taken for those of"
+            f" perturbation {operator.name!r}. Attach one operator, once."
+        )
+    weight = next(embedding.parameters())
+    module.to(device=weight.device, dtype=weight.dtype)
+    model.add_module(NAME, module)
+    return module
+
+
+def attached(model: nn.Module) -> nn.Module | None:
+    """The module that :func:`attach` put beside a model, or None."""
+    return getattr(model, NAME, None)
+
+
+def split(tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Passes the model's tensors on and puts the module's into ``own``, under their names in the module."""
+    for name, tensor in tensors:
+        if name.startswith(PREFIX):
+            own[name[len(PREFIX) :]] = tensor
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True) -> None:
+    """Copies values into a module's parameters.
+
+    Args:
+        module: of an operator.
+        tensors: values by name in the module, of any dtype and device.
+        whole: every parameter must be there; a weight sync may bring them one at a time.
+
+    Raises:
+        ValueError: for names or shapes that are not the module's.
+    """
+    own = dict(module.named_parameters())
+    unknown, missing = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors)) if whole else []
+    if unknown or missing:
+        raise ValueError(
+            f"these are not the parameters of {type(module).__name__}: unknown {unknown or 'none'}, missing"
+            f" {missing or 'none'}. Load them with the perturbation that they were saved with."
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"parameter {name!r} of {type(module).__name__} has shape {tuple(own[name].shape)}, the saved one"
+                f" {tuple(tensor.shape)}: they belong to a model of another hidden size."
+            )
+        own[name].copy_(tensor)

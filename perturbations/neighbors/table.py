@@ -1,0 +1,136 @@
+"""What the indices have in common: a table with one row per token, each computed once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perturbations.neighbors.base import NeighborIndex
+
+_SCRATCH_CPU, _SCRATCH_DEVICE = 32 << 20, 512 << 20  # bytes of temporary values held at once
+
+
+class TableIndex(NeighborIndex):
+    """Answers queries from a table. Subclasses say in :meth:`search` how its rows are computed.
+
+    On CPU rows are filled on first use; elsewhere the whole table is computed on the first query, so that later
+    queries are a gather without host synchronisation.
+    """
+
+    def __init__(self, size: int, device: torch.device, exclude: Sequence[int] = (), lazy: bool | None = None) -> None:
+        """
+        Args:
+            size: V, the tokens.
+            device: where the table lies.
+            exclude: ids that are never neighbors; they may still be queried.
+            lazy: fill rows on first use; None for the rule above.
+
+        Raises:
+            ValueError: for an excluded id that is no token.
+        """
+        bad = [i for i in exclude if not 0 <= i < size]
+        if bad:
+            raise ValueError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")
+        self._size, self._device = size, device
+        with torch.inference_mode(False):
+            self._excluded = torch.zeros(size, dtype=torch.bool, device=device)
+            self._excluded[torch.tensor(sorted(set(exclude)), dtype=torch.int64, device=device)] = True
+        self._lazy = device.type == "cpu" if lazy is None else lazy
+        self._scratch = _SCRATCH_CPU if device.type == "cpu" else _SCRATCH_DEVICE
+        self._width = 0
+
+    @abstractmethod
+    def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Computes the rows of a block of tokens, whatever the table holds.
+
+        Args:
+            tokens: (Q,) int64; (Q, V) float32 values fit into the scratch memory.
+            k: in [1, possible neighbors].
+
+        Returns:
+            ids (Q, k) int64 and scores (Q, k) float32, best first, equal scores by rising id.
+        """
+
+    def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`NeighborIndex.query`.
+
+        Raises:
+            ValueError: for a k outside [1, possible neighbors], or on CPU an id outside [0, V).
+        """
+        if k > self._width or k < 1:
+            self._widen(k)
+            if not self._lazy:
+                self._fill_all()
+        if self._lazy:
+            try:
+                known = self._filled.index_select(0, token_ids)
+            except (IndexError, RuntimeError):
+                low, high = int(token_ids.min()), int(token_ids.max())
+                if low >= 0 and high < self._size:
+                    raise
+                bad = low if low < 0 else high
+                raise ValueError(f"token id {bad}: must be in [0, {self._size - 1}], the embedding's rows.") from None
+            if not known.all():
+                self._fill(token_ids[~known].unique())
+        ids = self._ids.index_select(0, token_ids)[:, :k].long()
+        return ids, self._scores.index_select(0, token_ids)[:, :k]
+
+    def precompute(self, k: int) -> None:
+        """Fills the whole table for up to k neighbors, in blocks of bounded memory."""
+        if k > self._width or k < 1:
+            self._widen(k)
+        self._fill_all()
+
+    @property
+    def most(self) -> int:
+        """The largest k: a token that is excluded itself has as many others as one that is not."""
+        others = self._size - int(self._excluded.sum())
+        return others - 1 if others else 0
+
+    def _widen(self, k: int) -> None:
+        if not 1 <= k <= self.most:
+            excluded = f" without {int(self._excluded.sum())} excluded ones" if bool(self._excluded.any()) else ""
+            raise ValueError(
+                f"k={k} neighbors: must be in [1, {self.most}], the other tokens of a vocabulary of"
+                f" {self._size}{excluded}."
+            )
+        with torch.inference_mode(False):
+            self._ids = torch.zeros(self._size, k, dtype=torch.int32, device=self._device)
+            self._scores = torch.zeros(self._size, k, dtype=torch.float32, device=self._device)
+            self._filled = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+        self._width = k
+
+    def _fill_all(self) -> None:
+        self._fill((~self._filled).nonzero().flatten())
+
+    def _fill(self, tokens: Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for block in tokens.split(max(1, self._scratch // (4 * self._size))):
+                self._fill_block(block)
+
+    def _fill_block(self, tokens: Tensor) -> None:
+        ids, scores = self.search(tokens, self._width)
+        self._ids[tokens], self._scores[tokens] = ids.int(), scores
+        self._filled[tokens] = True
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Excluded ids and the rows filled so far, for a file."""
+        header = {"exclude": self._excluded.nonzero().flatten().tolist(), "width": self._width}
+        if not self._width:
+            return header, {}
+        known = self._filled.nonzero().flatten()
+        rows = {"rows": known, "ids": self._ids[known], "scores": self._scores[known]}
+        return header, {name: tensor.cpu() for name, tensor in rows.items()}
+
+    def _restore(self, header: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Puts back what :meth:`_state` gave. A table that is not lazy must have been whole to be of use."""
+        if not header["width"] or not (self._lazy or len(arrays["rows"]) == self._size):
+            return
+        self._widen(header["width"])
+        rows, ids, scores = (torch.from_numpy(arrays[name]).to(self._device) for name in ("rows", "ids", "scores"))
+        self._ids[rows], self._scores[rows] = ids, scores
+        self._filled[rows] = True

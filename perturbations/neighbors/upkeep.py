@@ -1,0 +1,178 @@
+"""A neighbor index through the weight syncs of a run: when it is computed anew, and how much the sets change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from perturbations.neighbors.base import NeighborIndex
+from perturbations.options import nearest
+
+_WATCHED, _WATCHED_L1 = 256, 16  # an L1 row costs as much as some twenty others
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """When neighbor sets are computed anew.
+
+    Attributes:
+        every: at each n-th weight sync; None for never.
+    """
+
+    every: int | None = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Refresh:
+        """``every_sync``, ``never``, or a positive whole number of weight syncs.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        words = {"every_sync": cls(1), "never": cls(None)}
+        if text in words:
+            return words[text]
+        if text.isdecimal() and int(text) > 0:
+            return cls(int(text))
+        raise ValueError(
+            f"perturbation option refresh={text!r}: must be every_sync, never, or a positive whole number of weight"
+            f" syncs, such as 10.{nearest(text, words)}"
+        )
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How many neighbor sets the latest weight sync changed, over tokens that were used as anchors.
+
+    Attributes:
+        tokens: tokens whose sets are followed.
+        changed_since_start: of these, those with another set than when they were first followed.
+        compared: tokens whose set right before the sync is known.
+        changed: of these, those with another set now.
+    """
+
+    tokens: int
+    changed_since_start: int
+    compared: int
+    changed: int
+
+    def __add__(self, other: Drift) -> Drift:
+        return Drift(
+            self.tokens + other.tokens,
+            self.changed_since_start + other.changed_since_start,
+            self.compared + other.compared,
+            self.changed + other.changed,
+        )
+
+    def shares(self) -> dict[str, float]:
+        """``neighbors_changed`` and ``neighbors_changed_since_start`` in [0, 1]; what cannot be said is left out."""
+        shares = {}
+        if self.compared:
+            shares["neighbors_changed"] = self.changed / self.compared
+        if self.tokens:
+            shares["neighbors_changed_since_start"] = self.changed_since_start / self.tokens
+        return shares
+
+
+class MakeIndex(Protocol):
+    """Makes an index from an embedding matrix; a ``probe`` answers for few tokens and is then thrown away."""
+
+    def __call__(self, embedding: Tensor, probe: bool) -> NeighborIndex: ...
+
+
+class Neighborhood(NeighborIndex):
+    """Answers from an index that it keeps or makes anew, as the refresh policy says, and follows the drift.
+
+    Where sets outlive a weight sync, the index is made from a copy of the matrix, so that a row first needed later is
+    of the same weights as the others.
+
+    Followed are at most 256 tokens (16 for L1) of those that were asked for; where there are more, evenly spaced by
+    id. At a sync their sets are computed from the new weights, whether or not the policy takes these into use. A set
+    is the k nearest, in any order.
+    """
+
+    def __init__(self, make: MakeIndex, matrix: Callable[[], Tensor], refresh: Refresh, metric: str = "cosine") -> None:
+        """
+        Args:
+            make: makes the index.
+            matrix: gives the embedding matrix, (V, D), as it is now.
+            refresh: the policy.
+            metric: the index's metric.
+        """
+        self._make, self._matrix, self._refresh = make, matrix, refresh
+        self._most = _WATCHED_L1 if metric == "l1" else _WATCHED
+        self._syncs = self._k = 0
+        self.drift: Drift | None = None
+        self._index = self._built()
+        with torch.inference_mode(False):
+            size, device = matrix().shape[0], matrix().device
+            self._asked = torch.zeros(size, dtype=torch.bool, device=device)
+            self._watched = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`NeighborIndex.query`."""
+        found = self._index.query(token_ids, k)
+        self._asked.index_fill_(0, token_ids, True)
+        self._k = k
+        return found
+
+    def precompute(self, k: int) -> None:
+        """See :meth:`NeighborIndex.precompute`."""
+        self._index.precompute(k)
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything was asked since the last sync."""
+        return self._k > 0
+
+    def weights_changed(self) -> None:
+        """To be called after a weight sync and before the next query."""
+        self._syncs += 1
+        due = self._refresh.every is not None and self._syncs % self._refresh.every == 0
+        # Whether the sets in use are of the weights right before this sync, and not older ones.
+        fresh = (self._syncs - 1) % (self._refresh.every or self._syncs) == 0
+        old, k = self._index, self._k
+        if due:
+            self._index = self._built()
+        self._k = 0
+        if not k:
+            self.drift = None
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            joining = self._joining(k)
+            now_in_use = self._index if due else self._make(self._matrix(), probe=True)
+            before = _sets(old, joining, k)
+            now = _sets(now_in_use, torch.cat([self._watched, joining]), k)
+            count = len(self._watched)
+            last, first = torch.cat([self._last, before]), torch.cat([self._first, before])
+            changed = (now != last).any(dim=-1)
+            if not fresh:
+                changed = changed[:count]
+            since = (now != first).any(dim=-1)
+            self.drift = Drift(len(since), int(since.sum()), len(changed), int(changed.sum()))
+            self._watched, self._last, self._first = torch.cat([self._watched, joining]), now, first
+
+    def _built(self) -> NeighborIndex:
+        matrix = self._matrix()
+        return self._make(matrix if self._refresh.every == 1 else matrix.clone(), probe=False)
+
+    def _joining(self, k: int) -> Tensor:
+        """Tokens asked for that are not followed yet, as many as there is room for."""
+        if not len(self._watched) or self._first.shape[-1] != k:
+            self._watched = self._watched[:0]
+            self._last = self._first = self._watched.new_zeros(0, k)
+        new = self._asked.clone()
+        new[self._watched] = False
+        new = new.nonzero().flatten()
+        room = self._most - len(self._watched)
+        if len(new) > room:
+            new = new[torch.arange(room, device=new.device) * len(new) // max(room, 1)]
+        return new
+
+
+def _sets(index: NeighborIndex, tokens: Tensor, k: int) -> Tensor:
+    """(Q, k) ids in ascending order."""
+    return index.query(tokens, k)[0].sort(dim=-1).values

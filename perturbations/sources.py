@@ -1,0 +1,223 @@
+"""Operators and gates in a single Python file, and the file's text on its way to other processes.
+
+A vLLM worker or a Ray actor on another node does not have the user's file. So the spec carries the text, and every
+process makes the module from the text, under a name that holds the text's hash: the same class everywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import hashlib
+import importlib.util
+import linecache
+import re
+import sys
+import traceback
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from perturbations.options import nearest
+
+# The spec stands in one environment variable of the Ray workers, and Linux allows 128 KiB for one.
+_LONGEST = 48 * 1024
+_PREFIX = "perturbation_file_"
+_MAIN = ("__main__", "__mp_main__")  # the latter: a script, imported again by a spawned process
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file's text and name, and the text as the spec carries it.
+
+    Attributes:
+        filename: without its folder, e.g. ``damp.py``.
+        text: decoded, with newlines as ``\\n``.
+        packed: the text compressed, as ASCII.
+    """
+
+    filename: str
+    text: str
+    packed: str
+
+    @property
+    def module(self) -> str:
+        """The module's name: a function of file name and text alone."""
+        stem = re.sub(r"\W", "_", self.filename.removesuffix(".py"))
+        return f"{_PREFIX}{stem}_{_hash(self.text)}"
+
+
+_loaded: dict[str, Source] = {}
+
+
+def split(address: str) -> tuple[str, str] | None:
+    """``./damp.py:Damp`` as (``./damp.py``, ``Damp``), ``./damp.py`` with an empty name; None for what is no file."""
+    path, _, name = address.rpartition(":")
+    if path.endswith(".py"):
+        return path, name
+    return (address, "") if address.endswith(".py") else None
+
+
+def digest(packed: str) -> str:
+    """A short hash of a packed text, whichever zlib packed it."""
+    return _hash(_unpack(packed, "source"))
+
+
+def origin(module: str) -> Source | None:
+    """Where a module's text came from, if it is a file's or the running script's; None for an importable module."""
+    if module in _MAIN:
+        file = getattr(sys.modules.get(module) or sys.modules["__main__"], "__file__", None) or ""
+        if not file.endswith(".py") or not Path(file).is_file():
+            return None
+        return _packed(Path(file).name, _decode(Path(file), file), file)
+    return _loaded.get(module)
+
+
+def from_file(path: str, label: str) -> ModuleType:
+    """The module of a file, by its path; the same text is the same module.
+
+    Args:
+        path: absolute or relative, ``~`` allowed.
+        label: what is being loaded, for messages: ``perturbation './damp.py'``.
+
+    Raises:
+        ValueError: where there is no such file, or it does not run; with the line of the user's file.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        known = next((s for s in _loaded.values() if s.filename == path), None)
+        if known is not None:  # its short name, as specs have it
+            return sys.modules[known.module]
+        raise ValueError(f"{label}: there is no file {path!r}{_beside(file)}")
+    text = _decode(file, label)
+    _refuse_siblings(text, file, label)
+    return _module(_packed(file.name, text, label), str(file.resolve()), label)
+
+
+def from_text(filename: str, packed: str, label: str) -> ModuleType:
+    """The module of a text that came with a spec.
+
+    Args:
+        filename: the file's name where it came from.
+        packed: :attr:`Source.packed`.
+        label: for messages.
+
+    Raises:
+        ValueError: where the text is damaged, or does not run here.
+    """
+    filename = Path(filename).name
+    source = Source(filename, _unpack(packed, label), packed)
+    return _module(source, f"<{filename}, from the spec>", label)
+
+
+def _module(source: Source, where: str, label: str) -> ModuleType:
+    if source.module in sys.modules:
+        return sys.modules[source.module]
+    main = origin("__main__")
+    if main is not None and (main.filename, main.text) == (source.filename, source.text):
+        return sys.modules["__main__"]
+    module = ModuleType(source.module)
+    module.__file__ = where
+    lines = source.text.splitlines(keepends=True)
+    linecache.cache[where] = (len(source.text), None, lines, where)  # for tracebacks where the file is not
+    sys.modules[source.module], _loaded[source.module] = module, source
+    try:
+        exec(compile(source.text, where, "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[source.module], _loaded[source.module]
+        raise ValueError(f"{label}: {_in_words(error, where, source.filename)}") from error
+    return module
+
+
+def _in_words(error: BaseException, where: str, filename: str) -> str:
+    """An error in the user's file, with the file's line."""
+    if isinstance(error, SyntaxError) and error.filename == where:
+        line = (error.text or "").strip()
+        return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\nMend that line."
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
+    at = f"line {frames[-1].lineno} of {filename}" if frames else filename
+    shown = f"\n    {frames[-1].line}" if frames and frames[-1].line else ""
+    what = f"{at} fails with {type(error).__name__}: {error}{shown}"
+    if isinstance(error, ImportError):
+        return f"{what}\nThe module that it imports must be installed in this Python, and on every node of a cluster."
+    if isinstance(error, SystemExit):
+        return f'{what}\nPut what is not a definition under `if __name__ == "__main__":`.'
+    return f"{what}\nMend that line."
+
+
+def _refuse_siblings(text: str, file: Path, label: str) -> None:
+    """A module beside the file would be found here and missed by a worker elsewhere: say so now."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return  # reported with its line when the file is run
+    mend = (
+        "An operator's file travels alone to the workers: put both into one file, or into a package that is installed"
+        " on every node, and name it package.module:Name."
+    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            dots = "." * node.level + (node.module or "")
+            raise ValueError(f"{label}: line {node.lineno} of {file.name} imports {dots!r} relative to itself. {mend}")
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            top = name.partition(".")[0]
+            beside = (file.parent / f"{top}.py", file.parent / top / "__init__.py")
+            if any(path.is_file() for path in beside) and not _installed(top):
+                raise ValueError(
+                    f"{label}: line {node.lineno} of {file.name} imports {name!r}, which lies beside it. {mend}"
+                )
+
+
+def _installed(package: str) -> bool:
+    """Whether a top-level name is of the standard library or an installed distribution."""
+    from importlib.metadata import packages_distributions
+
+    ours = ("perturbations", "ngrpo")
+    return package in ours or package in sys.stdlib_module_names or package in packages_distributions()
+
+
+def _beside(file: Path) -> str:
+    """The end of the message about a missing file: what there is in its folder."""
+    folder = file.parent
+    if not folder.is_dir():
+        return f": there is no folder {str(folder)!r} either."
+    if file.is_dir():
+        return ": it is a folder. Name the Python file in it."
+    there = sorted(path.name for path in folder.glob("*.py"))
+    shown = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
+    return f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {shown or 'none'}."
+
+
+def _decode(file: Path, label: str) -> str:
+    try:
+        return importlib.util.decode_source(file.read_bytes())
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ValueError(f"{label}: {str(file)!r} cannot be read as Python text ({error}). Save it as UTF-8.") from None
+
+
+def _packed(filename: str, text: str, label: str) -> Source:
+    packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    if len(packed) > _LONGEST:
+        raise ValueError(
+            f"{label}: {filename} is too long to travel with every spec ({len(packed):,} bytes compressed, at most"
+            f" {_LONGEST:,}): make it a package that is installed on every node, and name it package.module:Name."
+        )
+    return Source(filename, text, packed)
+
+
+def _unpack(packed: str, label: str) -> str:
+    try:
+        return zlib.decompress(base64.b64decode(packed, validate=True)).decode()
+    except (binascii.Error, zlib.error, UnicodeDecodeError, TypeError, ValueError):
+        raise ValueError(
+            f"{label}: its 'source' is not a file's text as spec() packs it. Leave 'source' out where the file is at"
+            " hand, or take the whole spec from spec()."
+        ) from None
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

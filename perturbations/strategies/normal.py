@@ -1,0 +1,71 @@
+"""Normal noise on the top-k probabilities, the third noise of SofT-GRPO's release (arXiv 2511.06411)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perturbations import density as densities
+from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.edit import InputEdit
+from perturbations.options import option
+from perturbations.registry import register
+from perturbations.strategies.soft import check_top_k, truncated
+
+
+@register("normal")
+@dataclass(frozen=True, kw_only=True)
+class Normal(Perturbation):
+    """Feeds the top-k tokens mixed with their probabilities plus normal noise, renormalised.
+
+    A weight may be negative, as in the release: p_i = 0.01 with noise of 0.05 often is.
+    """
+
+    paper = "SofT-GRPO (release), arXiv 2511.06411"
+    mixture = "affine"
+
+    # More than ten noises of 0.05 may bring their sum, by which the weights are divided, near 0.
+    k: int = option(5, "number of tokens mixed at most", low=1, high=10)
+    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
+    density: str = option(
+        "token",
+        "what the loss weighs: the token's probability, or the normal density of the draws",
+        choices=("token", "normal"),
+    )
+
+    def propose(self, step: Step) -> Proposal:
+        """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
+        ids, probabilities = truncated(step.logits, self.k, self.top_p)
+        draws = probabilities + densities.NORMAL_SIGMA * step.normal(ids)
+        draws = torch.where(probabilities > 0.0, draws, 0.0)
+        total = draws.sum(dim=-1)
+        tokens = ids.gather(-1, draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
+        return Proposal(InputEdit(ids, draws / total.unsqueeze(-1), total=total if self.keeps_total else None), tokens)
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """Mean over the ids of log N(y_i; p_i(θ), 0.05²) with y_i clamped to p_i(θ) ± 0.15; y_i = w_i · total."""
+        edit = replayed.edit
+        kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
+        probabilities = densities.renormalised(replayed.at(edit.ids), kept)
+        return densities.normal(edit.weights * edit.total.unsqueeze(-1), probabilities, kept)
+
+    @property
+    def candidates(self) -> int:
+        """k."""
+        return self.k
+
+    @property
+    def keeps_total(self) -> bool:
+        """With a density: the weights have lost Σy."""
+        return self.has_density
+
+    @property
+    def has_density(self) -> bool:
+        """Where ``density`` says so."""
+        return self.density != "token"
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.k, vocabulary)

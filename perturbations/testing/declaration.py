@@ -1,0 +1,147 @@
+"""Checks of a class, its options and its spec: the same for operators and gates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+from perturbations import registry
+from perturbations.options import coerce
+from perturbations.registry import Registry
+from perturbations.testing.report import PerturbationError
+
+RESERVED = ("name", "config", "source")
+
+
+def check_class(kind: Registry, cls: Any, base: type) -> None:
+    """The class itself, and the declaration of each option."""
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise PerturbationError(
+            f"{cls!r} is not {'an operator' if kind is registry.operators else 'a gate'}.",
+            f"Please derive it from perturbations.{base.__name__}.",
+        )
+    if "__dataclass_fields__" not in vars(cls):
+        raise PerturbationError(
+            f"{cls.__qualname__} is not a dataclass, so its options would not be seen.",
+            "Write @dataclass(frozen=True, kw_only=True) above the class.",
+        )
+    if not cls.__dataclass_params__.frozen:
+        raise PerturbationError(
+            f"{cls.__qualname__} can be changed after it is made.", "Write @dataclass(frozen=True, kw_only=True)."
+        )
+    if "name" not in vars(cls):
+        word = "register" if kind is registry.operators else "register_gate"
+        raise PerturbationError(
+            f"{cls.__qualname__} has no name of its own.",
+            f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{cls.__name__}.',
+        )
+    missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+    if missing:
+        raise PerturbationError(
+            f"{cls.name}: {missing} must be implemented.",
+            "Write propose(self, step) -> Proposal, and the property candidates: how many tokens each edit mixes.",
+        )
+    for field in dataclasses.fields(cls):
+        _check_declaration(cls, field, kind)
+
+
+def _check_declaration(cls: type, field: dataclasses.Field, kind: Registry) -> None:
+    label = f"{cls.name}: option {field.name!r}"
+    written = f"{field.name}: … = option(default, help)"
+    if field.name in RESERVED or (kind is registry.operators and field.name.startswith(registry.GATE_OPTION)):
+        raise PerturbationError(
+            f"{label} has a reserved name: the spec uses {', '.join(RESERVED)} itself.", "Please rename the option."
+        )
+    if field.default is dataclasses.MISSING:
+        raise PerturbationError(f"{label} has no default.", f"Declare it as {written}.")
+    if not field.metadata.get("help"):
+        raise PerturbationError(f"{label} has no help text for `ngrpo train --help`.", f"Declare it as {written}.")
+    try:
+        coerce(cls, field, field.default, kind.kind)
+    except ValueError as error:
+        raise PerturbationError(
+            f"{label} refuses its own default {field.default!r}: {error}", "Change the default or the range."
+        ) from error
+    except Exception as error:
+        raise PerturbationError(
+            f"{label} has a type that a command line cannot give ({type(error).__name__}: {error}).",
+            "Annotate it as int, float, bool or str, or one of these with `| None`.",
+        ) from error
+
+
+def _bad_values(field: dataclasses.Field) -> list[Any]:
+    meta = field.metadata
+    bad = [] if meta.get("low") is None else [meta["low"] - 1]
+    bad += [] if meta.get("high") is None else [meta["high"] + 1]
+    bad += [] if meta.get("above") is None else [meta["above"]]
+    return bad + (["no-such-choice"] if meta.get("choices") else [])
+
+
+def check_options(made: Any) -> None:
+    """Values out of range are refused in words."""
+    cls = type(made)
+    present = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    for field in dataclasses.fields(made):
+        for value in _bad_values(field):
+            label = f"{cls.name}: {field.name}={value!r}, which is out of range,"
+            try:
+                cls(**{**present, field.name: value})
+            except ValueError as error:
+                if repr(value) not in str(error) and f"{value:g}" not in str(error):
+                    raise PerturbationError(
+                        f"{label} is refused without naming the value ({error}).", "Put the value into the message."
+                    ) from error
+            except Exception as error:
+                raise PerturbationError(
+                    f"{label} raises {type(error).__name__} ({error}) instead of ValueError.",
+                    "Call super().__post_init__() first in your __post_init__: it checks the ranges.",
+                ) from error
+            else:
+                raise PerturbationError(
+                    f"{label} is accepted.", "Call super().__post_init__() in your __post_init__: it checks the ranges."
+                )
+
+
+def check_spec(made: Any) -> None:
+    """Another process can make the same thing from the spec."""
+    name, spec = made.name, made.spec()
+    make = registry.create if isinstance(made, registry.operators.base_class()) else registry.create_gate
+    try:
+        plain = json.loads(json.dumps(spec))
+    except TypeError as error:
+        raise PerturbationError(
+            f"{name}: spec() is not plain data ({error}), so it cannot be sent to another process.",
+            "Options must be scalars: int, float, bool, str or None.",
+        ) from error
+    shown = {key: value for key, value in spec.items() if not key.endswith("source")}
+    if "<locals>" in spec["name"]:
+        raise PerturbationError(
+            f"{name}: its class {spec['name']!r} stands inside a function, where no other process finds it.",
+            "Move it to the top of a module or a file.",
+        )
+    try:
+        again = make(**plain)
+    except ValueError as error:
+        raise PerturbationError(
+            f"{name}: create(**spec()) fails for {shown}: {error}",
+            "Every value that spec() gives must be a value that the class takes.",
+        ) from error
+    if type(again) is not type(made) or again != made:
+        raise PerturbationError(
+            f"{name}: create(**spec()) gives {again!r}, not {made!r}.",
+            "Each option must survive being passed again, and two classes must not share a name.",
+        )
+    for how, one in (("asked twice", made), ("made again from the spec", again)):
+        if _identity(one) != _identity(made):
+            raise PerturbationError(
+                f"{name}: fingerprint() is not stable: {how}, it is {_identity(one)} instead of {_identity(made)}.",
+                "It must depend on the options alone.",
+            )
+    if pickle.loads(pickle.dumps(made)) != made:
+        raise PerturbationError(f"{name}: it comes out of pickle changed.", "Do not override __reduce__.")
+
+
+def _identity(made: Any) -> str:
+    return made.fingerprint() if hasattr(made, "fingerprint") else json.dumps(made.spec(), sort_keys=True)

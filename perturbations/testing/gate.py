@@ -1,0 +1,115 @@
+"""Checks of what a gate decides: its plan on the host, its conditions on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perturbations.base import GateStep, Step
+from perturbations.gates import Gate, Places
+from perturbations.testing.proposal import ORDER, of_rows, unchanged
+from perturbations.testing.report import PerturbationError, check_tensor, differing, global_random_state
+
+_TRAJECTORIES = ((1, 5), (-9, 0), (2**47, 300))  # seed, prompt's length
+
+
+def check_decides(gate: Gate) -> None:
+    """The gate implements at least one of its two methods."""
+    if type(gate).plan is Gate.plan and type(gate).open is Gate.open:
+        raise PerturbationError(
+            f"{gate.name}: it has neither plan() nor open(), so it is always open.",
+            "Write open(self, step) -> (B,) bool to look at logits, plan(self, places) -> (N,) bool for positions.",
+        )
+
+
+def check_plan(gate: Gate) -> None:
+    """Each position is judged by itself, however a trajectory is cut into pieces."""
+    for seed, first in _TRAJECTORIES:
+        positions = np.concatenate([np.arange(first, first + 90), np.arange(first + 91, first + 400, 7)])
+        before, state = positions.copy(), global_random_state()
+        whole = _plan(gate, seed, first, positions)
+        if global_random_state() != state:
+            raise PerturbationError(
+                f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's).",
+                "Draw with places.uniform: the same numbers whenever the position is planned.",
+            )
+        if not np.array_equal(positions, before):
+            raise PerturbationError(f"{gate.name}: plan() changes places.positions in place.", "Work on a copy.")
+        cuts = [slice(0, 1), slice(1, 2), slice(2, 40), slice(40, 41), slice(41, None)]
+        pieces = np.concatenate([_plan(gate, seed, first, positions[cut]) for cut in cuts])
+        if not np.array_equal(whole, pieces):
+            at = int(np.flatnonzero(whole != pieces)[0])
+            raise PerturbationError(
+                f"{gate.name}: plan() says {whole[at]} of position {positions[at]} in one piece and {pieces[at]} in"
+                " several.",
+                "Judge each position by itself and keep no state between calls: a long answer is planned in pieces.",
+            )
+
+
+def _plan(gate: Gate, seed: int, first: int, positions: np.ndarray) -> np.ndarray:
+    try:
+        planned = gate.plan(Places(seed, first, positions))
+    except Exception as error:
+        raise PerturbationError(
+            f"{gate.name}: plan() raises {type(error).__name__}: {error}", "It must answer for any positions."
+        ) from error
+    if not isinstance(planned, np.ndarray) or planned.dtype != bool or planned.shape != positions.shape:
+        seen = type(planned).__name__
+        if isinstance(planned, np.ndarray):
+            seen = f"an array of {planned.dtype}, {planned.shape}"
+        raise PerturbationError(
+            f"{gate.name}: plan() returns {seen}.", f"Return a numpy array of bool, {positions.shape}: one a position."
+        )
+    return planned
+
+
+def check_open(gate: Gate, label: str, step: Step) -> None:
+    """One answer per row, its own, the same each time, and without asking the device."""
+    where = f"{gate.name}, {label}:"
+    seen = GateStep.of(step, torch.arange(len(step.logits)))
+    opened = unchanged(seen, lambda: _open(gate, seen, where), f"{where} open()")
+    again = differing("it", opened, _open(gate, seen, where))
+    if again:
+        raise PerturbationError(
+            f"{where} open() gives two results for the same step.",
+            "Use no randomness but the step's, and keep no state between calls.",
+        )
+    order = torch.tensor(ORDER)
+    for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
+        if differing("it", opened[rows], _open(gate, of_rows(seen, rows), where)):
+            raise PerturbationError(
+                f"{where} {what} open() gives another result.",
+                "Each row must depend on that row alone, since it is an accident which trajectories share a batch: no"
+                " mean, sort or random draw over the first dimension.",
+            )
+    _check_synchronisation(gate, seen, where)
+
+
+def _open(gate: Gate, step: GateStep, where: str) -> Tensor:
+    try:
+        opened = gate.open(step)
+    except Exception as error:
+        raise PerturbationError(
+            f"{where} open() raises {type(error).__name__}: {error}", "It must answer for any logits."
+        ) from error
+    check_tensor(f"{where} what open() returns", opened, (len(step.logits),), torch.bool, step.logits.device)
+    return opened
+
+
+def _check_synchronisation(gate: Gate, step: GateStep, where: str) -> None:
+    """Runs open() on tensors without values: what asks for a value would halt a GPU's pipeline at every step."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        names = ("logits", "sampled", "temperature", "seeds", "positions", "generated")
+        fake = {name: mode.from_tensor(getattr(step, name)) for name in names}
+        try:
+            gate.open(GateStep(**fake, geometry=step.geometry))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise PerturbationError(
+                f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token.",
+                "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where.",
+            ) from error
+        except Exception:  # an operation without a fake form proves nothing
+            return

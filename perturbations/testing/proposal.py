@@ -1,0 +1,302 @@
+"""Checks of what an operator proposes, on a small synthetic model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perturbations import streams
+from perturbations.base import Perturbation, Proposal, Step
+from perturbations.density_check import density_problem
+from perturbations.edit import InputEdit, realise
+from perturbations.geometry import matrix_geometry
+from perturbations.replay import ReplayRecord
+from perturbations.testing.report import CLOSE, PerturbationError, check_tensor, differing, global_random_state
+
+ROWS, _DIMENSION = 7, 8
+ORDER = (4, 0, 6, 2, 1, 5, 3)
+_log = logging.getLogger(__name__)
+_EVERY_ROW = (
+    "Each row must depend on that row alone, since it is an accident which trajectories share a batch: no mean, sort or"
+    " random draw over the first dimension."
+)
+
+
+def check_size(operator: Perturbation) -> None:
+    """The number of candidates, and a small model that the operator must fit."""
+    if not isinstance(operator.candidates, int) or operator.candidates < 1:
+        raise PerturbationError(
+            f"{operator.name}: candidates is {operator.candidates!r}.",
+            "It must be a whole number of at least 1: how many tokens each edit mixes.",
+        )
+    try:
+        operator.check_model(vocabulary_for(operator.candidates))
+    except ValueError as error:
+        raise PerturbationError(
+            f"{operator.name}: check_model refuses a vocabulary of {vocabulary_for(operator.candidates)} tokens, though"
+            f" only {operator.candidates} are candidates: {error}",
+            "Refuse only a vocabulary that is too small for the options.",
+        ) from error
+
+
+def vocabulary_for(candidates: int) -> int:
+    """V of the synthetic model."""
+    return max(64, 2 * candidates)
+
+
+def steps(vocabulary: int) -> list[tuple[str, Step]]:
+    """Steps over a synthetic model: ordinary logits, temperatures, masks, both extremes of confidence."""
+    generator = torch.Generator().manual_seed(20)
+    embedding = torch.randn(vocabulary, _DIMENSION, generator=generator)
+    embedding[5] = 0.0  # never-trained tokens: a zero row and two equal ones
+    embedding[7] = embedding[6]
+    geometry = matrix_geometry(embedding, special_ids=(0, 1))
+    seeds = torch.randint(-(2**62), 2**62, (ROWS,), generator=generator)
+    positions = torch.randint(1, 10_000, (ROWS,), generator=generator).sort().values
+    raw = 3.0 * torch.randn(ROWS, vocabulary, generator=generator)
+
+    def step(logits: Tensor, temperature: float = 1.0) -> Step:
+        noise = streams.gumbel(streams.keys(seeds, positions, streams.Stream.TOKEN), vocabulary)
+        sampled = (logits + noise).argmax(dim=-1)
+        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, geometry)
+
+    masked = raw.clone()
+    masked[:, :3] = -torch.inf
+    masked[1, 4:] = -torch.inf  # one possible token, as grammars do
+    peaked = raw.clone()
+    peaked[torch.arange(ROWS), torch.arange(ROWS) + 9] = 1e4
+    return [
+        ("ordinary logits", step(raw)),
+        ("temperature 0.3", step(raw / 0.3, 0.3)),
+        ("temperature 1.5", step(raw / 1.5, 1.5)),
+        ("logits with -inf (masked tokens)", step(masked)),
+        ("very peaked logits", step(peaked)),
+        ("uniform logits", step(torch.zeros_like(raw))),
+    ]
+
+
+def of_rows(step: Step, rows: Tensor) -> Step:
+    """A step with some of its rows, in a given order."""
+    parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
+    return type(step)(**{name: part[rows] if isinstance(part, Tensor) else part for name, part in parts.items()})
+
+
+def unchanged(step: Step, call: Callable[[], object], label: str) -> object:
+    """The result of a call that must leave the step and the global generators alone."""
+    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "geometry"}
+    state = global_random_state()
+    result = call()
+    if global_random_state() != state:
+        raise PerturbationError(
+            f"{label} draws from a global random generator (torch's, numpy's or Python's).",
+            "Draw with step.uniform, step.gumbel or step.normal: the same numbers wherever the position is computed.",
+        )
+    for name, tensor in before.items():
+        if not torch.equal(tensor, getattr(step, name)):
+            raise PerturbationError(
+                f"{label} changes step.{name} in place, which others read after it.",
+                "Work on a copy: step.logits.clone(), or methods without a trailing underscore.",
+            )
+    return result
+
+
+def check_step(operator: Perturbation, label: str, step: Step) -> None:
+    """The proposals for one step: valid, repeatable, and each row's own."""
+    where = f"{operator.name}, {label}:"
+    proposal = unchanged(step, lambda: _propose(operator, step, where), f"{where} propose()")
+    _check_proposal(operator, step, proposal, where)
+    difference = _difference(proposal, _propose(operator, step, where), exact=True)
+    if difference:
+        raise PerturbationError(
+            f"{where} the same step gives two results, {difference}.",
+            "Use no randomness but the step's, and keep no state between calls.",
+        )
+    order = torch.tensor(ORDER)
+    for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
+        difference = _difference(_rows(proposal, rows), _propose(operator, of_rows(step, rows), where))
+        if difference:
+            raise PerturbationError(f"{where} {what} the result differs, {difference}.", _EVERY_ROW)
+    if label == "ordinary logits":
+        other = dataclasses.replace(step, seeds=step.seeds + 1)
+        same = _difference(proposal, _propose(operator, other, where), exact=True) is None
+        drawn = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
+        _log.info("%s %s", operator.name, drawn)
+    _check_record(step, proposal, where)
+    problem = density_problem(operator, step, proposal) if operator.has_density else None
+    if problem is not None:
+        raise PerturbationError(f"{where} {problem[0]}.", problem[1])
+
+
+def _propose(operator: Perturbation, step: Step, where: str) -> Proposal:
+    try:
+        proposal = operator.propose(step)
+    except Exception as error:
+        raise PerturbationError(
+            f"{where} propose() raises {type(error).__name__}: {error}", "It must answer for any logits."
+        ) from error
+    if not isinstance(proposal, Proposal) or not isinstance(proposal.edit, InputEdit):
+        raise PerturbationError(
+            f"{where} propose() returns {type(proposal).__name__}.",
+            "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token that stands in the text.",
+        )
+    return proposal
+
+
+def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
+    """Shapes, types, ranges and values of one proposal."""
+    rows, vocabulary = step.logits.shape
+    edit, device = proposal.edit, step.logits.device
+    check_tensor(f"{where} edit.ids", edit.ids, (rows, operator.candidates), torch.int64, device)
+    check_tensor(f"{where} edit.weights", edit.weights, (rows, operator.candidates), torch.float32, device)
+    check_tensor(f"{where} tokens", proposal.tokens, (rows,), torch.int64, device)
+    for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
+        outside = ids[(ids < 0) | (ids >= vocabulary)]
+        if len(outside):
+            raise PerturbationError(
+                f"{where} {name} holds {outside[0].item()}.", f"Token ids must be in [0, {vocabulary - 1}]."
+            )
+    if not torch.isfinite(edit.weights).all():
+        bad = edit.weights[~torch.isfinite(edit.weights)][0].item()
+        raise PerturbationError(
+            f"{where} edit.weights holds {bad}.",
+            "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan.",
+        )
+    _check_weights(operator, edit.weights, where)
+    _check_parts(operator, step, edit, where)
+    masked = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
+    if masked.any():
+        token = proposal.tokens[masked][0].item()
+        raise PerturbationError(
+            f"{where} token {token} stands in the text though its logit is -inf: it was ruled out.",
+            "Choose a possible token, for example step.sampled or the argmax of step.logits.",
+        )
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
+    if not torch.isfinite(realise(edit, step.geometry.lookup, keys, operator.module(_DIMENSION))).all():
+        raise PerturbationError(f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
+
+
+def _check_weights(operator: Perturbation, weights: Tensor, where: str) -> None:
+    promises = (operator.mixture, operator.dense or operator.module(_DIMENSION) is not None)
+    if promises[0] not in ("convex", "affine", "free"):
+        raise PerturbationError(
+            f"{where} mixture is {operator.mixture!r}.",
+            "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'.",
+        )
+    if promises[0] == "convex" and weights.min() < 0.0:
+        raise PerturbationError(
+            f"{where} edit.weights holds {weights.min().item():g}.",
+            "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class.",
+        )
+    sums = weights.double().sum(dim=-1)
+    worst = sums[(sums - 1.0).abs().argmax()].item()
+    if promises[0] != "free" and not promises[1] and abs(worst - 1.0) > CLOSE:
+        raise PerturbationError(
+            f"{where} the weights of a position sum to {worst:.6g}.",
+            "They must sum to 1, or the input's length would change: normalise them (divide by their sum). Where that"
+            " is meant, say mixture = 'free' in the class.",
+        )
+
+
+def _check_parts(operator: Perturbation, step: Step, edit: InputEdit, where: str) -> None:
+    """What an edit has beside ids and weights is what the operator says it has."""
+    rows = len(step.logits)
+    parts = {"noisy": ("sigma", (rows,)), "dense": ("vectors", (rows, _DIMENSION)), "keeps_total": ("total", (rows,))}
+    for promise, (name, shape) in parts.items():
+        said, part = getattr(operator, promise), getattr(edit, name)
+        if said != (part is not None):
+            seen = "missing" if part is None else "there"
+            raise PerturbationError(
+                f"{where} {promise} is {said} but edit.{name} is {seen}.",
+                f"The two must agree: the property {promise} says whether edits carry {name}.",
+            )
+        if part is None:
+            continue
+        check_tensor(f"{where} edit.{name}", part, shape, torch.float32, step.logits.device)
+        if not torch.isfinite(part).all() or (name == "sigma" and part.min() < 0.0):
+            extreme = part.min().item()
+            limits = "finite and not negative" if name == "sigma" else "finite"
+            raise PerturbationError(f"{where} edit.{name} holds {extreme}.", f"It must be {limits}.")
+
+
+def check_module(operator: Perturbation) -> None:
+    """Learned parameters start alike in every process, and each row is its own."""
+    torch.manual_seed(1)
+    module = operator.module(_DIMENSION)
+    torch.manual_seed(2)
+    other = operator.module(_DIMENSION)
+    for (name, one), two in zip(module.named_parameters(), other.parameters()):
+        if not torch.equal(one, two):
+            raise PerturbationError(
+                f"{operator.name}: the parameter {name!r} of its module starts differently in each process.",
+                "Trainer and rollout each make their own: start with constants, or draw with perturbations.streams.",
+            )
+    rows = torch.randn(5, _DIMENSION, generator=torch.Generator().manual_seed(3))
+    for kind in (torch.float32, torch.bfloat16):
+        made, label = module.to(kind), f"{operator.name}: its module with parameters in {kind}"
+        whole = made(rows, rows.flip(0))
+        if whole.dtype != torch.float32:
+            raise PerturbationError(
+                f"{label} gives {whole.dtype}.",
+                "It must compute in float32 whatever its parameters are: write self.w.float() in forward().",
+            )
+        alone = torch.cat([made(rows[i : i + 1], rows.flip(0)[i : i + 1]) for i in range(5)])
+        difference = differing("its output", whole.detach(), alone.detach())
+        if difference:
+            raise PerturbationError(
+                f"{label}: a row alone gives another result, {difference}.",
+                f"It must treat each row alone. {_EVERY_ROW}",
+            )
+        check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
+    whole = operator.module(_DIMENSION).requires_grad_()
+    reached = whole(rows, rows.flip(0)).square().sum()
+    if reached.requires_grad:
+        reached.backward()
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is None or not torch.isfinite(parameter.grad).all():
+            raise PerturbationError(
+                f"{operator.name}: no finite gradient reaches {name}, a parameter of its module.",
+                "Use it in forward(), without detach, no_grad or a division by 0.",
+            )
+
+
+def _difference(one: Proposal, two: Proposal, exact: bool = False) -> str | None:
+    """Where two proposals differ, in words; None where they do not."""
+    pairs = [("tokens", one.tokens, two.tokens)]
+    for field in dataclasses.fields(InputEdit):
+        a, b = getattr(one.edit, field.name), getattr(two.edit, field.name)
+        if a is not None and b is not None:
+            pairs.append((f"edit.{field.name}", a, b))
+    return next((words for name, a, b in pairs if (words := differing(name, a, b, exact))), None)
+
+
+def _rows(proposal: Proposal, rows: Tensor) -> Proposal:
+    parts = {f.name: getattr(proposal.edit, f.name) for f in dataclasses.fields(InputEdit)}
+    edit = InputEdit(**{name: None if part is None else part[rows] for name, part in parts.items()})
+    return Proposal(edit, proposal.tokens[rows])
+
+
+def _check_record(step: Step, proposal: Proposal, where: str) -> None:
+    """The edits survive being written to a record, to bytes and back."""
+    edit = proposal.edit
+    parts = {
+        "positions": step.positions.to(torch.int32).numpy(),
+        "ids": edit.ids.to(torch.int32).numpy(),
+        "weights": edit.weights.numpy(),
+        "sigma": None if edit.sigma is None else edit.sigma.numpy(),
+        "agreed": (proposal.tokens == step.sampled).numpy(),
+        "vectors": None if edit.vectors is None else edit.vectors.numpy(),
+        "total": None if edit.total is None else edit.total.numpy(),
+    }
+    record = ReplayRecord(seed=1, prompt_tokens=1, num_tokens=int(step.positions[-1]) + 1, **parts)
+    again = ReplayRecord.from_bytes(record.to_bytes())
+    for name, value in parts.items():
+        restored = getattr(again, name)
+        if (value is None) != (restored is None) or (value is not None and not np.array_equal(value, restored)):
+            raise PerturbationError(
+                f"{where} {name} does not survive a replay record.", "Please report this: the record format is ours."
+            )

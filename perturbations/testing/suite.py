@@ -1,0 +1,123 @@
+"""The suites: which checks an operator and a gate go through, in order."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from perturbations import registry
+from perturbations.base import Perturbation
+from perturbations.gates import Gate
+from perturbations.registry import Registry
+from perturbations.testing import gate as of_gate
+from perturbations.testing import proposal
+from perturbations.testing.declaration import check_class, check_options, check_spec
+from perturbations.testing.report import PerturbationError
+
+_Checks = Iterator[tuple[str, Callable[[], None]]]
+
+
+def check_perturbation(operator: Perturbation | type[Perturbation] | str, **options: Any) -> None:
+    """Checks that an operator keeps the contract of :class:`perturbations.Perturbation`.
+
+    Runs on a small synthetic model, in well under a second, on CPU.
+
+    Args:
+        operator: an operator, its class, its registry name, ``./file.py:Name`` or ``package.module:Name``.
+        options: options to create it with; none where ``operator`` is already made.
+
+    Raises:
+        PerturbationError: for the first broken promise.
+        ValueError: where the options are not the operator's, or nothing has this name.
+    """
+    _raise_first(inspect(operator, "perturbation", **options))
+
+
+def check_gate(gate: Gate | type[Gate] | str, **options: Any) -> None:
+    """Checks that a gate keeps the contract of :class:`perturbations.Gate`; as :func:`check_perturbation`."""
+    _raise_first(inspect(gate, "gate", **options))
+
+
+def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+    """Runs one check after the other.
+
+    Args:
+        target: an operator or a gate, its class, or its name.
+        kind: ``perturbation`` or ``gate``.
+        options: options to create it with; none where it is already made.
+
+    Yields:
+        What was checked, and what is wrong with it or None. Nothing follows where the class itself is wrong.
+
+    Raises:
+        ValueError: where the options are not its own, or nothing has this name.
+    """
+    kept = registry.operators if kind == "perturbation" else registry.gates
+    cls, made = _class_of(target, kept, options)
+    declared = _outcome(partial(check_class, kept, cls, kept.base_class()))
+    yield "the class, and how its options are declared", declared
+    if declared is not None:
+        return
+    if made is None:
+        cls.check_option_names(list(options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            made = cls(**options)
+    checks: _Checks = _operator_checks(made) if kind == "perturbation" else _gate_checks(made)
+    for title, run in checks:
+        yield title, _outcome(run)
+
+
+def _class_of(target: Any, kept: Registry, options: dict[str, Any]) -> tuple[type, Any]:
+    if isinstance(target, str):
+        return kept.get(target), None
+    if not isinstance(target, kept.base_class()):
+        return target, None
+    if options:
+        raise ValueError(
+            f"options {', '.join(options)} come too late for a {kept.kind} that is already made: pass its class."
+        )
+    return type(target), target
+
+
+def _shared_checks(made: Any) -> _Checks:
+    yield "values out of range are refused, in words", partial(check_options, made)
+    yield "another process makes the same from its spec", partial(check_spec, made)
+
+
+def _operator_checks(operator: Perturbation) -> _Checks:
+    yield from _shared_checks(operator)
+    fits = partial(proposal.check_size, operator)
+    yield "the number of candidates", fits
+    if _outcome(fits) is not None:
+        return
+    if operator.module(1) is not None:
+        yield "its learned parameters", partial(proposal.check_module, operator)
+    for label, step in proposal.steps(proposal.vocabulary_for(operator.candidates)):
+        yield f"proposals for {label}", partial(proposal.check_step, operator, label, step)
+
+
+def _gate_checks(gate: Gate) -> _Checks:
+    yield from _shared_checks(gate)
+    yield "it decides something", partial(of_gate.check_decides, gate)
+    yield "its plan of positions", partial(of_gate.check_plan, gate)
+    for label, step in proposal.steps(64):
+        yield f"open rows for {label}", partial(of_gate.check_open, gate, label, step)
+
+
+def _outcome(run: Callable[[], None]) -> PerturbationError | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            run()
+        except PerturbationError as error:
+            return error
+    return None
+
+
+def _raise_first(findings: Iterator[tuple[str, PerturbationError | None]]) -> None:
+    for _, error in findings:
+        if error is not None:
+            raise error

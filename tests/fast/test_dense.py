@@ -1,0 +1,128 @@
+"""Operators that return vectors: their records, their replay without gradient, their place in the rollout's store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout.trajectories import TrajectoryStore
+from ngrpo.trainer.sidecar import Sidecar, records
+from perturbations import ReplayRecord, check_perturbation, create, replaying
+from perturbations.edit import InputEdit, dense_edit, realise
+from tests.fast.test_replay import Embedder, small
+from tests.stack.operators import DenseShake
+
+# A record as the first release wrote it: seed 5, 2 + 7 tokens, positions 3 and 7, two candidates, one sigma.
+FIRST_RELEASE = "1702050000000000020902030401000200030004000000003f0000003f0000803e0000403f0000003f80"
+
+
+def a_record(vectors: np.ndarray | None) -> ReplayRecord:
+    return ReplayRecord(
+        5,
+        2,
+        9,
+        np.array([3, 7], np.int32),
+        np.array([[1, 2], [3, 4]], np.int32),
+        np.array([[0.5, 0.5], [0.25, 0.75]], np.float32),
+        np.array([0.5, 0.5], np.float32),
+        np.array([True, False]),
+        vectors,
+    )
+
+
+def test_records_of_the_first_release_are_read_and_written() -> None:
+    assert a_record(None).to_bytes().hex() == FIRST_RELEASE
+    assert ReplayRecord.from_bytes(bytes.fromhex(FIRST_RELEASE)) == a_record(None)
+
+
+@pytest.mark.parametrize("size", [1, 3, 576])
+def test_round_trip(size: int) -> None:
+    """The vectors cost 4·D bytes a position, and two or three bytes say that they are there."""
+    vectors = np.random.default_rng(0).normal(size=(2, size)).astype(np.float32)
+    record = a_record(vectors)
+    data = record.to_bytes()
+    assert len(data) == len(a_record(None).to_bytes()) + 2 * 4 * size + (2 if size < 128 else 3)
+    again = ReplayRecord.from_bytes(data)
+    np.testing.assert_array_equal(again.vectors, vectors)
+    assert again == record and again != a_record(None)
+    short = record.truncate(7)
+    np.testing.assert_array_equal(ReplayRecord.from_bytes(short.to_bytes()).vectors, vectors[:1])
+    empty = record.truncate(2)
+    assert ReplayRecord.from_bytes(empty.to_bytes()).vectors.shape == (0, size)
+    (passenger,) = records([Sidecar(record, np.zeros(9, np.float32)).pack()], 1)
+    assert passenger == record
+
+
+def test_damaged_bytes_are_refused() -> None:
+    data = a_record(np.ones((2, 3), np.float32)).to_bytes()
+    unknown = bytes([*data[:8], 0x80 | data[8], *data[9:]])
+    for bad, words in ((data[:-1], "cut short"), (data + b"\0", "too many"), (unknown, "does not know")):
+        with pytest.raises(ValueError, match=words):
+            ReplayRecord.from_bytes(bad)
+
+
+def test_vectors_are_fed_as_they_are_and_are_constants() -> None:
+    """Alone, with weight 0; and added to a mixture: 0.5 (2, 3) + 0.5 (6, 7) + (0.25, -1) = (4.25, 4)."""
+    model = Embedder()
+    added = np.array([[0.25, -1.0]], np.float32)
+    for weights, want in ((np.zeros((1, 2), np.float32), [0.25, -1.0]), (np.full((1, 2), 0.5, np.float32), [4.25, 4])):
+        record = dataclasses.replace(small([1]), weights=weights, vectors=added)
+        model.zero_grad()
+        with replaying(model, [record, None]) as stats:
+            output = model(torch.tensor([[0, 5, 6], [7, 8, 9]]))
+        assert output[0, 1].tolist() == want
+        assert stats.count() == 1 and stats.mean_shift() > 0.0
+        output[0, 1].sum().backward()
+        assert bool(model.embedding.weight.grad.any()) == bool(weights.any())
+
+
+def test_a_batch_of_dense_and_sparse_records() -> None:
+    model = Embedder()
+    first = dataclasses.replace(small([1]), weights=np.zeros((1, 2), np.float32), vectors=np.ones((1, 2), np.float32))
+    with replaying(model, [first, small([2])]):
+        output = model(torch.tensor([[0, 5, 6], [7, 8, 9]]))
+    assert output[0, 1].tolist() == [1, 1] and output[1, 2].tolist() == [4, 5]
+
+
+def test_a_scaled_embedding() -> None:
+    """Gemma multiplies its embeddings by s; the rollout's override lies before that, so vectors are multiplied too."""
+    model = Embedder()
+    model.embedding.scalar_embed_scale = 3.0
+    record = dataclasses.replace(small([1]), weights=np.zeros((1, 2), np.float32), vectors=np.ones((1, 2), np.float32))
+    with replaying(model, [record]):
+        assert model(torch.tensor([[0, 5, 6]]))[0, 1].tolist() == [3, 3]
+
+
+def test_realise_by_hand() -> None:
+    lookup = torch.nn.Embedding.from_pretrained(torch.arange(6.0).view(3, 2))
+    tokens, vectors = torch.tensor([2, 0]), torch.tensor([[7.0, 8.0], [9.0, 10.0]])
+    assert torch.equal(realise(dense_edit(tokens, vectors), lookup, None), vectors)
+    on_top = InputEdit(torch.tensor([[1], [2]]), torch.ones(2, 1), None, vectors)
+    assert realise(on_top, lookup, None).tolist() == [[9, 11], [13, 15]]
+
+
+def test_a_dense_operator_conforms() -> None:
+    check_perturbation(DenseShake, strength=0.5)
+    operator = create("tests.stack.operators:DenseShake")
+    assert operator.dense and not create("soft").dense
+
+
+def test_the_store_keeps_vectors_of_dense_operators_only() -> None:
+    """(slots × positions × D) is reserved for a dense operator; nothing for any other."""
+    store = TrajectoryStore(2, 16, DenseShake(), hidden=4)
+    assert store.vectors.shape == (store.slots, 16, 4)
+    assert TrajectoryStore(2, 16, create("soft"), hidden=4).vectors.nbytes == 0
+    vectors = np.arange(8, dtype=np.float32).reshape(2, 4)
+    record = dataclasses.replace(
+        a_record(vectors), ids=np.array([[1], [3]], np.int32), weights=np.zeros((2, 1), np.float32), sigma=None
+    )
+    trajectory = store.open("a", record.seed, 9, True)
+    store.load(trajectory, record)
+    again, _ = store.record("a")
+    assert again == dataclasses.replace(record, prompt_tokens=9)
+    sparse = TrajectoryStore(2, 16, create("soft"), hidden=4)
+    with pytest.raises(ValueError, match=r"vectors of 4 numbers.*has none: use the same perturbation"):
+        sparse.load(sparse.open("a", 5, 9, True), record)

@@ -1,0 +1,345 @@
+"""Densities: hand-derived values, gradients by finite differences, and what operators take from their record."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from perturbations import density as d
+from perturbations import streams
+from perturbations.base import Perturbation, Replayed, Step
+from perturbations.density_check import replayed
+from perturbations.edit import realise
+from perturbations.geometry import matrix_geometry
+from perturbations.registry import create
+
+V, D = 12, 6
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def generator(seed: int = 4) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- Gaussian: STHT -------------------------------------------------------------------------------
+
+
+def test_gaussian_by_hand() -> None:
+    """σ = 2, x - μ = (2, -4): -(4 + 16)/(2·4) = -2.5; the constant is -2 log(2 √(2π)) = -3.224171."""
+    got = d.gaussian(double(3.0, 1.0), double(1.0, 5.0), torch.tensor([2.0], dtype=torch.float64))
+    assert got.item() == pytest.approx(-2.5 - 2 * math.log(2 * math.sqrt(2 * math.pi)), abs=1e-12)
+    assert got.item() == pytest.approx(-5.724171, abs=1e-6)
+
+
+def test_gaussian_integrates_to_1_on_a_grid() -> None:
+    """σ = 0.33, mean off the grid's centre; the trapezoidal rule over ±10 σ in one and two dimensions."""
+    sigma = torch.tensor([0.33], dtype=torch.float64)
+    axis = torch.linspace(-3.5, 3.5, 701, dtype=torch.float64)
+    one = d.gaussian(axis.unsqueeze(-1), torch.tensor([[0.17]], dtype=torch.float64), sigma)
+    assert torch.trapezoid(one.exp(), axis).item() == pytest.approx(1.0, abs=1e-9)
+    grid = torch.cartesian_prod(axis[::7], axis[::7])
+    two = d.gaussian(grid, double(0.17, -0.2), sigma).exp().view(101, 101)
+    assert torch.trapezoid(torch.trapezoid(two, axis[::7]), axis[::7]).item() == pytest.approx(1.0, abs=1e-9)
+
+
+def test_gaussian_ratio_is_the_difference_of_two_densities() -> None:
+    x, mean, origin = (torch.randn(5, 64, dtype=torch.float64, generator=generator(i)) for i in range(3))
+    sigma = torch.rand(5, dtype=torch.float64, generator=generator()) + 0.2
+    want = d.gaussian(x, mean, sigma) - d.gaussian(x, origin, sigma)
+    torch.testing.assert_close(d.gaussian_ratio(x, mean, sigma, origin), want, rtol=1e-10, atol=1e-9)
+    assert d.gaussian_ratio(x, mean, torch.zeros(5, dtype=torch.float64), origin).tolist() == [0.0] * 5
+
+
+def test_gaussian_ratio_keeps_digits_in_float32() -> None:
+    """D = 4096: log-densities near -2000, whose float32 difference is off by 1e-4; the ratio itself is not."""
+    origin = torch.randn(1, 4096, dtype=torch.float64, generator=generator(1))
+    mean = origin + 1e-4 * torch.randn(1, 4096, dtype=torch.float64, generator=generator(2))
+    x, sigma = origin + 0.33 * torch.randn(1, 4096, dtype=torch.float64, generator=generator(3)), torch.tensor([0.33])
+    want = d.gaussian_ratio(x, mean, sigma.double(), origin).item()
+    got = d.gaussian_ratio(x.float(), mean.float(), sigma, origin.float()).item()
+    naive = (d.gaussian(x.float(), mean.float(), sigma) - d.gaussian(x.float(), origin.float(), sigma)).item()
+    assert abs(got - want) < 2e-5 < abs(naive - want)
+
+
+# --- SofT-GRPO's three ----------------------------------------------------------------------------
+
+
+def all_kept(width: int) -> Tensor:
+    return torch.ones(1, width, dtype=torch.bool)
+
+
+def test_gumbel_by_hand() -> None:
+    """p = 1/2, 1/4, 1/4 and g = 0, 1, -1: -1, -1 - 1/e, 1 - e; their mean is (-1 - 1/e - e)/3 = -1.362054.
+
+    The release's 1e-6 inside the logarithm is in y as well and cancels.
+    """
+    p = double(0.5, 0.25, 0.25)
+    y = (p + 1e-6).log() + double(0.0, 1.0, -1.0)
+    got = d.gumbel(y, p, all_kept(3)).item()
+    assert got == pytest.approx((-1 - 1 / math.e - math.e) / 3, abs=1e-12)
+    assert got == pytest.approx(-1.362054, abs=1e-6)
+
+
+@pytest.mark.parametrize(("g", "clamped"), [(4.0, 3.0), (-2.0, -1.5), (3.0, 3.0), (-1.5, -1.5), (2.0, 2.0)])
+def test_gumbel_clamps_the_noise(g: float, clamped: float) -> None:
+    p = double(1.0)
+    got = d.gumbel((p + 1e-6).log() + g, p, all_kept(1)).item()
+    assert got == pytest.approx(-clamped - math.exp(-clamped), abs=1e-9)
+
+
+def test_gumbel_leaves_out_what_the_policy_holds_unlikely() -> None:
+    """log p > -3 means p > 0.0498: 0.04 is out, 0.05 is in. g = 0 gives -1, g = 1 gives -1 - 1/e."""
+    for small, want in ((0.04, -1.0), (0.05, (-1.0 - 1.0 - 1 / math.e) / 2)):
+        p = double(1 - small, small)
+        assert d.gumbel((p + 1e-6).log() + double(0.0, 1.0), p, all_kept(2)).item() == pytest.approx(want, abs=1e-9)
+
+
+def test_gumbel_with_no_likely_candidate_is_0() -> None:
+    p = torch.full((1, 40), 1 / 40, dtype=torch.float64)  # log p = -3.69
+    assert d.gumbel(p.log(), p, all_kept(40)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("alpha", "p", "draws", "want"),
+    [
+        (2.0, (0.5, 0.5), (1.0, 2.0), -1.5),  # shape 1: the exponential, -γ: -1 and -2
+        (4.0, (0.5, 0.5), (1.0, math.e), (-1 + 1 - math.e) / 2),  # shape 2: log γ - γ
+        (6.0, (0.5, 0.5), (1.0, 1.0), -1 - math.log(2)),  # shape 3: 2 log γ - γ - log Γ(3), Γ(3) = 2
+        (2.0, (0.5, 0.5), (7.0, 1.0), (-5 - 1) / 2),  # -7 is clamped to -5
+        (1.0, (0.5, 0.5), (math.exp(-20), 1.0), (3 - 1 - 0.5 * math.log(math.pi)) / 2),  # 10 - log Γ(1/2) to 3
+        (1 / 0.96, (0.96, 0.04), (1.0, 1.0), -1.0),  # 0.04 is not above 0.05
+    ],
+)
+def test_dirichlet_by_hand(alpha: float, p: tuple, draws: tuple, want: float) -> None:
+    got = d.dirichlet(double(*draws).log(), double(*p), alpha, all_kept(2)).item()
+    assert got == pytest.approx(want, abs=1e-9)
+
+
+@pytest.mark.parametrize(("away", "squared"), [(0.0, 0.0), (0.05, 1.0), (-0.1, 4.0), (0.15, 9.0), (0.4, 9.0)])
+def test_normal_by_hand(away: float, squared: float) -> None:
+    """-z²/2 - log(0.05 √(2π)), z = (y - p) / 0.05 clamped to ±3; the constant is 2.076794."""
+    p = double(0.7, 0.3)
+    got = d.normal(p + double(away, 0.0), p, all_kept(2)).item()
+    assert got == pytest.approx(-0.5 * squared / 2 + 2.076793740, abs=1e-8)
+
+
+def test_distinct_finds_the_places_that_hold_a_repeated_token() -> None:
+    ids = torch.tensor([[7, 3, 7, 7], [1, 2, 3, 4], [5, 5, 6, 6]])
+    want = [[True, True, False, False], [True] * 4, [True, False, True, False]]
+    assert d.distinct(ids).tolist() == want
+
+
+# --- gradients in float64 -------------------------------------------------------------------------
+
+
+def test_gradient_of_the_gaussian() -> None:
+    x, mean, origin = (torch.randn(3, 5, dtype=torch.float64, generator=generator(i)) for i in range(3))
+    sigma = torch.tensor([0.4, 0.7, 1.1], dtype=torch.float64)
+    for tensor in (x, mean, sigma):
+        tensor.requires_grad_()
+    assert torch.autograd.gradcheck(d.gaussian, (x, mean, sigma))
+    assert torch.autograd.gradcheck(lambda m: d.gaussian_ratio(x.detach(), m, sigma.detach(), origin), (mean,))
+
+
+def scores_near(p: Tensor) -> Tensor:
+    """y whose noise lies inside the clamp."""
+    return (p.detach() + 1e-6).log() + torch.empty_like(p).uniform_(-1.0, 2.0, generator=generator())
+
+
+@pytest.mark.parametrize("kind", ["gumbel", "dirichlet", "normal"])
+def test_gradient_through_the_probabilities(kind: str) -> None:
+    """With respect to the logits, one candidate cut by top-p and left out."""
+    logits = 0.7 * torch.randn(4, 4, dtype=torch.float64, generator=generator())
+    kept = torch.tensor([[True, True, True, False]]).expand(4, 4)
+    p = d.renormalised(logits, kept)
+    fixed = {
+        "gumbel": scores_near(p),
+        "dirichlet": torch.empty_like(p).uniform_(-1.5, 0.5, generator=generator()),
+        "normal": p + torch.empty_like(p).uniform_(-0.1, 0.1, generator=generator()),
+    }[kind]
+    functions = {
+        "gumbel": lambda z: d.gumbel(fixed, d.renormalised(z, kept), kept),
+        "dirichlet": lambda z: d.dirichlet(fixed, d.renormalised(z, kept), 3.0, kept),
+        "normal": lambda z: d.normal(fixed, d.renormalised(z, kept), kept),
+    }
+    assert torch.autograd.gradcheck(functions[kind], (logits.requires_grad_(),))
+    functions[kind](logits).sum().backward()
+    assert logits.grad[:, :3].abs().min() > 1e-6 and (logits.grad[:, 3] == 0.0).all()
+
+
+def a_step(probabilities: Tensor, temperature: float = 1.0, seed: int = 9) -> Step:
+    rows = len(probabilities)
+    embedding = torch.randn(probabilities.shape[1], D, generator=generator(7))
+    logits = probabilities.log() + 2.5
+    tokens = torch.zeros(rows, dtype=torch.int64)
+    seeds, positions = torch.full((rows,), seed), torch.arange(5, 5 + rows)
+    return Step(logits, tokens, torch.full((rows,), temperature), seeds, positions, matrix_geometry(embedding))
+
+
+def likely(rows: int, seed: int = 3) -> Tensor:
+    return torch.softmax(torch.randn(rows, V, generator=generator(seed)), dim=-1)
+
+
+OPERATORS = [
+    create("gumbel", density="gumbel"),
+    create("dirichlet", density="dirichlet", alpha=4.0),
+    create("normal", density="normal"),
+    create("gaussian", density="gaussian", base="soft", k=5),
+]
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+def test_gradient_of_each_operator_reaches_the_logits(operator: Perturbation) -> None:
+    """The whole of log_density against central differences in float64, at a policy other than the rollout's."""
+    step = a_step(likely(6), temperature=0.7)
+    proposal = operator.propose(step)
+    base = step.logits.double() + 0.02 * torch.randn(6, V, dtype=torch.float64, generator=generator(11))
+    lookup = step.geometry.lookup
+
+    def density(logits: Tensor) -> Tensor:
+        seen = replayed(step, proposal, logits)
+        wide = Replayed(**{**vars(seen), "lookup": lambda ids: lookup(ids).double()})
+        return operator.log_density(wide)
+
+    assert torch.autograd.gradcheck(density, (base.clone().requires_grad_(),), eps=1e-6, atol=1e-5)
+    moved = base.clone().requires_grad_()
+    density(moved).sum().backward()
+    assert (moved.grad.abs().sum(dim=-1) > 0.0).sum() >= 5
+
+
+def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_action() -> None:
+    """d/dh of -‖e' - h‖²/(2σ²) is (e' - h)/σ² = ε/σ at the rollout's policy, times each token's weight."""
+    operator = create("gaussian", density="gaussian", base="soft", k=3, tau=1.0)
+    step = a_step(likely(1))
+    proposal = operator.propose(step)
+    matrix = step.geometry.lookup(torch.arange(V)).clone().requires_grad_()
+    seen = replayed(step, proposal, step.logits)
+    seen = Replayed(**{**vars(seen), "lookup": lambda ids: nn.functional.embedding(ids, matrix)})
+    operator.log_density(seen).sum().backward()
+    noise = streams.normal(seen.noise_keys, D)[0]
+    want = torch.zeros(V, D)
+    want[proposal.edit.ids[0]] = proposal.edit.weights[0].unsqueeze(-1) * noise / proposal.edit.sigma[0]
+    torch.testing.assert_close(matrix.grad, want, rtol=1e-4, atol=1e-4)
+
+
+# --- operators: what was recorded is enough -------------------------------------------------------
+
+
+def by_kind(operator: Perturbation, step: Step, logits: Tensor) -> Tensor:
+    return operator.log_density(replayed(step, operator.propose(step), logits))
+
+
+def test_gumbel_takes_its_noise_back_from_the_record() -> None:
+    """Against the noise drawn again from its seed, for the rollout's policy and for another."""
+    operator = create("gumbel", density="gumbel", top_p=1.0)
+    step = a_step(likely(500))
+    edit = operator.propose(step).edit
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
+    g = streams.gumbel(keys, edit.ids).clamp(-1.5, 3.0).double()
+    for logits in (step.logits, step.logits + 0.5 * torch.randn(500, V, generator=generator(2))):
+        old = torch.softmax(step.logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
+        p = torch.softmax(logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
+        noise = (g + old.log() - p.log()).clamp(-1.5, 3.0)
+        used = p.log() > -3.0
+        want = torch.where(used, -noise - torch.exp(-noise), 0.0).sum(-1) / used.sum(-1)
+        assert (by_kind(operator, step, logits).double() - want).abs().max() < 2e-5
+
+
+def test_gumbel_with_weights_too_small_for_float32() -> None:
+    """p = 1 - 1e-9, 1e-9 and τ = 0.1: the second weight is e^-180 = 0. Its y counts as unlikely, g clamped to -1.5."""
+    operator = create("gumbel", density="gumbel", k=2, top_p=1.0)
+    step = a_step(torch.tensor([[1.0, 1e-9, 0.0]]))
+    edit = operator.propose(step).edit
+    assert edit.weights[0, 1] < 1e-38
+    half = torch.zeros(1, 3)
+    g0 = (edit.total[0] - math.log(0.5 + 1e-6)).clamp(-1.5, 3.0).item()  # y_0 = total, since w_0 = 1
+    want = (-g0 - math.exp(-g0) + 1.5 - math.exp(1.5)) / 2
+    assert by_kind(operator, step, half).item() == pytest.approx(want, abs=1e-4)
+
+
+def test_dirichlet_and_normal_take_their_draws_back_from_the_record() -> None:
+    step = a_step(likely(300))
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
+    for operator in (OPERATORS[1], OPERATORS[2]):
+        edit = operator.propose(step).edit
+        kept = d.distinct(edit.ids)
+        p = d.renormalised(step.logits.gather(-1, edit.ids), kept)
+        if operator.name == "dirichlet":
+            draws = streams.log_gamma(keys, edit.ids, (4.0 * p).clamp_min(1e-20))
+            want = d.dirichlet(draws, p, 4.0, kept)
+        else:
+            want = d.normal(p + 0.05 * streams.normal(keys, edit.ids), p, kept)
+        torch.testing.assert_close(by_kind(operator, step, step.logits), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_gaussian_soft_is_0_at_the_rollout_and_the_paper_s_elsewhere(temperature: float) -> None:
+    operator = create("gaussian", density="gaussian", base="soft", k=4)
+    step = a_step(likely(50), temperature)
+    edit = operator.propose(step).edit
+    assert by_kind(operator, step, step.logits).abs().max() < 1e-4
+    other = step.logits + 0.3 * torch.randn(50, V, generator=generator(2))
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
+    fed = realise(edit, step.geometry.lookup, keys).double()
+
+    def h(logits: Tensor) -> Tensor:
+        values, ids = logits.double().topk(4, dim=-1)
+        shares = torch.softmax(values * temperature / 0.5, dim=-1).unsqueeze(-1)
+        return (step.geometry.lookup(ids) * shares).sum(dim=1)
+
+    def paper(logits: Tensor) -> Tensor:
+        return -(fed - h(logits)).square().sum(-1) / (2 * edit.sigma.double() ** 2)
+
+    want = paper(other) - paper(step.logits)
+    torch.testing.assert_close(by_kind(operator, step, other).double(), want, rtol=1e-4, atol=1e-3)
+
+
+def test_gaussian_fuzzy_follows_the_argmax() -> None:
+    operator = create("gaussian", density="gaussian", base="fuzzy")
+    step = a_step(likely(20))
+    assert by_kind(operator, step, step.logits).abs().max() < 1e-4
+    moved = step.logits.clone()
+    moved[:, 0] = 100.0
+    same = step.logits.argmax(-1) == 0
+    assert (by_kind(operator, step, moved)[~same] < -1.0).all()
+
+
+def test_gaussian_on_the_token_adds_the_token_s_log_probability() -> None:
+    """Token and input were both drawn; the input's mean is E[x] whatever the policy, so its part of a ratio is 1."""
+    operator = create("gaussian", density="gaussian", base="token")
+    step = a_step(likely(20))
+    other = step.logits + torch.randn(20, V, generator=generator(2))
+    want = torch.log_softmax(other, dim=-1)[:, 0]
+    torch.testing.assert_close(by_kind(operator, step, other), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gumbel", dict(density="gumbel", clamp=False), "clamp"),
+        ("gumbel", dict(density="gumbel", tau=0.05), "0.05"),
+        ("gumbel", dict(density="gumble"), "Did you mean 'gumbel'"),
+        ("gaussian", dict(density="gaussian", sigma=0.0), "sigma=0"),
+        ("normal", dict(k=11), "11"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(name: str, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        create(name, **options)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+def test_default_density_is_the_token(operator: Perturbation) -> None:
+    plain = create(operator.name)
+    assert not plain.has_density and not plain.keeps_total and operator.has_density
+
+
+def test_an_operator_without_a_density_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="'soft' has no density"):
+        create("soft").log_density(None)

@@ -1,0 +1,124 @@
+"""The conformance suite on operators whose density breaks a promise, and the driver's view of the tokens' own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngrpo.trainer.launch import SPEC
+from perturbations import create
+from perturbations.base import Perturbation, Replayed
+from perturbations.strategies.gumbel import Gumbel
+from perturbations.strategies.normal import Normal
+from perturbations.testing import PerturbationError, check_perturbation
+from tests.conftest import ROOT
+
+
+def broken(**parts: Any) -> type[Perturbation]:
+    """SofT-GRPO's operator with something replaced."""
+    namespace = {"name": "broken", "__module__": __name__, "__qualname__": "Broken", **parts}
+    made = dataclass(frozen=True, kw_only=True)(type("Broken", (Gumbel,), namespace))
+    globals()["Broken"] = made  # the suite makes it again from its address
+    return made
+
+
+def shifted(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed)[:-1]
+
+
+def infinite(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed) - torch.inf
+
+
+def centred(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed) - replayed.logits[0, 0].clamp(-5.0, 5.0) * replayed.edit.total[0]
+
+
+def failing(self: Gumbel, replayed: Replayed) -> Tensor:
+    raise KeyError("nothing here")
+
+
+def double(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed).double()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (dict(log_density=shifted), "a number per position"),
+        (dict(log_density=double), "torch.float64"),
+        (dict(log_density=infinite), "must be finite"),
+        (dict(log_density=centred), "another batch order"),
+        (dict(log_density=failing), "KeyError"),
+        (dict(keeps_total=property(lambda self: True)), "keeps_total is True but edit.total is missing"),
+        (dict(keeps_total=property(lambda self: False)), None),
+    ],
+    ids=["shape", "dtype", "infinite", "batch", "raises", "total", "no-total"],
+)
+def test_broken_densities_are_caught(parts: dict[str, Any], words: str | None) -> None:
+    if "keeps_total" in parts:
+        parts = {**parts, "propose": lambda self, step: create("gumbel").propose(step)}
+    with pytest.raises(PerturbationError) as error:
+        check_perturbation(broken(**parts), density="gumbel")
+    assert words is None or words in str(error.value)
+
+
+def test_negative_weights_need_a_declaration() -> None:
+    """The operator of the tree passes as `affine`; the same one that says nothing is refused."""
+    check_perturbation(Normal)
+    globals()["Silent"] = silent = dataclass(frozen=True, kw_only=True)(
+        type("Silent", (Normal,), {"name": "silent", "mixture": "convex", "__module__": __name__})
+    )
+    with pytest.raises(PerturbationError, match="must not be negative"):
+        check_perturbation(silent)
+
+
+class FakeGroup:
+    """Two ranks with two copies each; the copies of a rank hold the same."""
+
+    def __init__(self, batches: list[list[Tensor]]) -> None:
+        self._batches = batches
+
+    def async_run_method(self, method_name: str) -> list[list[Tensor]]:
+        assert method_name == "token_log_probs"
+        return [batch for batch in self._batches for _ in range(2)]
+
+
+def maker(batches: list[list[Tensor]]) -> Any:
+    args = SimpleNamespace(ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2))
+    return SimpleNamespace(strategy=SimpleNamespace(args=args), actor_model_group=FakeGroup(batches))
+
+
+def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngrpo.trainer.metrics import _token_log_probs
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
+    tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
+    experiences = [SimpleNamespace(action_log_probs=torch.zeros_like(t)) for t in tensors]
+    monkeypatch.setenv(SPEC, json.dumps(create("gumbel", density="gumbel").spec()))
+    got = _token_log_probs(maker([tensors[:2], tensors[2:]]), experiences)
+    assert all(torch.equal(a, b) for a, b in zip(got, tensors))
+    with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
+        _token_log_probs(maker([tensors[:1], tensors[2:]]), experiences)
+    monkeypatch.setenv(SPEC, json.dumps(create("gumbel").spec()))
+    assert all((t == 0.0).all() for t in _token_log_probs(maker([]), experiences))
+
+
+def test_each_recipe_names_an_operator_and_its_options() -> None:
+    lines = (ROOT / "examples/recipes/densities.txt").read_text().splitlines()
+    commands = [shlex.split(line) for line in lines if not line.startswith("#")]
+    made = []
+    for words in commands:
+        flags = dict(zip(words[2::2], words[3::2]))
+        options = {key.split(".", 1)[1]: value for key, value in flags.items() if key.startswith("--perturbation.")}
+        made.append(create(flags["--perturbation"], **options))
+    assert {"gaussian", "gumbel", "dirichlet", "normal", "orthogonal", "soft"} == {o.name for o in made}
+    assert sum(o.has_density for o in made) == 5

@@ -1,0 +1,205 @@
+"""Densities on their way into a forward's log-probabilities: the right rows, the ratio, the record, the errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngrpo.preflight import check_flags
+from ngrpo.trainer.density import densities, token_log_probs, with_densities
+from perturbations import streams
+from perturbations.base import Perturbation, Replayed, Step
+from perturbations.edit import InputEdit
+from perturbations.registry import create
+from perturbations.replay import ReplayRecord
+from perturbations.replay_scope import ReplayScope
+from tests.fast.test_density import OPERATORS, D, V, a_step, generator, likely
+
+
+def record_of(operator: Perturbation, step: Step, prompt: int = 5) -> ReplayRecord:
+    edit = operator.propose(step).edit
+    return ReplayRecord(
+        int(step.seeds[0]),
+        prompt,
+        prompt + len(step.seeds),
+        step.positions.numpy().astype(np.int32),
+        edit.ids.numpy().astype(np.int32),
+        edit.weights.numpy(),
+        None if edit.sigma is None else edit.sigma.numpy(),
+        np.ones(len(step.seeds), dtype=bool),
+        total=None if edit.total is None else edit.total.numpy(),
+    )
+
+
+def test_a_density_costs_four_bytes_per_position_and_one_per_record() -> None:
+    step = a_step(likely(10))
+    with_total, without = record_of(create("gumbel", density="gumbel"), step), record_of(create("gumbel"), step)
+    assert len(with_total.to_bytes()) == len(without.to_bytes()) + 4 * 10 + 1
+    again = ReplayRecord.from_bytes(with_total.to_bytes())
+    assert np.array_equal(again.total, with_total.total) and again == with_total
+    assert ReplayRecord.from_bytes(without.to_bytes()).total is None
+    assert np.array_equal(with_total.truncate(9).total, with_total.total[:4])
+
+
+class Model(nn.Module):
+    """An embedding and a head; logits of a row depend on that row's input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+hooked = with_densities(log_probs_of)
+
+
+def batch(operator: Perturbation) -> tuple[Tensor, Tensor, list[ReplayRecord | None]]:
+    """Three right-padded samples of 12, 9 and 7 tokens with 4, none and 3 perturbed positions, one of them cut off."""
+    tokens = torch.randint(0, V, (3, 12), generator=generator())
+    mask = torch.ones_like(tokens)
+    mask[1, 9:], mask[2, 7:] = 0, 0
+    first = record_of(operator, a_step(likely(4)))
+    third = record_of(operator, a_step(likely(3), seed=5))
+    return tokens, mask, [first, None, third]
+
+
+def perturbed(record: ReplayRecord | None, mask: Tensor) -> list[tuple[int, int]]:
+    """Index and position of what a record holds within its row's length."""
+    return [(i, t) for i, t in enumerate(record.positions.tolist() if record else []) if t < int(mask.sum())]
+
+
+def run(
+    model: Model, operator: Perturbation, tokens: Tensor, mask: Tensor, records: list, packed: bool = False
+) -> tuple[Tensor, Any]:
+    labels, shape = torch.roll(tokens, -1, 1), tokens.shape
+    if packed:
+        tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
+    scope = ReplayScope(model.embedding)
+    with scope(records, mask), densities(operator, scope, 1.0) as ours:
+        result = hooked(model(tokens), labels)
+    if packed:
+        result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
+    return result, ours
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, packed: bool) -> None:
+    """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
+    model = Model()
+    tokens, mask, records = batch(operator)
+    got, ours = run(model, operator, tokens, mask, records, packed)
+    with ReplayScope(model.embedding)(records, mask):
+        logits = model(tokens)
+    want = log_probs_of(logits, torch.roll(tokens, -1, 1))
+    plain = want.clone()
+    for sample, record in enumerate(records):
+        for i, t in perturbed(record, mask[sample]):
+            key = streams.keys(torch.tensor([record.seed]), torch.tensor([t]), streams.Stream.NOISE)
+            edit = InputEdit(
+                torch.from_numpy(record.ids[i : i + 1]).long(),
+                torch.from_numpy(record.weights[i : i + 1]),
+                None if record.sigma is None else torch.from_numpy(record.sigma[i : i + 1]),
+                None,
+                None if record.total is None else torch.from_numpy(record.total[i : i + 1]),
+            )
+            row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
+            alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding)
+            want[sample, t - 1] = operator.log_density(alone)
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
+    changed = (got - plain).abs() > 1e-6
+    assert changed[mask.bool()].sum() >= 6
+    own = token_log_probs(got[:, 4:-1].detach(), records, ours.tokens, mask)
+    answers = mask[:, 5:].bool()
+    torch.testing.assert_close(own[answers], plain[:, 4:-1].detach()[answers])
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(operator: Perturbation) -> None:
+    model = Model()
+    tokens, mask, records = batch(operator)
+    with torch.no_grad():
+        old, _ = run(model, operator, tokens, mask, records)
+    new, _ = run(model, operator, tokens, mask, records)
+    assert torch.equal(old, new.detach())
+    at = torch.zeros_like(mask, dtype=torch.bool)
+    for sample, record in enumerate(records):
+        for _, t in perturbed(record, mask[sample]):
+            at[sample, t - 1] = True
+    new[at].sum().backward()
+    assert model.head.weight.grad.abs().max() > 1e-4
+    with torch.no_grad():
+        model.head.weight += 0.1 * torch.randn(V, D, generator=generator())
+        moved, _ = run(model, operator, tokens, mask, records)
+    assert ((moved - old)[at].abs() > 1e-3).sum() >= 5
+
+
+def test_left_padding_and_cut_trajectories() -> None:
+    operator, model = OPERATORS[0], Model()
+    tokens, mask, records = batch(operator)
+    got, _ = run(model, operator, tokens, mask, records)
+    left = torch.roll(tokens[2], 5), torch.roll(mask[2], 5)
+    padded, _ = run(model, operator, left[0][None], left[1][None], [records[2]])
+    torch.testing.assert_close(padded[0, 5:-1], got[2, :6])
+    cut, _ = run(model, operator, tokens[:1, :7], mask[:1, :7], records[:1])
+    torch.testing.assert_close(cut[0, :6], got[0, :6])
+
+
+def test_a_batch_without_a_perturbed_position_is_left_alone() -> None:
+    operator, model = OPERATORS[0], Model()
+    tokens, mask, _ = batch(operator)
+    got, ours = run(model, operator, tokens, mask, [None] * 3)
+    assert ours is None and torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
+
+
+def test_a_forward_that_never_asks_for_log_probabilities_is_an_error() -> None:
+    operator, model = OPERATORS[0], Model()
+    tokens, mask, records = batch(operator)
+    scope = ReplayScope(model.embedding)
+    error = pytest.raises(RuntimeError, match=r"was not computed.*--perturbation\.density token")
+    with error, scope(records, mask), densities(operator, scope, 1.0):
+        log_probs_of(model(tokens), tokens)
+
+
+def test_logits_of_other_rows_are_an_error() -> None:
+    operator, model = OPERATORS[0], Model()
+    tokens, mask, records = batch(operator)
+    scope = ReplayScope(model.embedding)
+    error = pytest.raises(RuntimeError, match="33 rows of logits for a replayed forward of 36 tokens")
+    with error, scope(records, mask), densities(operator, scope, 1.0):
+        hooked(model(tokens)[:, :-1], tokens[:, :-1])
+
+
+def test_outside_a_scope_the_function_is_the_original() -> None:
+    operator, model = OPERATORS[0], Model()
+    tokens, mask, records = batch(operator)
+    run(model, operator, tokens, mask, records)
+    assert torch.equal(hooked(model(tokens), tokens), log_probs_of(model(tokens), tokens))
+    scope = ReplayScope(model.embedding)
+    with scope(records, mask), densities(create("gumbel"), scope, 1.0) as ours:
+        hooked(model(tokens), tokens)
+    assert ours is None
+
+
+@pytest.mark.parametrize("density", ["gumbel", "token"])
+def test_importance_correction_does_not_go_with_a_density(density: str) -> None:
+    """It compares with the rollout's log-probabilities, which are the tokens'."""
+    flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level", "token"]
+    spec = create("gumbel", density=density).spec()
+    if density == "token":
+        check_flags(flags, spec)
+        return
+    with pytest.raises(ValueError, match="is_correction_level token cannot be used with the density"):
+        check_flags(flags, spec)
+    check_flags([*flags[:3], "off"], spec)

@@ -1,0 +1,276 @@
+"""HRPO's gate by hand, how it starts, that it trains, and where its parameters are kept."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ngrpo import parameters
+from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, learned, register, replaying
+from perturbations.base import Step
+from perturbations.edit import realise
+from perturbations.geometry import matrix_geometry
+from perturbations.strategies.hrpo import HybridGate
+from perturbations.testing import PerturbationError
+from tests.fast.test_replay import Embedder, small
+
+RECIPE = Path(__file__).resolve().parents[2] / "examples/recipes/hrpo.txt"
+EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
+
+
+def a_step(logits: list[list[float]], sampled: list[int]) -> Step:
+    rows = len(sampled)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    return Step(
+        torch.tensor(logits), torch.tensor(sampled), torch.ones(rows), zeros, zeros + 5, matrix_geometry(EMBEDDING)
+    )
+
+
+def a_gate(**values: list[Any]) -> HybridGate:
+    """A gate for D = 2 with given w_r, w_i and Λ."""
+    gate = HybridGate(2, 0.99)
+    gate.lambda_start = torch.zeros(2)
+    learned.load(gate, {name: torch.tensor(value) for name, value in values.items()}, whole=False)
+    return gate
+
+
+def test_mixture_by_hand() -> None:
+    """p = (0.6, 0.3, 0.1, 0) has the norm sqrt(0.46); the two likeliest alone, (2/3, 1/3), have sqrt(5)/3.
+
+    All: r = (0.6·(1, 0) + 0.3·(0, 1) + 0.1·(2, 2)) / sqrt(0.46) = (0.8, 0.5) / sqrt(0.46).
+    Two: r = (2/3, 1/3) / (sqrt(5)/3) = (2, 1) / sqrt(5).
+    """
+    logits = [[math.log(0.6), math.log(0.3), math.log(0.1), -math.inf]]
+    step = a_step(logits, [2])
+    for k, want in ((4, torch.tensor([0.8, 0.5]) / 0.46**0.5), (2, torch.tensor([2.0, 1.0]) / 5.0**0.5)):
+        proposal = create("hrpo", k=k).propose(step)
+        assert proposal.tokens.tolist() == [2]
+        assert proposal.edit.ids[0, 0].item() == 2, "the sampled token is the first candidate"
+        assert proposal.edit.weights[0, 0].item() == 0.0
+        mixture = realise(proposal.edit, step.geometry.lookup, None)[0]
+        torch.testing.assert_close(mixture, want)
+        assert proposal.edit.weights.norm().item() == pytest.approx(1.0)
+
+
+def test_gate_by_hand() -> None:
+    """D = 2, e = (1, 2), r = (3, -1).
+
+    W_r = [[0, 0], [ln 3, 0]]: σ(W_r e) = (1/2, 3/4), as σ(ln 3) = 3/4.
+    Λ_j with softplus(Λ_j) = ln(1 + e^Λ_j): the first ln 2 / 4, the second ln 2 / 12, so that
+      a_1 = exp(−8 · ln 2/4 · 1/2) = exp(−ln 2) = 1/2, and a_2 = exp(−8 · ln 2/12 · 3/4) = exp(−ln 2 / 2) = 1/√2.
+    W_i = [[0, ln 3 / 2], [0, 0]]: σ(W_i e) = (3/4, 1/2).
+    e'_1 = 1/2 · 1 + sqrt(1 − 1/4) · 3/4 · 3 = 1/2 + 9 sqrt(3) / 8
+    e'_2 = 1/√2 · 2 + sqrt(1 − 1/2) · 1/2 · (−1) = √2 − 1 / (2 √2) = 3 / (2 √2).
+    """
+    softplus = [math.log(2) / 4, math.log(2) / 12]
+    gate = a_gate(
+        w_r=[[0.0, 0.0], [math.log(3), 0.0]],
+        w_i=[[0.0, math.log(3) / 2], [0.0, 0.0]],
+        lambda_shift=[math.log(math.expm1(s)) for s in softplus],
+    )
+    got = gate(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
+    want = torch.tensor([[0.5 + 9 * 3**0.5 / 8, 3 / (2 * 2**0.5)]])
+    torch.testing.assert_close(got, want)
+
+
+def test_it_starts_near_the_token() -> None:
+    """W = 0 gives σ = 1/2, and Λ a = exp(−8 softplus(Λ))^(1/2) in [sqrt(0.9), sqrt(0.999)], spread over the range."""
+    gate = create("hrpo", start=0.9).module(4096)
+    a = gate(torch.ones(1, 4096), torch.zeros(1, 4096))[0].square()
+    assert 0.9 <= a.min().item() < 0.901 and 0.998 < a.max().item() <= 0.99901
+    assert a.mean().item() == pytest.approx((0.9 + 0.999) / 2, abs=0.002)
+    # What is left goes to r: e' = a e + sqrt(1 − a²) · r / 2.
+    blended = gate(torch.zeros(1, 4096), torch.ones(1, 4096))[0]
+    torch.testing.assert_close(blended, (1 - a).sqrt() / 2, rtol=1e-3, atol=1e-6)
+
+
+def test_bfloat16_parameters_change_nothing_at_the_start() -> None:
+    token, mixture = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    module = create("hrpo").module(16)
+    before = module(token, mixture)
+    assert torch.equal(before, module.to(torch.bfloat16)(token, mixture))
+
+
+def test_every_parameter_trains_and_the_shift_of_lambda_is_small_steps() -> None:
+    """Through a replayed model; a batch without a perturbed position gives gradients of zero, not none."""
+    model = Embedder()
+    model.embedding.weight.data.mul_(0.1)
+    learned.attach(model, create("hrpo"))
+    tokens = torch.tensor([[0, 5, 6]])
+    with replaying(model, [small([1])]):
+        model(tokens).square().sum().backward()
+    parts = dict(learned.attached(model).named_parameters())
+    assert set(parts) == {"w_r", "w_i", "lambda_shift"}
+    assert all(p.grad.abs().max() > 0 for p in parts.values())
+    touched = model.embedding.weight.grad.abs().sum(-1).nonzero().flatten().tolist()
+    assert touched == [0, 1, 3, 6], "the token's and the candidates' rows, and not the replaced one"
+    model.zero_grad()
+    with replaying(model, [None]):
+        output = model(tokens)
+    output.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in parts.values())
+    assert torch.equal(output, model.embedding(tokens))
+
+
+def test_replay_equals_rollout_with_the_same_parameters() -> None:
+    generator = torch.Generator().manual_seed(4)
+    model = Embedder()
+    module = learned.attach(model, create("hrpo", k=3))
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=generator)
+    step = a_step([[0.3, 1.0, -0.5, 0.1]], [2])
+    edit = create("hrpo", k=3).propose(step).edit
+    fed = realise(edit, model.embedding, None, module)
+    record = small([1])
+    object.__setattr__(record, "ids", edit.ids.to(torch.int32).numpy())
+    object.__setattr__(record, "weights", edit.weights.numpy())
+    with replaying(model, [record]):
+        torch.testing.assert_close(model(torch.tensor([[0, 2, 6]]))[0, 1], fed[0])
+    plain = realise(edit, model.embedding, None)
+    assert not torch.allclose(fed, plain, atol=1e-2)
+
+
+def test_a_scaled_embedding() -> None:
+    """Gemma multiplies its embeddings by s: the gate is for the bare ones, e' = s · gate(e, r)."""
+    model = Embedder()
+    module = learned.attach(model, create("hrpo"))
+    with replaying(model, [small([1])]):
+        bare = model(torch.tensor([[0, 5, 6]]))
+    model.embedding.register_forward_hook(lambda m, i, o: 3.0 * o)
+    model.embedding.scalar_embed_scale = 3.0
+    with replaying(model, [small([1])]):
+        torch.testing.assert_close(model(torch.tensor([[0, 5, 6]])), 3.0 * bare)
+    assert module is learned.attached(model)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    operator = create("hrpo")
+    module = operator.module(4)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    module.to(torch.bfloat16)
+    assert not parameters.load_saved(operator.module(4), operator, str(tmp_path)), "nothing is there yet"
+    parameters.save(tmp_path, operator, module.state_dict())
+    assert [p.name for p in tmp_path.iterdir()] == ["perturbation"], "nothing at the top, where vLLM reads every file"
+    again = operator.module(4)
+    assert parameters.load_saved(again, operator, str(tmp_path))
+    for name, value in module.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value.float())
+    with pytest.raises(ValueError, match=r"trained with start=0.99, this run has start=0.9\b.*saved value"):
+        parameters.load_saved(again, create("hrpo", start=0.9), str(tmp_path))
+    with pytest.raises(ValueError, match="trained with name='hrpo', this run has name='scaled'"):
+        parameters.load_saved(Scale(4), Scaled(), str(tmp_path))
+    with pytest.raises(ValueError, match=r"shape \(5,\), the saved one \(4,\).*another hidden size"):
+        parameters.load_saved(operator.module(5), operator, str(tmp_path))
+
+
+def test_names_that_are_not_the_modules() -> None:
+    module = create("hrpo").module(2)
+    with pytest.raises(ValueError, match=r"unknown \['w_x'\], missing \['lambda_shift', 'w_i', 'w_r'\]"):
+        learned.load(module, {"w_x": torch.zeros(1)})
+
+
+def test_split_keeps_the_models_tensors_in_order() -> None:
+    own: dict[str, torch.Tensor] = {}
+    tensors = [(name, torch.zeros(1)) for name in ("a", "perturbation.w_r", "b", "perturbationist")]
+    assert [name for name, _ in learned.split(tensors, own)] == ["a", "b", "perturbationist"]
+    assert list(own) == ["w_r"]
+
+
+def test_a_model_takes_one_module() -> None:
+    model = Embedder()
+    assert learned.attach(model, create("soft")) is None
+    learned.attach(model, create("hrpo"))
+    with pytest.raises(ValueError, match="already has a submodule 'perturbation'"):
+        learned.attach(model, create("hrpo"))
+
+
+def test_learning_rates_make_groups() -> None:
+    from ngrpo.trainer.model_actors import separate
+
+    a, b, c, d = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    groups = [{"params": [a, b, c], "weight_decay": 0.1}, {"params": [d], "weight_decay": 0.0}]
+    rates = {id(b): 1e-3, id(c): 1e-4, id(d): 1e-3}
+    result = separate(groups, rates)
+    assert [(g.get("lr"), len(g["params"])) for g in result] == [(None, 1), (1e-3, 2), (1e-4, 1)]
+    operator = create("hrpo", gate_lr="none")
+    assert (operator.learning_rate("w_r"), operator.learning_rate("lambda_shift")) == (None, 1e-3)
+
+
+@register("scaled")
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Perturbation):
+    """The operator with parameters of docs/hrpo.md."""
+
+    def propose(self, step: Step) -> Proposal:
+        values, ids = step.logits.topk(8, dim=-1)
+        return Proposal(InputEdit(ids, torch.softmax(values, dim=-1)), step.sampled)
+
+    @property
+    def candidates(self) -> int:
+        return 8
+
+    def module(self, hidden_size: int) -> nn.Module:
+        return Scale(hidden_size)
+
+
+class Scale(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, token: torch.Tensor, mixture: torch.Tensor) -> torch.Tensor:
+        return self.scale.float() * mixture
+
+
+def test_a_third_partys_operator_with_parameters_conforms() -> None:
+    check_perturbation(Scaled)
+
+
+def module_of(kind: str) -> Any:
+    class Bad(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(size) if kind == "random" else torch.ones(size))
+
+        def forward(self, token: torch.Tensor, mixture: torch.Tensor) -> torch.Tensor:
+            if kind == "rounds":
+                return token.to(self.w.dtype) * self.w
+            if kind == "mixes":
+                return token * self.w.float() + mixture.sum(0)
+            return token * self.w.float() if kind != "detached" else token + 0.0 * self.w.detach().float()
+
+    return Bad
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("random", "starts differently"),
+        ("rounds", "compute in float32"),
+        ("mixes", "each row"),
+        ("detached", "no finite gradient reaches w"),
+    ],
+)
+def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
+    from perturbations.strategies.hrpo import HRPO
+
+    check_perturbation("hrpo")
+    monkeypatch.setattr(HRPO, "module", lambda self, size: module_of(kind)(size))
+    with pytest.raises(PerturbationError, match=words):
+        check_perturbation("hrpo")
+
+
+def test_the_recipe_names_options_of_hrpo() -> None:
+    (line,) = [x for x in RECIPE.read_text().splitlines() if not x.startswith("#")]
+    words = shlex.split(line)
+    flags = dict(zip(words[2::2], words[3::2]))
+    options = {key.split(".", 1)[1]: value for key, value in flags.items() if key.startswith("--perturbation.")}
+    assert create(flags["--perturbation"], **options) == create("hrpo")

@@ -1,0 +1,71 @@
+"""The drift on its way to the run's log."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ngrpo.rollout import neighbor_drift as engine_drift
+from ngrpo.trainer.metrics import neighbor_drift, reporting_trainer
+from perturbations.neighbors import Drift
+
+
+def actor(counts: Any) -> Any:
+    return SimpleNamespace(perturbation_drift=SimpleNamespace(remote=lambda: counts))
+
+
+@pytest.fixture
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found))
+
+
+def test_engines_add_up(local_ray: None) -> None:
+    """(2 + 1) of (4 + 6) tokens changed by the sync, (3 + 3) of (5 + 7) since the start; the third knows nothing."""
+    engines = [actor((5, 3, 4, 2)), actor((7, 3, 6, 1)), actor(None)]
+    assert neighbor_drift(engines) == {
+        "perturbation/neighbors_changed": pytest.approx(0.3),
+        "perturbation/neighbors_changed_since_start": pytest.approx(0.5),
+    }
+    assert neighbor_drift([actor((2, 1, 0, 0))]) == {"perturbation/neighbors_changed_since_start": 0.5}
+    assert neighbor_drift([actor(None)]) == {} and neighbor_drift(None) == {}
+
+
+def test_it_joins_the_status_of_the_step_after_its_weight_sync(local_ray: None) -> None:
+    order: list[str] = []
+
+    class Plain:
+        experience_maker = SimpleNamespace(perturbation_metrics={"perturbation/rate": 0.1})
+
+        def __init__(self) -> None:
+            remote = SimpleNamespace(remote=lambda: (order.append("drift"), (2, 1, 2, 2))[1])
+            self.vllm_engines = [SimpleNamespace(perturbation_drift=remote)]
+
+        def train_step(self, samples: Any, global_step: int) -> tuple[dict[str, float], int]:
+            order.append("update and sync")
+            return {"reward": 1.0}, global_step + 1
+
+    assert reporting_trainer(Plain)().train_step(None, 4) == (
+        {
+            "reward": 1.0,
+            "perturbation/rate": 0.1,
+            "perturbation/neighbors_changed": 1.0,
+            "perturbation/neighbors_changed_since_start": 0.5,
+        },
+        5,
+    )
+    assert order == ["update and sync", "drift"]
+
+
+def test_a_plain_engine_hands_it_over() -> None:
+    drift = Drift(4, 1, 3, 2)
+
+    def engine(answer: Any) -> Any:
+        answers = {"perturbation_fingerprint": ["{}"], "perturbation_drift": [answer]}
+        return SimpleNamespace(llm_engine=SimpleNamespace(collective_rpc=answers.__getitem__))
+
+    assert engine_drift(engine(dataclasses.astuple(drift))) == drift
+    assert engine_drift(engine(None)) is None

@@ -1,0 +1,197 @@
+"""The graph index against the exact one, and indices on disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from perturbations import create
+from perturbations.neighbors import ExactIndex, HnswIndex, create_index
+from perturbations.neighbors.hnsw import HnswIndex as Graph
+
+pytest.importorskip("hnswlib", reason="hnswlib is not installed: pip install 'ngrpo[hnsw]'")
+
+SMALL = {"hubs": 100, "rerank": 32}
+SIZE = 2500
+
+
+def matrix(kind: str) -> torch.Tensor:
+    """Random directions around a large common one, as token embeddings have; or 50 clusters of them."""
+    draws = torch.Generator().manual_seed(1)
+    rows = torch.randn(SIZE, 24, generator=draws)
+    if kind == "clustered":
+        rows = 3.0 * torch.randn(50, 24, generator=draws)[torch.arange(SIZE) % 50] + 0.3 * rows
+    return rows + 2.0
+
+
+def agreement(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (found.unsqueeze(-1) == wanted.unsqueeze(1)).any(dim=1).float().mean().item()
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2", "dot"])
+@pytest.mark.parametrize("kind", ["random", "clustered"])
+def test_finds_what_the_exact_index_finds(metric: str, kind: str) -> None:
+    embedding, tokens, excluded = matrix(kind), torch.arange(SIZE), [0, 7, 1200]
+    exact, graph = ExactIndex(embedding, metric, excluded), HnswIndex(embedding, metric, excluded, **SMALL)
+    ids, scores = graph.query(tokens, 2)
+    want, best = exact.query(tokens, 2)
+    assert agreement(ids, want) >= 0.98
+    assert ids.dtype == torch.int64 and scores.dtype == torch.float32
+    assert not (ids == tokens.unsqueeze(-1)).any()
+    assert not torch.isin(ids, torch.tensor(excluded)).any()
+    same = (ids == want).all(dim=-1)
+    assert torch.equal(scores[same], best[same]), "the same pairs have the same scores, bit for bit"
+    assert (scores <= best).all()
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2", "dot"])
+def test_equal_rows_come_by_id_and_repetitions_once(metric: str) -> None:
+    """Rows 2000 to 2007 are equal, and hubs as well as found by the graph: for dot they are the longest."""
+    embedding = matrix("random")
+    embedding[2000:2008] = 5.0 * embedding[10] if metric == "dot" else embedding.mean(0)
+    ids, scores = HnswIndex(embedding, metric, **SMALL).query(torch.tensor([2003]), 7)
+    assert ids[0].tolist() == [2000, 2001, 2002, 2004, 2005, 2006, 2007]
+    assert len(set(scores[0].tolist())) == 1
+
+
+def test_the_same_embedding_gives_the_same_graph() -> None:
+    tokens = torch.arange(SIZE)
+    first, second = (HnswIndex(matrix("random"), **SMALL).query(tokens, 3) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_a_small_vocabulary_and_islands_are_served_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the graph would look at everything anyway, or cannot name enough tokens."""
+    embedding, tokens = matrix("clustered")[:150], torch.arange(150)
+    want = ExactIndex(embedding).query(tokens, 5)[0]
+    assert torch.equal(HnswIndex(embedding, **SMALL).query(tokens, 5)[0], want)
+    assert torch.equal(HnswIndex(embedding).query(tokens, 149)[0], ExactIndex(embedding).query(tokens, 149)[0])
+    graph = HnswIndex(embedding, hubs=0, rerank=20)
+    assert graph._candidates(tokens, 5) is not None
+
+    class Torn:
+        element_count = 150
+
+        def set_ef(self, ef: int) -> None:
+            pass
+
+        def knn_query(self, *args: object, **kwargs: object) -> None:
+            raise RuntimeError("Cannot return the results in a contiguous 2D array.")
+
+    monkeypatch.setattr(graph, "_graph", Torn())
+    assert torch.equal(graph.query(tokens, 5)[0], want)
+
+
+def test_zero_and_equal_vectors_give_no_nan() -> None:
+    embedding = matrix("random")
+    embedding[100:400] = 0.0
+    embedding[400:900] = embedding[400]
+    for metric in ("cosine", "l2", "dot"):
+        ids, scores = HnswIndex(embedding, metric, **SMALL).query(torch.arange(SIZE), 3)
+        assert torch.isfinite(scores).all()
+        assert (ids.sort(dim=-1).values.diff(dim=-1) > 0).all(), "three different tokens"
+
+
+def test_bfloat16_is_scored_as_it_is() -> None:
+    embedding = matrix("random").bfloat16()
+    ids, scores = HnswIndex(embedding, **SMALL).query(torch.arange(SIZE), 2)
+    want, best = ExactIndex(embedding).query(torch.arange(SIZE), 2)
+    same = (ids == want).all(dim=-1)
+    assert same.float().mean() > 0.95 and torch.equal(scores[same], best[same])
+
+
+@pytest.mark.parametrize("cls", [ExactIndex, HnswIndex])
+def test_saved_and_loaded(cls: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, place = matrix("random"), tmp_path / "folder" / "index"
+    index = cls(embedding, "l2", exclude=[4]) if cls is ExactIndex else cls(embedding, "l2", [4], **SMALL)
+    asked = torch.tensor([9, 4, 77])
+    want = index.query(asked, 2)
+    index.save(place)
+    loaded = cls.load(place, embedding.clone())
+    assert loaded.metric == "l2" and loaded._filled.nonzero().flatten().tolist() == [4, 9, 77]
+    everything = index.query(torch.arange(SIZE), 2)
+    again = loaded.query(torch.arange(SIZE), 2)
+    assert torch.equal(again[0], everything[0]) and torch.equal(again[1], everything[1])
+    monkeypatch.setattr(cls, "search", None)
+    assert torch.equal(cls.load(place, embedding).query(asked, 2)[0], want[0]), "rows in the file are not sought again"
+
+
+def test_an_index_saved_before_any_query(tmp_path: Path) -> None:
+    graph = HnswIndex(matrix("random"), **SMALL)
+    graph.save(tmp_path / "index")
+    loaded = HnswIndex.load(tmp_path / "index", matrix("random"))
+    assert loaded._settings == graph._settings
+    assert torch.equal(loaded.query(torch.arange(50), 2)[0], graph.query(torch.arange(50), 2)[0])
+
+
+def test_a_file_is_refused_for_other_weights_kinds_and_contents(tmp_path: Path) -> None:
+    embedding, place = matrix("random"), tmp_path / "index"
+    ExactIndex(embedding).save(place)
+    other = embedding.clone()
+    other[5, 5] = torch.nextafter(other[5, 5], torch.tensor(9.0))
+    for wrong in (other, embedding.double(), embedding[:-1]):
+        with pytest.raises(ValueError, match="another embedding"):
+            ExactIndex.load(place, wrong)
+    with pytest.raises(ValueError, match=r"'ExactIndex'.*'HnswIndex'"):
+        HnswIndex.load(place, embedding)
+    place.write_bytes(place.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"no saved neighbor index.*ExactIndex\.save"):
+        ExactIndex.load(place, embedding)
+    with pytest.raises(FileNotFoundError):
+        ExactIndex.load(tmp_path / "nothing", embedding)
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, place = matrix("random"), tmp_path / "index"
+    ExactIndex(embedding).save(place)
+    before = place.read_bytes()
+
+    def full(file: object, **arrays: object) -> None:
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space"):
+        ExactIndex(embedding).save(place)
+    assert place.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["index"]
+
+
+def test_the_factory() -> None:
+    embedding = matrix("random")[:50]
+    assert type(create_index(embedding)) is ExactIndex
+    assert type(create_index(embedding, "hnsw", "dot")) is HnswIndex
+    assert type(create_index(embedding, "hnsw", "l1")) is ExactIndex
+    with pytest.raises(ValueError, match=r"index='hsnw'.*exact, hnsw.*Did you mean 'hnsw'"):
+        create_index(embedding, "hsnw")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"metric": "l1"}, ["metric='l1'", "cosine, l2 and dot", "ExactIndex"]),
+        ({"metric": "cos"}, ["'cos'", "Did you mean 'cosine'?"]),
+        ({"m": 1}, ["m=1", "at least 2"]),
+        ({"rerank": 0}, ["rerank=0", "at least 1"]),
+        ({"hubs": -1}, ["hubs=-1", "at least 0"]),
+        ({"exclude": [50]}, ["id 50", "[0, 49]"]),
+    ],
+)
+def test_errors_name_value_and_range(options: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        HnswIndex(matrix("random")[:50], **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'ngrpo\[hnsw\]'"):
+        Graph(matrix("random")[:50])
+    monkeypatch.setattr("perturbations.strategies.neighbor.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"index='hnsw'.*pip install"):
+        create("neighbor", index="hnsw").check_model(100)
+    create("neighbor", index="hnsw", metric="l1").check_model(100)

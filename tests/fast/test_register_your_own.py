@@ -1,0 +1,472 @@
+"""Operators and gates of a user: from a file, from an installed package, from a module; in this and other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ngrpo import cli, flags, summary
+from ngrpo.hardware import profile_for
+from ngrpo.trainer import launch
+from perturbations import check_perturbation, create, create_gate, registry, sources
+
+OPERATOR = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perturbations import Perturbation, Proposal, Step, option, register
+from perturbations.edit import one_hot
+
+{decorator}
+@dataclass(frozen=True, kw_only=True)
+class {name}(Perturbation):
+    """Feeds the sampled token as it is."""
+
+    paper = "a test"
+    strength: float | None = option({default}, "a number", low=0.0, high=1.0)
+    loud: bool = option(False, "a switch")
+
+    def propose(self, step: Step) -> Proposal:
+        return Proposal(one_hot(step.sampled), step.sampled)
+
+    @property
+    def candidates(self) -> int:
+        return 1
+'''
+
+GATE = '''
+from dataclasses import dataclass
+
+from perturbations import Gate, option, register_gate
+
+
+@register_gate("their_gate")
+@dataclass(frozen=True, kw_only=True)
+class Above(Gate):
+    """Open where the sampled token's id is large."""
+
+    least: int = option(3, "an id", low=0)
+    strict: bool = option(False, "a switch")
+
+    def open(self, step):
+        return step.sampled > self.least if self.strict else step.sampled >= self.least
+'''
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Each test in a folder of its own; what it loads or registers is gone after it."""
+    for kept in (registry.operators, registry.gates):
+        for name in kept.in_tree():
+            kept.get(name)
+        monkeypatch.setattr(kept, "registered", dict(kept.registered))
+    monkeypatch.setattr(sources, "_loaded", dict(sources._loaded))
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(("perturbation_file_", "their_")):
+            del sys.modules[name]
+
+
+def write(path: str, name: str = "Mine", decorator: str = "", default: str = "0.5", more: str = "") -> str:
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(OPERATOR.format(name=name, decorator=decorator, default=default) + more)
+    return path
+
+
+def message(call) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+def elsewhere(code: str, given: str = "", path: str = "") -> str:
+    """Runs code in a fresh interpreter, in another folder."""
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- a file -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decorator", ["", '@register("mine")'])
+@pytest.mark.parametrize("suffix", [":Mine", ""])
+def test_a_file_with_and_without_decorator_and_name(decorator: str, suffix: str) -> None:
+    write("folder/my-operator.py", decorator=decorator)
+    operator = create(f"folder/my-operator.py{suffix}", strength="0.25", rate=0.5)
+    assert (operator.strength, operator.rate) == (0.25, 0.5)
+    spec = operator.spec()
+    assert spec["name"] == "my-operator.py:Mine" and create(**spec) == operator
+    assert operator.name == ("mine" if decorator else "my-operator.py:Mine")
+    check_perturbation(f"./folder/my-operator.py{suffix}", strength="none")
+
+
+def test_one_file_is_one_class_however_it_is_named(tmp_path: Path) -> None:
+    write("mine.py", decorator='@register("mine")')
+    cls = registry.get("./mine.py:Mine")
+    for name in ("mine.py", str(tmp_path / "mine.py:Mine"), f"../{tmp_path.name}/mine.py:Mine", "mine"):
+        assert registry.get(name) is cls
+    assert registry.available()["mine"] == "mine.py"
+    assert registry.get("mine.py:Mine", registry.operators.source(cls)) is cls
+
+
+def test_an_edited_file_is_loaded_again() -> None:
+    """As in a notebook: the name that it registers goes to the newer text."""
+    write("mine.py", decorator='@register("mine")')
+    old = create("mine.py")
+    write("mine.py", decorator='@register("mine")', default="0.75")
+    new = create("mine.py")
+    assert (old.strength, new.strength) == (0.5, 0.75) and type(old) is not type(new)
+    assert old.fingerprint() != create("mine.py", strength=0.5).fingerprint()  # another text is another operator
+    write("other.py", decorator='@register("mine")')
+    assert "'mine'" in message(lambda: create("other.py"))
+
+
+def test_the_files_second_class_may_be_a_helper() -> None:
+    base = OPERATOR.format(name="Base", decorator="", default="0.5")
+    Path("mine.py").write_text(
+        base + '\n\n@register("mine")\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Base):\n    pass\n'
+    )
+    assert registry.get("mine.py").__name__ == "Mine"
+
+
+def test_an_operator_that_the_file_only_imports_is_itself() -> None:
+    write("mine.py", more="\nfrom perturbations.strategies.soft import Soft\n")
+    assert create("mine.py:Soft").spec() == create("soft").spec()
+    assert registry.get("mine.py").__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        (None, "mien.py:Mine", ["no file 'mien.py'", "Did you mean 'mine.py'?", "Python files in", "mine.py"]),
+        (None, "nowhere/mine.py", ["no file", "no folder 'nowhere' either"]),
+        (None, "a_folder.py", ["it is a folder"]),
+        (None, "mine.py:Mien", ["has no perturbation 'Mien'", "Did you mean 'Mine'?", "It holds: Mine."]),
+        (None, "mine", ["Did you mean the file './mine.py'?"]),
+        ("", "x.py", ["x.py holds no perturbation", "defines no class", "Derive one from perturbations.Perturbation"]),
+        ("class A:\n    pass\n", "x.py:A", ["holds no perturbation", "It defines A."]),
+        ("import os\ndef f(:\n    pass\n", "x.py", ["line 2 of x.py is not Python", "def f(:", "Mend that line"]),
+        ("import torch\nx = torch.nope\n", "x.py", ["line 2 of x.py", "AttributeError", "    x = torch.nope"]),
+        ("import no_such_thing\n", "x.py", ["line 1 of x.py", "no_such_thing", "installed", "every node"]),
+        ("import sys\nsys.exit(3)\n", "x.py", ["line 2 of x.py", "SystemExit", '__name__ == "__main__"']),
+        ("import mine\n", "x.py", ["line 1 of x.py imports 'mine'", "lies beside it", "one file", "installed"]),
+        ("from . import mine\n", "x.py", ["line 1 of x.py imports '.'", "one file"]),
+        ("def f():\n    from mine import Mine\n", "x.py", ["line 2 of x.py imports 'mine'"]),
+        ("x = '" + "".join(map(chr, range(256, 40000))) + "'\n", "x.py", ["too long", "49,152", "package"]),
+        (b"x = '\xff'\n", "x.py", ["cannot be read as Python text", "UTF-8"]),
+    ],
+)
+def test_bad_files(text: str | bytes | None, name: str, words: list[str]) -> None:
+    write("mine.py")
+    Path("a_folder.py").mkdir()
+    if text is not None:
+        Path("x.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    said = message(lambda: create(name))
+    for word in words:
+        assert word in said, said
+
+
+def test_several_operators_in_a_file_are_listed() -> None:
+    second = OPERATOR.format(name="Other", decorator='@register("other")', default="0.5").replace(
+        "from __future__ import annotations", ""
+    )
+    write("two.py", decorator='@register("mine")', more=second)
+    said = message(lambda: create("./two.py"))
+    assert "several perturbations" in said and "./two.py:Mine, ./two.py:Other" in said
+    assert create("./two.py:Other").name == "other"
+
+
+def test_what_a_failing_file_registered_is_forgotten() -> None:
+    write("mine.py", decorator='@register("mine")', more="\n1 / 0\n")
+    assert "ZeroDivisionError" in message(lambda: create("mine.py"))
+    assert "mine" not in registry.available() and not any("file_mine" in name for name in sys.modules)
+    write("mine.py", decorator='@register("mine")')
+    assert create("mine.py").name == "mine"
+
+
+def test_imports_of_installed_packages_are_no_siblings() -> None:
+    """A file in a clone of this project lies beside the folder perturbations/, which it imports from the package."""
+    for package in ("perturbations", "numpy", "json"):
+        write(f"{package}/__init__.py")
+    write("mine.py", more="\nimport json, numpy\n")
+    create("mine.py")
+
+
+# --- in another process -----------------------------------------------------------------------------------
+
+REBUILD = """
+import json, pickle, sys
+from perturbations import check_perturbation, create
+sent = json.load(sys.stdin)
+made = [create(**spec) for spec in sent["specs"]]
+made += [pickle.loads(bytes.fromhex(text)) for text in sent.get("pickles", [])]
+for operator in made:
+    check_perturbation(operator)
+    print(operator.fingerprint())
+"""
+
+
+def test_a_process_without_the_files_makes_the_same_operator_and_gate() -> None:
+    """From the spec as JSON, and from pickle; registered or not."""
+    write("mine.py")
+    write("named.py", name="Named", decorator='@register("named")')
+    Path("gate.py").write_text(GATE)
+    made = [create(f, strength=0.25, gate="gate.py", **{"gate.least": 7}) for f in ("mine.py", "named.py")]
+    specs = [operator.spec() for operator in made]
+    assert [spec["gate"] for spec in specs] == ["gate.py:Above"] * 2 and made[0].gate.least == 7
+    for file in ("mine.py", "named.py", "gate.py"):
+        Path(file).unlink()
+    sent = json.dumps({"specs": specs, "pickles": [pickle.dumps(operator).hex() for operator in made]})
+    assert elsewhere(REBUILD, sent).splitlines() == 2 * [operator.fingerprint() for operator in made]
+
+
+def test_a_traceback_elsewhere_shows_the_users_line() -> None:
+    write("mine.py")
+    text = Path("mine.py").read_text().replace("one_hot(step.sampled)", "one_hot(step.smapled)")
+    Path("mine.py").write_text(text)
+    carried = json.dumps(create("mine.py").spec())
+    Path("mine.py").unlink()
+    code = """
+import json, sys, traceback
+from perturbations import create
+try:
+    create(**json.load(sys.stdin)).propose(object())
+except AttributeError:
+    print(traceback.format_exc())
+"""
+    shown = elsewhere(code, carried)
+    assert "mine.py" in shown and "return Proposal(one_hot(step.smapled), step.sampled)" in shown
+
+
+def test_a_script_is_its_own_file() -> None:
+    """An operator in the script that is run: workers make it from the script's text, under another module name."""
+    write("script.py", decorator='@register("mine")')
+    with Path("script.py").open("a") as file:
+        file.write(
+            "\n\nif __name__ == '__main__':\n"
+            "    import json\n"
+            "    from perturbations import check_perturbation, create\n"
+            "    check_perturbation(Mine)\n"
+            "    assert type(create('script.py:Mine')) is Mine\n"
+            "    print(json.dumps(Mine(strength=0.25).spec()))\n"
+        )
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    spec = json.loads(done.stdout)
+    assert spec["name"] == "script.py:Mine" and create(**spec).strength == 0.25
+
+
+def test_ray_workers_get_the_source_in_their_environment() -> None:
+    write("mine.py")
+    spec = create("mine.py", strength=0.25).spec()
+    env = launch.worker_env(profile_for("cpu"), ("cpu", "perturbation"), spec)
+    assert create(**json.loads(env[launch.SPEC])).spec() == spec
+
+
+def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:
+    """Linux: 131,072 bytes for one variable; operator and gate may both come from files."""
+    assert 2 * sources._LONGEST + 4096 < 131_072
+
+
+@pytest.mark.parametrize("source", ["?", "AAAA", "eJwD", 7])
+def test_a_damaged_source_is_refused(source: object) -> None:
+    assert "'source' is not a file's text" in message(lambda: create("mine.py:Mine", source=source))
+
+
+def test_a_source_belongs_to_a_file() -> None:
+    write("mine.py")
+    source = create("mine.py").spec()["source"]
+    assert "'source' belongs to a name of the form file.py:Name" in message(lambda: create("soft", source=source))
+
+
+# --- an installed package ---------------------------------------------------------------------------------
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "their-dist"
+version = "1.0"
+[project.entry-points."ngrpo.perturbations"]
+wobble = "their_package:Mine"
+[project.entry-points."ngrpo.gates"]
+above = "their_gates:Above"
+[tool.setuptools]
+py-modules = ["their_package", "their_gates"]
+"""
+
+
+def test_a_package_that_pip_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("project/their_package.py", decorator='@register("wobble")')
+    Path("project/their_gates.py").write_text(GATE)
+    Path("project/pyproject.toml").write_text(PROJECT)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "--target", "site", "./project"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    site = str(tmp_path / "site")
+    monkeypatch.syspath_prepend(site)
+    operator = create("wobble", strength=0.25, gate="above", **{"gate.least": "5"})
+    spec = operator.spec()
+    assert (spec["name"], spec["gate"], spec["gate.least"]) == ("wobble", "above", 5) and "source" not in spec
+    code = "from ngrpo.cli import main; main(['list'])\n" + REBUILD
+    listed = elsewhere(code, json.dumps({"specs": [spec]}), path=site)
+    assert listed.splitlines()[-1] == operator.fingerprint()
+    assert [line.split()[:3] for line in listed.splitlines() if line.startswith(("wobble", "above"))] == [
+        ["wobble", "package", "their-dist"],
+        ["above", "package", "their-dist"],
+    ]
+
+
+def test_a_module_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write("their_folder/their_module.py")
+    monkeypatch.syspath_prepend(tmp_path / "their_folder")
+    spec = create("their_module:Mine").spec()
+    assert spec["name"] == "their_module:Mine" and "source" not in spec
+    assert "./file.py:Name" in message(lambda: create("their_nothing:Mine"))
+
+
+def test_the_same_file_as_module_and_by_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write("their_module.py", decorator='@register("mine")')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert create("their_module:Mine").name == create("./their_module.py:Mine").name == "mine"
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+def test_flags_of_an_operator_and_a_gate_in_files() -> None:
+    write("mine.py")
+    Path("gate.py").write_text(GATE)
+    words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
+    words += " --perturbation.gate ./gate.py:Above --perturbation.gate.least=9 --perturbation.gate.strict"
+    command = flags.parse(words.split())
+    operator = create(**command.spec)
+    assert (operator.strength, operator.loud) == (0.25, True)
+    assert (operator.gate.least, operator.gate.strict) == (9, True)
+    assert command.openrlhf_args == ("--actor.x", "1")
+    said = summary._describe(command.spec)
+    assert said == "mine.py:Mine rate=1.0 gate=gate.py:Above strength=0.25 loud=True gate.least=9 gate.strict=True"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"],
+)
+def test_yaml_of_an_operator_and_a_gate_in_files(text: str) -> None:
+    write("mine.py")
+    Path("gate.py").write_text(GATE)
+    Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
+    operator = create(**flags.parse(["--perturbation.config", "p.yaml"]).spec)
+    assert (operator.strength, operator.gate.least) == (0.25, 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--perturbation.gate top_margn", ["unknown gate 'top_margn'", "Did you mean 'top_margin'?"]),
+        ("--perturbation.gate top_margin --perturbation.gate.margn 1", ["gate 'top_margin'", "Did you mean 'margin'?"]),
+        ("--perturbation.gate top_margin --perturbation.gate.margin 2", ["gate option margin='2'", "in [0, 1]"]),
+        ("--perturbation.gate top_margin --perturbation.gate.margin", ["gate.margin needs a value"]),
+        ("--perturbation.gate.margin 0.1", ["'gate.margin'", "no gate's name", "--perturbation.gate NAME"]),
+        ("--perturbation.gate none --perturbation.gate.margin 0.1", ["no gate's name"]),
+        ("--perturbation.gate perturbations.base:Step", ["not a subclass of perturbations.Gate"]),
+        ("--perturbation.gate mine.py:Mine", ["holds no gate", "It defines Mine", "perturbations.Gate"]),
+    ],
+)
+def test_bad_gates(words: str, parts: list[str]) -> None:
+    write("mine.py")
+    said = message(lambda: flags.parse(["--perturbation", "soft", *words.split()]))
+    for part in parts:
+        assert part in said, said
+
+
+def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    write("mine.py")
+    Path("gate.py").write_text(GATE)
+    words = ["train", "--perturbation", "./mine.py:Mine", "--perturbation.gate", "./gate.py", "--help"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "./mine.py:Mine  (a test; mine.py:Mine)" in text and "--perturbation.strength" in text
+    assert "./gate.py  (gate; gate.py:Above)" in text and "--perturbation.gate.least" in text
+    assert cli.main(["train", "--perturbation", "mien.py", "--help"]) == 2
+    assert "Did you mean 'mine.py'?" in capsys.readouterr().err
+
+
+def test_list_names_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("top_margin  in-tree") for line in lines)
+
+
+class TestCheck:
+    def test_good(self, capsys: pytest.CaptureFixture[str]) -> None:
+        write("mine.py")
+        Path("gate.py").write_text(GATE)
+        for words in (["./mine.py:Mine", "strength=0.5"], ["gate", "./gate.py"], ["neighbor", "k=4"]):
+            assert cli.main(["check", *words]) == 0
+            said = capsys.readouterr()
+            assert said.out.count("ok ") >= 9 and "WRONG" not in said.out
+            assert "keeps the contract" in said.err and "ngrpo train" in said.err
+
+    def test_bad(self, capsys: pytest.CaptureFixture[str]) -> None:
+        write("mine.py")
+        text = Path("mine.py").read_text().replace("one_hot(step.sampled),", "one_hot(step.sampled + 99),")
+        Path("mine.py").write_text(text)
+        assert cli.main(["check", "./mine.py:Mine"]) == 1
+        out = capsys.readouterr().out
+        assert "ok     the number of candidates" in out and "WRONG  proposals for ordinary logits" in out
+        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "mend: Token ids must be in" in out
+
+    @pytest.mark.parametrize(
+        ("words", "code", "says"),
+        [
+            ([], 2, "usage: ngrpo check"),
+            (["--help"], 0, "usage: ngrpo check"),
+            (["./mien.py"], 2, "Did you mean 'mine.py'?"),
+            (["./mine.py", "strength"], 2, "option=value"),
+            (["./mine.py", "strenth=1"], 2, "Did you mean 'strength'?"),
+            (["gate", "./mine.py"], 2, "holds no gate"),
+            (["soft", "k=0"], 2, "at least 1"),
+        ],
+    )
+    def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+        write("mine.py")
+        assert cli.main(["check", *words]) == code
+        said = capsys.readouterr()
+        assert says in said.out + said.err
+
+
+def test_a_gate_is_a_value_of_its_operator() -> None:
+    one, two = (create("soft", gate="top_margin", **{"gate.margin": m}) for m in (0.1, 0.2))
+    assert one != two and one.fingerprint() != two.fingerprint()
+    assert one == create("soft", gate=create_gate("top_margin", margin="0.1")) == create(**one.spec())
+    assert create("soft", gate="none") == create("soft") and create("soft").spec()["gate"] is None
+    assert "gate=3" in message(lambda: create("soft", gate=3))
+
+
+def test_the_classes_in_the_docs_work() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
+    blocks = [block.split("```", 1)[0] for block in docs.read_text().split("```python\n")[1:]]
+    files = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
+    for name in ("damp.py", "fading.py"):
+        Path(name).write_text(files[name])
+    exec(blocks[-1])
+    spec = create("damp.py").spec()
+    assert round(len(spec["source"]) / 1024, 1) == 0.5 and "0.5 KB for the file above" in docs.read_text()

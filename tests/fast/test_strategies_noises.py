@@ -1,0 +1,89 @@
+"""Dirichlet, normal and orthogonal noise against numbers derived by hand from the formulas (see the comments)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from perturbations.base import Step
+from perturbations.edit import realise
+from perturbations.geometry import matrix_geometry
+from perturbations.registry import create
+from tests.fast.test_strategies import P, close, many, row, step_of
+
+# --- dirichlet and normal: the other noises of SofT-GRPO's release ---------------------------------
+
+
+def test_dirichlet() -> None:
+    """γ = 1, 2, 1 drawn with shapes α p = 2 (4/7, 2/7, 1/7): weights 1/4, 1/2, 1/4; the text takes the largest."""
+    step = step_of(P, noise=[0.0, math.log(2), 0.0])
+    proposal = create("dirichlet", k=3, top_p=1.0, alpha=2.0, density="dirichlet").propose(step)
+    assert row(proposal) == ([0, 1, 2], close(1 / 4, 1 / 2, 1 / 4), 1)
+    assert step.shape[0].tolist() == close(8 / 7, 4 / 7, 2 / 7)
+    assert proposal.edit.total.tolist() == close(math.log(4))
+
+
+def test_dirichlet_top_p_comes_before_the_noise() -> None:
+    step = step_of(P, noise=[0.0, math.log(3), 9.0])
+    ids, weights, token = row(create("dirichlet", k=3, top_p=0.6).propose(step))
+    assert (ids, token) == ([0, 1, 0], 1) and weights == close(1 / 4, 3 / 4, 0.0)
+
+
+def test_dirichlet_mean_and_variance() -> None:
+    """Dirichlet(α p) with α = 3: mean p, variance p (1 - p) / (α + 1), over 100,000 positions."""
+    n = 100_000
+    weights = create("dirichlet", k=5, top_p=1.0, alpha=3.0).propose(many(n, P)).edit.weights.double()
+    for i, p in enumerate(P):
+        variance = p * (1 - p) / 4
+        assert weights[:, i].mean().item() == pytest.approx(p, abs=4 * math.sqrt(variance / n))
+        assert weights[:, i].var().item() == pytest.approx(variance, rel=0.03)
+
+
+def test_normal() -> None:
+    """p = 2/3, 1/3 and ε = 1, -2: y = 43/60, 14/60, sum 57/60: weights 43/57, 14/57."""
+    proposal = create("normal", k=2, density="normal").propose(step_of(P, noise=[1.0, -2.0]))
+    assert row(proposal) == ([0, 1], close(43 / 57, 14 / 57), 0)
+    assert proposal.edit.total.tolist() == close(57 / 60)
+
+
+def test_normal_weights_may_be_negative_and_the_text_may_change() -> None:
+    """p = 0.5, 0.46, 0.04 and ε = -1, 1, -2: y = 0.45, 0.51, -0.06, sum 0.9."""
+    step = step_of([0.5, 0.46, 0.04, 0.0, 0.0], noise=[-1.0, 1.0, -2.0])
+    ids, weights, token = row(create("normal", k=3, top_p=1.0).propose(step))
+    assert (ids, token) == ([0, 1, 2], 1) and weights == close(0.45 / 0.9, 0.51 / 0.9, -0.06 / 0.9)
+
+
+def test_normal_leaves_tokens_cut_by_top_p_alone() -> None:
+    assert row(create("normal", k=3, top_p=0.4).propose(step_of(P, noise=[1.0, 3.0, 3.0])))[1] == close(1.0, 0.0, 0.0)
+
+
+# --- orthogonal: a baseline of N-GRPO's release ----------------------------------------------------
+
+O = torch.tensor([[2.0, 0.0], [3.0, 4.0], [-2.0, 1.0], [7.0, 7.0]])  # noqa: E741
+
+
+@pytest.mark.parametrize(("realization", "token"), [("sampled", 3), ("anchor", 0)])
+def test_orthogonal(realization: str, token: int) -> None:
+    """Anchor (2, 0); o_1 = (3, 4) - 6/4 (2, 0) = (0, 4), o_2 = (-2, 1) + (2, 0) = (0, 1); w = 3/4, 1/4; ε = 1, -2.
+
+    n_j = ε_j w_j ‖o_j‖ = 3, -1/2 along (0, 1): e' = (2, 5/2). As a mixture: 3/4 of c_1, -1/2 of c_2, and of the
+    anchor 1 - (3/4 · 3/2 + 1/2) = -5/8.
+    """
+    step = step_of([4 / 8, 3 / 8, 1 / 8, 0.0], geometry=matrix_geometry(O), noise=[9.0, 1.0, -2.0])
+    proposal = create("orthogonal", k=3, realization=realization).propose(step)
+    assert row(proposal) == ([0, 1, 2], close(-5 / 8, 3 / 4, -1 / 2), token)
+    assert realise(proposal.edit, matrix_geometry(O).lookup, None)[0].tolist() == close(2.0, 2.5)
+
+
+def test_orthogonal_noise_has_the_scale_of_the_paper() -> None:
+    """(e' - E[a]) lies at a right angle to E[a]; along o/‖o‖ it is N(0, (w ‖o‖)²): k = 2, so w = 1 and ‖o_1‖ = 4."""
+    n, geometry = 20_000, matrix_geometry(O)
+    logits = torch.tensor([[1 / 2, 1 / 4, 1 / 8, 1 / 8]]).log().expand(n, -1).contiguous()
+    tokens = torch.zeros(n, dtype=torch.int64)
+    step = Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), geometry)
+    moved = realise(create("orthogonal", k=2).propose(step).edit, geometry.lookup, None) - O[0]
+    assert moved[:, 0].abs().max() < 1e-4
+    assert moved[:, 1].std().item() == pytest.approx(4.0, rel=4 / math.sqrt(2 * n))
+    assert moved[:, 1].mean().item() == pytest.approx(0.0, abs=4 * 4.0 / math.sqrt(n))

@@ -1,0 +1,102 @@
+"""Run by test_custom.py: operators and gates of a user, in engine and Ray processes that cannot see their files.
+
+Arguments: what to run, the model, where the result goes. The working directory holds their files, which are deleted
+once the specs are made. Results are pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+OWN = "theirs/custom_perturbation.py"
+GATE = "theirs/custom_gate.py"
+OPTIONS = {"rate": 0.8, "share": 0.4, "gate": GATE, "gate.half_life": 20.0}
+
+
+def spec_of_deleted_files() -> dict[str, Any]:
+    """The spec of an operator and a gate whose files are gone."""
+    from perturbations import create
+
+    spec = create(OWN, **OPTIONS).spec()
+    shutil.rmtree("theirs")
+    return spec
+
+
+def in_engine(model: str) -> dict[str, Any]:
+    """An engine core and a worker, each a fresh process; then the operator of an installed package, in the same one."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    from vllm import LLM
+
+    from ngrpo.rollout import set_perturbation
+    from perturbations import create
+    from tests.stack.harness import chat_prompts, sample
+
+    spec = spec_of_deleted_files()
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 26,
+        disable_log_stats=True,
+        distributed_executor_backend="mp",
+        additional_config={"perturbation": spec},
+    )
+    pids = llm.llm_engine.collective_rpc(_process)
+    prompts = chat_prompts(llm)
+    result = {
+        "other process": pids[0] != os.getpid(),
+        "expected": create(**spec).fingerprint(),
+        "seen": llm.llm_engine.collective_rpc("perturbation_fingerprint"),
+        "file": sample(llm, prompts, max_tokens=32),
+    }
+    set_perturbation(llm, "installed_runner_up", rate=0.5, share=0.4)
+    result["installed"] = sample(llm, prompts, max_tokens=32)
+    return result
+
+
+def _process(worker: Any) -> int:
+    return os.getpid()
+
+
+def in_ray(model: str) -> dict[str, Any]:
+    """An actor that makes the operator from the environment that a run's workers get."""
+    import ray
+
+    from ngrpo.hardware import profile_for
+    from ngrpo.trainer.launch import worker_env
+    from ngrpo.trainer.rollout_actor import engine_operator
+    from perturbations import create
+
+    spec = spec_of_deleted_files()
+    env = worker_env(profile_for("cpu"), ("cpu", "perturbation"), spec)
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def look(self, pickled: Any) -> dict[str, Any]:
+            from perturbations.testing import check_perturbation
+
+            operator = engine_operator(3)
+            check_perturbation(operator)
+            return {"process": os.getpid(), "seen": operator.fingerprint(), "pickled": pickled.fingerprint()}
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    operator = create(**spec)
+    result = ray.get(Actor.remote().look.remote(operator))
+    ray.shutdown()
+    os.environ["NGRPO_PERTURBATION"] = json.dumps(spec)
+    result |= {"other process": result["process"] != os.getpid(), "expected": engine_operator(3).fingerprint()}
+    return {**result, "expected pickled": operator.fingerprint()}
+
+
+if __name__ == "__main__":
+    run = {"engine": in_engine, "ray": in_ray}[sys.argv[1]]
+    Path(sys.argv[3]).write_bytes(pickle.dumps(run(sys.argv[2])))

@@ -1,0 +1,29 @@
+"""Operators for the stack tests, found by their address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perturbations import Perturbation, Proposal, Step, dense_edit, option, register
+
+
+@register("dense-shake")
+@dataclass(frozen=True, kw_only=True)
+class DenseShake(Perturbation):
+    """Feeds the sampled token's embedding with noise that no seed of the record gives again."""
+
+    strength: float = option(0.3, "size of the noise relative to the embedding", low=0.0)
+
+    def propose(self, step: Step) -> Proposal:
+        own = step.geometry.lookup(step.sampled).float()
+        noise = step.normal(own.shape[-1])
+        scale = self.strength * own.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        return Proposal(dense_edit(step.sampled, own + scale * noise), step.sampled)
+
+    @property
+    def candidates(self) -> int:
+        return 1
+
+    @property
+    def dense(self) -> bool:
+        return True

@@ -1,0 +1,153 @@
+"""Operators and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout import set_perturbation
+from perturbations import create, create_gate, registry, replaying
+from perturbations.gates import Places
+from tests.stack.harness import Rollout, chat_prompts, gaps, sample
+
+pytestmark = pytest.mark.stack
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "their-dist"
+version = "1.0"
+[project.entry-points."ngrpo.perturbations"]
+installed_runner_up = "their_package:RunnerUp"
+[tool.setuptools]
+py-modules = ["their_package"]
+"""
+
+
+def run(what: str, folder: Path, model: str) -> dict[str, Any]:
+    """Runs custom_rollout.py in a folder with the examples' files and an installed package, in a fresh process."""
+    theirs, project = folder / "theirs", folder / "project"
+    for path in (theirs, project):
+        path.mkdir()
+    for name in ("custom_perturbation.py", "custom_gate.py"):
+        shutil.copy(EXAMPLES / name, theirs)
+    text = (EXAMPLES / "custom_perturbation.py").read_text().replace('"runner_up"', '"installed_runner_up"')
+    (project / "their_package.py").write_text(text)
+    (project / "pyproject.toml").write_text(PROJECT)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], cwd=folder, check=True)
+    shutil.rmtree(project)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stack.custom_rollout", what, model, "result"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return pickle.loads((folder / "result").read_bytes())
+
+
+def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
+    tmp_path: Path, smollm2: str, hf_model: Any
+) -> None:
+    result = run("engine", tmp_path, smollm2)
+    assert result["other process"] and result["seen"] == [result["expected"]]
+    assert '"custom_perturbation.py:RunnerUp"' in result["expected"] and '"custom_gate.py:Fading"' in result["expected"]
+    for way in ("file", "installed"):
+        rollouts = result[way]
+        assert sum(len(r.record) for r in rollouts) > 20
+        assert gaps(hf_model, rollouts).max() <= 1e-4
+        assert gaps(hf_model, rollouts, replay=False).max() > 0.1
+        assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
+
+
+def test_a_deleted_file_reaches_a_ray_actor(tmp_path: Path, smollm2: str) -> None:
+    result = run("ray", tmp_path, smollm2)
+    assert result["other process"] and result["seen"] == result["expected"]
+    assert result["pickled"] == result["expected pickled"]
+
+
+# --- gates in an engine -----------------------------------------------------------------------------------
+
+
+def edited(rollout: Rollout) -> np.ndarray:
+    """Which generated positions were perturbed, (generated,) bool."""
+    result = np.zeros(len(rollout.tokens), dtype=bool)
+    result[rollout.record.positions - len(rollout.prompt)] = True
+    return result
+
+
+@torch.no_grad()
+def margins(model: Any, rollout: Rollout) -> np.ndarray:
+    """p(likeliest) - p(second) where each generated token was drawn, in a replay of the rollout, (generated,)."""
+    tokens = torch.tensor([rollout.sequence])
+    with replaying(model, [rollout.record], attention_mask=torch.ones_like(tokens)):
+        logits = model(tokens).logits[0, len(rollout.prompt) - 1 : -1].float()
+    best = torch.softmax(logits, dim=-1).topk(2, dim=-1).values
+    return (best[:, 0] - best[:, 1]).numpy()
+
+
+def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model: Any) -> None:
+    set_perturbation(engine, "soft", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.3})
+    rollouts = sample(engine, chat_prompts(engine), max_tokens=40)
+    assert gaps(hf_model, rollouts).max() <= 1e-4
+    counts = np.zeros(2, dtype=int)
+    for rollout in rollouts:
+        margin, open_ = margins(hf_model, rollout), edited(rollout)
+        clear = np.abs(margin - 0.3) > 1e-3  # nearer than this, float rounding may decide
+        assert (open_ == (margin <= 0.3))[clear].all()
+        counts += [open_.sum(), (~open_).sum()]
+    assert counts.min() > 20
+
+
+def test_a_closed_gate_leaves_sampling_and_lookup_ordinary(engine: Any) -> None:
+    """neighbor writes the likeliest token into the text: where the gate is closed it must not."""
+    prompts = chat_prompts(engine)
+    wishes = [{"seed": 11 + i} for i in range(len(prompts))]
+    set_perturbation(engine, "neighbor", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.0})
+    closed = sample(engine, prompts, wishes, max_tokens=24)
+    set_perturbation(engine, "neighbor", rate=0.0)
+    plain = sample(engine, prompts, wishes, max_tokens=24)
+    assert [r.tokens for r in closed] == [r.tokens for r in plain]
+    assert all(len(r.record) == 0 for r in closed)
+
+
+def test_bursts_perturb_what_they_planned(engine: Any) -> None:
+    gate = create_gate("bursts", length=4, share=0.4)
+    set_perturbation(engine, "soft", rate=1.0, until=None, gate=gate)
+    for rollout in sample(engine, chat_prompts(engine), max_tokens=40):
+        first = len(rollout.prompt)
+        planned = gate.plan(Places(rollout.record.seed, first, np.arange(first, first + len(rollout.tokens))))
+        assert (edited(rollout) == planned).all()
+
+
+def test_a_gates_draws_do_not_depend_on_the_batch(engine: Any) -> None:
+    spec = create(
+        "soft", rate=0.9, until=None, gate=str(EXAMPLES / "custom_gate.py"), **{"gate.half_life": 16.0}
+    ).spec()
+    set_perturbation(engine, **spec)
+    prompts = chat_prompts(engine)
+    wishes = [{"seed": 5 + i} for i in range(len(prompts))]
+    together = sample(engine, prompts, wishes, max_tokens=32)
+    alone = sample(engine, prompts[:1], wishes[:1], max_tokens=32)
+    reversed_ = sample(engine, prompts[::-1], wishes[::-1], max_tokens=32)[::-1]
+    for one, two in [(together[0], alone[0]), *zip(together, reversed_)]:
+        assert one.tokens == two.tokens and (one.record.positions == two.record.positions).all()
+    # Open with probability 2^(-t/16): over 4 × 32 positions 0.9 · Σ 2^(-t/16) · 4 = 64.6 are expected.
+    assert 45 < sum(len(r.record) for r in together) < 84
+    assert registry.gates.source(type(create(**spec).gate)) == spec["gate.source"]

@@ -1,0 +1,197 @@
+"""`ngrpo diagnose` on a real engine: four prompts of the arithmetic task, four answers each."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.diagnose import diagnosis as diagnoses
+from ngrpo.diagnose import engine as engines
+from ngrpo.diagnose.diagnosis import MapWish, diagnose
+from ngrpo.diagnose.engine import Sampling, prompt_tokens
+from ngrpo.diagnose.folder import Folder, opened
+from ngrpo.diagnose.sample import Sample
+from ngrpo.evaluate import load_task
+from ngrpo.rollout import set_perturbation
+from ngrpo.strategies import parse_strategies
+
+NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
+WILD = "gaussian sigma=20"
+SAMPLING = Sampling(group=4, max_tokens=16)
+WORDS = "because,number,green"
+
+
+@pytest.fixture(scope="module")
+def made(engine: Any, smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The diagnosis, and its folder."""
+    out = tmp_path_factory.mktemp("diagnosis") / "out"
+    problems = load_task("arithmetic", limit=4)
+    try:
+        yield diagnose(smollm2, problems, parse_strategies(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
+                       map_wish=MapWish(WORDS), llm=engine), out  # fmt: skip
+    finally:
+        set_perturbation(engine, "neighbor", rate=0.1)
+
+
+def rows(made: Any) -> dict[str, Any]:
+    return {row["name"]: row for row in made[0]["strategies"]}
+
+
+def samples_of(out: Path) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for line in (out / "samples.jsonl").read_text().splitlines():
+        sample = Sample.from_json(json.loads(line))
+        found.setdefault(sample.strategy, []).append(sample)
+    return found
+
+
+def test_the_files(made: Any) -> None:
+    result, out = made
+    assert json.loads((out / "diagnosis.json").read_text()) == result
+    page = (out / "diagnosis.html").read_text()
+    assert "neighbor rate=0.3" in page
+    assert {name: len(found) for name, found in samples_of(out).items()} == dict.fromkeys(rows(made), 16)
+    assert (result["format"], result["group"], result["prompts"], result["baseline"]) == (1, 4, 4, "none")
+
+
+def test_every_number_is_there(made: Any) -> None:
+    for name, row in rows(made).items():
+        diversity, validity = row["diversity"], row["validity"]
+        for value in (*diversity.values(), validity["parseable"], validity["repetition"], validity["score"]):
+            assert value is None or 0.0 <= value <= 1.0, (name, row)
+        assert diversity["distinct_answers"] is not None and diversity["edit_distance"] is not None
+        assert validity["perplexity"] >= 1.0 and row["tokens_per_second"] > 0.0
+        assert set(row["pass_at_k"]) == {"1", "2", "4"}
+        for axis in ("diversity", "validity"):
+            low, high = row["intervals"][axis]
+            assert low <= row[axis]["score"] <= high
+        perturbed = row["perturbation"] is not None
+        assert (row["rate"] > 0.0) is perturbed and (row["record_bytes_per_token"] is not None) is perturbed
+        assert (validity["anchor_nearest"] is not None) is perturbed
+    assert rows(made)["gumbel"]["rate"] == 1.0
+    assert 0.1 < rows(made)["neighbor rate=0.3"]["rate"] < 0.5
+
+
+def test_none_and_rate_zero_are_equal(made: Any) -> None:
+    found, samples = rows(made), samples_of(made[1])
+    plain, zero = dict(found["none"]), dict(found["neighbor rate=0"])
+    assert plain.pop("name") != zero.pop("name")
+    assert plain.pop("tokens_per_second") and zero.pop("tokens_per_second")
+    same = {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
+    assert plain.pop("difference") is None
+    assert zero.pop("difference") == dict.fromkeys(("diversity", "validity", "reward"), same)
+    assert plain == zero and plain["rate"] == 0.0
+    assert [s.tokens for s in samples["none"]] == [s.tokens for s in samples["neighbor rate=0"]]
+    # The test could not fail if all strategies were equal.
+    assert [s.tokens for s in samples["none"]] != [s.tokens for s in samples["gumbel"]]
+
+
+def test_noise_of_twenty_times_the_embedding_is_not_valid(made: Any) -> None:
+    plain, wild = rows(made)["none"], rows(made)[WILD]
+    assert wild["validity"]["score"] < plain["validity"]["score"] - 0.2
+    assert wild["validity"]["perplexity"] > 3 * plain["validity"]["perplexity"]
+    assert wild["validity"]["anchor_nearest"] < 0.5 < rows(made)["gaussian"]["validity"]["anchor_nearest"]
+    assert wild["difference"]["validity"]["high"] < 0.0 and not wild["difference"]["validity"]["within_noise"]
+
+
+def test_perplexity_is_that_of_a_hugging_face_forward(made: Any, hf_model: Any, engine: Any) -> None:
+    problems = {problem.id: problem for problem in load_task("arithmetic", limit=4)}
+    for name in ("none", WILD):
+        samples = samples_of(made[1])[name]
+        for sample in samples[::4]:
+            prompt = prompt_tokens(engine.get_tokenizer(), problems[sample.problem])
+            sequence = torch.tensor([[*prompt, *sample.tokens]])
+            with torch.no_grad():
+                log_p = hf_model(sequence).logits[0, len(prompt) - 1 : -1].float().log_softmax(dim=-1)
+            nll = -log_p.gather(-1, torch.tensor(sample.tokens).unsqueeze(-1)).sum().item()
+            assert sample.nll == pytest.approx(nll, abs=2e-3)
+        mean = sum(sample.nll for sample in samples) / sum(len(sample.tokens) for sample in samples)
+        assert rows(made)[name]["validity"]["perplexity"] == pytest.approx(math.exp(mean))
+
+
+def test_side_by_side_answers(made: Any) -> None:
+    result, out = made
+    samples = samples_of(out)
+    assert len(result["samples"]) == 3
+    for group, question in enumerate(result["samples"]):
+        assert question["problem"].startswith("What is ") and question["answer"].isdigit()
+        assert [answer["strategy"] for answer in question["by_strategy"]] == list(rows(made))
+        for answer in question["by_strategy"]:
+            sample = next(s for s in samples[answer["strategy"]] if (s.group, s.member) == (group, 0))
+            assert "".join(token["text"] for token in answer["tokens"]).startswith(sample.text)
+            assert [i for i, token in enumerate(answer["tokens"]) if token["perturbed"]] == sample.perturbed
+            for token in (token for token in answer["tokens"] if token["perturbed"]):
+                assert sum(weight for _, weight in token["candidates"]) == pytest.approx(1.0, abs=1e-3)
+                assert ("sigma" in token) is answer["strategy"].startswith("gaussian")
+
+
+def test_finished_strategies_are_not_sampled_again(
+    made: Any, engine: Any, smollm2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("sampled again")
+
+    monkeypatch.setattr(engines, "sample_strategy", refuse)
+    monkeypatch.setattr(diagnoses.embedding_map, "make", refuse)
+    problems = load_task("arithmetic", limit=4)
+    again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "map_wish": MapWish(WORDS), "llm": engine}
+    result = diagnose(smollm2, problems, parse_strategies(NAMES), **again)
+    assert {**result, "seconds": None} == {**made[0], "seconds": None}
+    with pytest.raises(AssertionError, match="sampled again"):
+        diagnose(smollm2, problems, parse_strategies("none,soft"), **{**again, "map_wish": None})
+    with pytest.raises(ValueError, match="other settings"):
+        diagnose(smollm2, problems[:3], parse_strategies("none"), **again)
+
+
+def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, smollm2: str, tmp_path: Path) -> None:
+    problems, strategies = load_task("arithmetic", limit=4), parse_strategies("neighbor:rate=0.3")
+    diagnose(smollm2, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
+    again, before = samples_of(tmp_path / "again")["neighbor rate=0.3"], samples_of(made[1])["neighbor rate=0.3"]
+    assert [(s.tokens, s.record) for s in again] == [(s.tokens, s.record) for s in before]
+
+
+def test_an_interrupted_diagnosis_goes_on(engine: Any, smollm2: str, tmp_path: Path, monkeypatch: Any) -> None:
+    problems, out = load_task("arithmetic", limit=2), tmp_path / "out"
+    sampling = Sampling(group=2, max_tokens=4)
+    keep = Folder.keep
+
+    def killed(self: Folder, strategy: str, samples: Any, facts: Any) -> None:
+        if strategy == "gumbel":
+            raise KeyboardInterrupt
+        keep(self, strategy, samples, facts)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Folder, "keep", killed)
+        diagnose(smollm2, problems, parse_strategies("none,gumbel"), out=out, sampling=sampling, llm=engine)
+    said: list[str] = []
+    diagnose(smollm2, problems, parse_strategies("none,gumbel"), out=out, sampling=sampling, llm=engine,
+             report=said.append)  # fmt: skip
+    assert any(line.startswith("gumbel") for line in said) and not any(line.startswith("none") for line in said)
+    assert {name: len(found) for name, found in samples_of(out).items()} == {"none": 4, "gumbel": 4}
+    with opened(out, json.loads((out / "state.json").read_text())["settings"]) as folder:
+        assert set(folder.finished) == {"none", "gumbel"}
+
+
+def test_embedding_map(made: Any) -> None:
+    found = made[0]["embedding_map"]
+    assert [token["text"].strip() for token in found["tokens"]] == WORDS.split(",")
+    assert 0.0 < sum(found["explained_variance"]) <= 1.0
+    operators = {operator["strategy"]: operator for operator in found["operators"]}
+    assert list(operators) == ["neighbor rate=0.3", "gaussian", WILD, "gumbel"]
+    for operator in operators.values():
+        assert len(operator["points"]) == 3 * found["copies"]
+        shares = [sum(not p["related"] for p in operator["points"]), sum(p["changed"] for p in operator["points"])]
+        assert [operator["unrelated_share"], operator["changed_share"]] == [s / (3 * found["copies"]) for s in shares]
+    # A mixture with its own nearest neighbors stays among them; noise of twenty times the embedding does not.
+    assert operators["neighbor rate=0.3"]["unrelated_share"] == 0.0
+    assert operators["gaussian"]["unrelated_share"] < 0.1 < 0.9 < operators[WILD]["unrelated_share"]
+
+
+def test_tokens_that_are_not_single_are_refused(engine: Any) -> None:
+    with pytest.raises(ValueError, match="'floccinaucinihilipilification' is not one token"):
+        diagnoses.embedding_map.choose_tokens(engine.get_tokenizer(), "sum,floccinaucinihilipilification")
