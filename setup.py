@@ -51,7 +51,7 @@ setup(
         "test": ["pytest", "ruff", "pre-commit", "matplotlib", "pyarrow"],
     },
     entry_points={
-        "console_scripts": ["ngrpo = ngrpo.cli:main"],
+        "console_scripts": ["ngrpo = ngrpo.cli:console"],
         "vllm.general_plugins": ["ngrpo_perturbation = ngrpo.rollout.plugin:register"],
     },
 )

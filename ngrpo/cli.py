@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from perturbations.options import nearest
 
@@ -106,5 +108,19 @@ def _say(line: str) -> None:
     print(f"ngrpo: {line}", file=sys.stderr, flush=True)
 
 
+def console() -> NoReturn:
+    """The command `ngrpo` itself.
+
+    Ends the process by hand where vLLM was loaded in it: the interpreter would take triton's bindings apart in an
+    order that makes them report hundreds of leaked types below the result (vLLM 0.29).
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "vllm" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

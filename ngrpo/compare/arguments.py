@@ -371,11 +371,7 @@ def _diagnosis(options: dict[str, str], rest: Sequence[str], arms: Sequence[Arm]
         words += ["--task", task] if task else ["--data", prompts_from or ""]
     if "max-tokens" not in options and flag_value(rest, "--rollout.max_new_tokens"):
         words += ["--max-tokens", flag_value(rest, "--rollout.max_new_tokens") or ""]
-    lines: dict[str, None] = {}
-    for arm in arms:
-        name = arm.flags[1]
-        given = {k[len("perturbation.") :]: v for k, v in arm.settings.items() if k.startswith("perturbation.")}
-        lines[shlex.join([name, *(f"{k}={v}" for k, v in given.items())])] = None
+    lines = dict.fromkeys(arm.perturbation for arm in arms)
     strategies = [word for line in lines for word in ("--strategy", line)]
     return (*words, *_as_words(options), *strategies)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,13 @@ class Arm:
     settings: Mapping[str, str]
     flags: tuple[str, ...]
     paper: str = ""
+
+    @property
+    def perturbation(self) -> str:
+        """The perturbation alone, as a line of ``ngrpo diagnose --strategy``."""
+        prefix = "perturbation."
+        options = [f"{k[len(prefix) :]}={v}" for k, v in self.settings.items() if k.startswith(prefix)]
+        return shlex.join([self.flags[1], *options])
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def collect(plan: Plan, folder: Folder, command: Sequence[str], created: str) ->
         "runs": runs,
         "untrained": json_file(folder.path / "untrained" / "evaluation.json"),
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
-        "diagnosis": json_file(folder.path / "diagnosis" / "diagnosis.json"),
+        "diagnosis": _named(json_file(folder.path / "diagnosis" / "diagnosis.json"), plan.arms),
     }
     return _finite(result)
 
@@ -124,6 +124,25 @@ def _strategy(arm: Arm) -> dict[str, Any]:
         "flags": list(arm.flags),
         "paper": arm.paper,
     }
+
+
+def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
+    """The diagnosis under the arms' names: it knows perturbations only, an arm has a base algorithm and flags too."""
+    if diagnosis is None:
+        return None
+    names: dict[str, list[str]] = {}
+    for arm in arms:
+        names.setdefault(arm.perturbation, []).append(arm.id)
+
+    def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
+        return [{**row, key: names.get(row[key], [row[key]])[0]} for row in rows]
+
+    picture = diagnosis.get("embedding_map")
+    if picture is not None:
+        picture = {**picture, "operators": renamed(picture["operators"], "strategy")}
+    samples = [{**s, "by_strategy": renamed(s["by_strategy"], "strategy")} for s in diagnosis.get("samples", [])]
+    strategies = renamed(diagnosis["strategies"], "name")
+    return {**diagnosis, "strategies": strategies, "samples": samples, "embedding_map": picture}
 
 
 def _run(plan: Plan, run: Run, folder: Folder) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ngrpo.evaluate.plain import ADDRESS
 from ngrpo.evaluate.problem import Problem
 from perturbations.streams import trajectory_seed
 
@@ -91,7 +90,9 @@ def build(
         "disable_log_stats": True,
         **(options or {}),
     }
-    return vllm.LLM(model, additional_config={"perturbation": dict(spec or {"name": ADDRESS})}, **settings)
+    # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
+    perturbation = dict(spec or {"name": "none", "reproducible": True})
+    return vllm.LLM(model, additional_config={"perturbation": perturbation}, **settings)
 
 
 def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:

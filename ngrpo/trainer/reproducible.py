@@ -1,8 +1,8 @@
 """The same seed, the same rollouts from run to run: what `reproducible` adds to the counter-based draws.
 
-Stock OpenRLHF 0.11.2 shuffles the prompts by a generator that its seed does not reach, sends requests to an engine that
-is already running, and trains on answers in the order in which they finish. The last two follow the clock: the first
-requests run in smaller batches, which round otherwise.
+Stock OpenRLHF 0.11.2 shuffles prompts and micro-batches by generators that its seed does not reach or that others have
+used, sends requests to an engine that is already running, and trains on answers in the order in which they finish. The
+last two follow the clock: the first requests run in smaller batches, which round otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ngrpo.trainer.launch import SPEC
+from perturbations.streams import trajectory_seed
 
 _POLL_SECONDS = 0.01
 # An agent may do something else before it asks for tokens; it must not wait for a batch that never fills.
@@ -33,6 +34,20 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(strategy, tokenizer)
 
     return prepare_datasets
+
+
+def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ActorPPOTrainer.ppo_train`: how samples fall into micro-batches follows ``--train.seed`` and the step."""
+
+    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if _asked():
+            self.reproducible_round = getattr(self, "reproducible_round", 0) + 1
+            torch.manual_seed(trajectory_seed(self.args.train.seed, self.reproducible_round))
+        return original(self, *args, **kwargs)
+
+    return ppo_train
 
 
 def whole_batches(plain: type) -> type:

@@ -138,6 +138,11 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf 0.11.2", "with `reproducible`, the order of the prompts follows the seed",
     ),
     Seam(
+        _ACTOR, "ActorPPOTrainer.ppo_train",
+        "ngrpo.trainer.reproducible:seeded_training_order", "perturbation", "(self, kl_ctl)",
+        "openrlhf 0.11.2", "with `reproducible`, the order of training follows the seed and the step",
+    ),
+    Seam(
         "openrlhf.models.actor", "Actor.__init__", "ngrpo.trainer.model_actors:with_parameters", "perturbation",
         "sha:ed617cb47dde",
         "openrlhf 0.11.2", "an operator's learned parameters join the model before DeepSpeed wraps it",

@@ -21,8 +21,8 @@ _MARGIN = 8
 _BLOCK = 64  # tokens scored at once
 _SEED = 100  # of the graph's levels
 _SETTINGS = {"m": 2, "ef_construction": 1, "ef": 1, "rerank": 1, "hubs": 0}  # lowest values
-# The power of a vector's length that it is divided by in the graph's space, by metric.
-_POWER = {"cosine": 1.0, "l2": 0.5}
+# At 0 the graph's order is that of l2 and its search gets lost, at 1 its search is easy and its order another.
+_POWER = 0.65
 _TINY = 1e-12
 
 
@@ -47,9 +47,9 @@ class HnswIndex(TableIndex):
         embedding: Tensor,
         metric: str = "cosine",
         exclude: Sequence[int] = (),
-        m: int = 24,
-        ef_construction: int = 150,
-        ef: int = 128,
+        m: int = 32,
+        ef_construction: int = 300,
+        ef: int = 256,
         rerank: int = 64,
         hubs: int = 2048,
         lazy: bool | None = None,
@@ -72,7 +72,7 @@ class HnswIndex(TableIndex):
         """
         settings = {"m": m, "ef_construction": ef_construction, "ef": ef, "rerank": rerank, "hubs": hubs}
         self._set_up(embedding, metric, exclude, settings, lazy)
-        self._graph = _library().Index("l2", self._placed(torch.tensor([0])).shape[1])
+        self._graph = _library().Index("l2", embedding.shape[1])
         kept = (~self._excluded.cpu()).nonzero().flatten()
         self._graph.init_index(len(kept), M=m, ef_construction=ef_construction, random_seed=_SEED)
         for part in kept.split(4096):
@@ -128,7 +128,7 @@ class HnswIndex(TableIndex):
             return None  # the exact search looks at fewer pairs
         self._graph.set_ef(max(self._settings["ef"], wanted))
         try:
-            labels, _ = self._graph.knn_query(self._placed(tokens, asking=True).numpy(), k=wanted, num_threads=1)
+            labels, _ = self._graph.knn_query(self._placed(tokens).numpy(), k=wanted, num_threads=1)
         except RuntimeError:
             return None  # vectors that are equal by the hundreds can fall apart into islands
         found = torch.from_numpy(labels.astype("int64"))
@@ -150,16 +150,10 @@ class HnswIndex(TableIndex):
     def _directions(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.normalize(rows.float(), dim=-1) if self.metric == "cosine" else rows.float()
 
-    def _placed(self, tokens: Tensor, asking: bool = False) -> Tensor:
-        """Where tokens lie in the graph's space, (Q, dimension) float32; or from where their neighbors are asked."""
-        rows = self._directions(self._pairs.embedding[tokens])
-        if self.metric == "dot":
-            # With |a|² = r² − |e|² in one more dimension, the distance from (q, 0) falls as the product q · e grows.
-            own, longest = self._pairs.norms[tokens], self._pairs.norms.max()
-            more = torch.zeros_like(own) if asking else (longest.square() - own.square()).clamp_min(0.0).sqrt()
-            return torch.cat([rows, more.float().unsqueeze(-1)], dim=-1)
-        lengths = self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric])
-        return (rows - self._mean) / lengths.unsqueeze(-1)
+    def _placed(self, tokens: Tensor) -> Tensor:
+        """Where tokens lie in the graph's space, (Q, D) float32."""
+        moved = self._directions(self._pairs.embedding[tokens]) - self._mean
+        return moved / self._lengths[tokens].clamp_min(_TINY).pow(_POWER).unsqueeze(-1)
 
     # --- files ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +188,7 @@ class HnswIndex(TableIndex):
         index = cls.__new__(cls)
         settings = {name: header[name] for name in _SETTINGS}
         index._set_up(embedding, header["metric"], header["exclude"], settings, lazy)
-        index._graph = _library().Index("l2", index._placed(torch.tensor([0])).shape[1])
+        index._graph = _library().Index("l2", embedding.shape[1])
         with tempfile.TemporaryDirectory() as folder:
             graph = os.path.join(folder, "graph")
             arrays["graph"].tofile(graph)

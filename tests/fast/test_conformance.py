@@ -25,6 +25,8 @@ OPTIONS = {
         dict(metric="dot", rate=1.0, realization="sampled"),
         dict(variant="released", rate=1.0),
         dict(variant="released", realization="anchor", until=None, seed=-5),
+        dict(index="hnsw", refresh="never"),
+        dict(skip_same_word=True, refresh="5", k=4),
     ],
     "gaussian": [
         dict(base="fuzzy"),

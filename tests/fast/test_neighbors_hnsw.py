@@ -15,7 +15,7 @@ from perturbations.neighbors.hnsw import HnswIndex as Graph
 
 pytest.importorskip("hnswlib", reason="hnswlib is not installed: pip install 'ngrpo[hnsw]'")
 
-SMALL = {"hubs": 100, "rerank": 32}
+SMALL = {"hubs": 100}
 SIZE = 2500
 
 

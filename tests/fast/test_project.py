@@ -28,7 +28,7 @@ def test_entry_points_exist() -> None:
     for declared in (points["console_scripts"], points["vllm.general_plugins"]):
         module, _, _ = declared[0].partition(" = ")[2].partition(":")
         assert find_spec(module) is not None, f"{declared[0]}: no module {module}"
-    assert callable(import_module("ngrpo.cli").main)
+    assert callable(import_module("ngrpo.cli").console)
 
 
 def test_core_needs_torch_numpy_and_yaml_only() -> None:

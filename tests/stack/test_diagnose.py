@@ -31,11 +31,14 @@ def made(engine: Any, smollm2: str, tmp_path_factory: pytest.TempPathFactory) ->
     """The diagnosis, and its folder."""
     out = tmp_path_factory.mktemp("diagnosis") / "out"
     problems = load_task("arithmetic", limit=4)
-    try:
-        yield diagnose(smollm2, problems, parse_strategies(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
-                       map_wish=MapWish(WORDS), llm=engine), out  # fmt: skip
-    finally:
-        set_perturbation(engine, "neighbor", rate=0.1)
+    with pytest.MonkeyPatch.context() as patch:  # speed is not tested here, and three tokens need no long texts
+        patch.setattr(engines, "_WARM_UP_TOKENS", 1)
+        patch.setattr(diagnoses.embedding_map, "_LENGTH", 24)
+        try:
+            yield diagnose(smollm2, problems, parse_strategies(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
+                           map_wish=MapWish(WORDS), llm=engine), out  # fmt: skip
+        finally:
+            set_perturbation(engine, "neighbor", rate=0.1)
 
 
 def rows(made: Any) -> dict[str, Any]:

@@ -95,11 +95,11 @@ def test_a_weight_sync_changes_the_sets_as_the_policy_says(
 
     def rollouts(refresh: str) -> list[Rollout]:
         set_perturbation(engine, "neighbor", refresh=refresh, **options)
-        done = sample(engine, prompts, max_tokens=16)
+        done = sample(engine, prompts, max_tokens=12)
         assert gaps(hf_model, done).max() <= 1e-4
         return done
 
-    for refresh in ("never", "2", "every_sync"):
+    for refresh in ("never", "every_sync"):
         assert_sets(rollouts(refresh), before)
     weights(moved)
     drift = neighbor_drift(engine)
@@ -107,10 +107,5 @@ def test_a_weight_sync_changes_the_sets_as_the_policy_says(
     assert drift.changed == drift.changed_since_start > drift.tokens // 4
     assert_sets(rollouts("every_sync"), after)
     assert_sets(rollouts("never"), before)
-    assert_sets(rollouts("2"), before)
-    weights(moved)
-    assert neighbor_drift(engine).changed == 0
-    assert_sets(rollouts("2"), after)
-    assert_sets(rollouts("never"), before)
     set_perturbation(engine, "neighbor", skip_same_word=True, **options)
-    assert gaps(hf_model, sample(engine, prompts, max_tokens=16)).max() <= 1e-4
+    assert gaps(hf_model, sample(engine, prompts, max_tokens=12)).max() <= 1e-4
