@@ -67,7 +67,7 @@ def whole_batches(plain: type) -> type:
                 _wait_for_requests(self.vllm_engines, len(prompts) * group)
             finally:
                 _call(self.vllm_engines, "resume_generation")
-            return _finished(answers)
+            return _in_order(answers)
 
     return WholeBatchSamplesGenerator
 
@@ -82,12 +82,11 @@ def _wait_for_requests(engines: Any, expected: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _finished(answers: list[Any]) -> list[Any]:
-    """The same references once all are done: OpenRLHF then reads them in their order."""
+def _in_order(answers: list[Any]) -> list[Any]:
+    """One reference to all answers in the order of their prompts; OpenRLHF reads several as they come."""
     import ray
 
-    ray.wait(answers, num_returns=len(answers))
-    return answers
+    return [ray.put([answer for group in ray.get(answers) for answer in group])]
 
 
 def _call(engines: Any, method: str) -> list[Any]:
