@@ -10,7 +10,6 @@ import pytest
 
 from ngrpo.evaluate import Sampling, evaluate, load_task
 from ngrpo.evaluate.command import run
-from ngrpo.evaluate.plain import ADDRESS
 from tests.stack.harness import build_engine
 
 pytestmark = pytest.mark.stack
@@ -20,7 +19,7 @@ N = 4
 @pytest.fixture(scope="module")
 def plain(smollm2: str) -> Any:
     """What `ngrpo eval` builds where no perturbation is asked for."""
-    return build_engine(smollm2, {"name": ADDRESS})
+    return build_engine(smollm2, {"name": "none", "reproducible": True})
 
 
 def settings(**changes: Any) -> dict[str, Any]:
