@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BASELINE = "none"
+_OPTION = "perturbation."
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,14 @@ class Arm:
     @property
     def perturbation(self) -> str:
         """The perturbation alone, as a line of ``ngrpo diagnose --strategy``."""
-        prefix = "perturbation."
-        options = [f"{k[len(prefix) :]}={v}" for k, v in self.settings.items() if k.startswith(prefix)]
+        options = [f"{k[len(_OPTION) :]}={v}" for k, v in self.settings.items() if k.startswith(_OPTION)]
         return shlex.join([self.flags[1], *options])
+
+    @property
+    def perturbation_flags(self) -> list[str]:
+        """The perturbation alone, as flags."""
+        options = [(f"--{k}", v) for k, v in self.settings.items() if k.startswith(_OPTION)]
+        return ["--perturbation", self.flags[1], *(word for pair in options for word in pair)]
 
 
 @dataclass(frozen=True)

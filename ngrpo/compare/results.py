@@ -115,7 +115,8 @@ def json_file(place: Path) -> dict[str, Any] | None:
 
 
 def _strategy(arm: Arm) -> dict[str, Any]:
-    spec = None if arm.spec is None else dict(arm.spec)
+    # The text of an operator from a file is code, and long; the file's name and hash are in the run's own summary.
+    spec = None if arm.spec is None else {k: v for k, v in arm.spec.items() if not k.endswith("source")}
     return {
         "id": arm.id,
         "perturbation": spec,

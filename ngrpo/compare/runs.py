@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.compare.folder import Folder
-from ngrpo.compare.plan import Plan, Run, fingerprint
+from ngrpo.compare.plan import Arm, Plan, Run, fingerprint
 from ngrpo.progress import StepLine, read_step, read_total
 
 _MEMORY_EVERY_SECONDS = 2.0
@@ -32,10 +32,16 @@ def train_words(plan: Plan, run: Run, folder: Path) -> list[str]:
     return [*plan.shared, *run.arm.flags, "--train.seed", str(run.seed), "--run-dir", str(folder)]
 
 
-def eval_words(plan: Plan, model: str, folder: Path) -> list[str]:
-    """The words of ``ngrpo eval``. All models are sampled with the same draws."""
+def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
+    """The words of ``ngrpo eval``. All models are sampled with the same draws.
+
+    The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
+    """
     assert plan.evaluation is not None
-    return ["--model", model, *plan.evaluation.words, "--out", str(folder)]
+    perturbed = []
+    if arm is not None and arm.spec is not None and arm.spec.get("perturb_eval", False):
+        perturbed = arm.perturbation_flags
+    return ["--model", model, *plan.evaluation.words, *perturbed, "--out", str(folder)]
 
 
 def identity(plan: Plan, run: Run) -> str:
@@ -70,7 +76,7 @@ def execute(plan: Plan, run: Run, folder: Folder, lock: int, on_step: OnStep) ->
         peak = _run(["train", *train_words(plan, run, place)], log, lock, on_step)
         if plan.evaluation is not None:
             log = place / "eval.log"
-            _run(["eval", *eval_words(plan, str(place / "model"), place / "evaluation")], log, lock)
+            _run(["eval", *eval_words(plan, str(place / "model"), place / "evaluation", run.arm)], log, lock)
         record["status"] = "done"
     except _CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.

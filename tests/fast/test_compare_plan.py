@@ -8,7 +8,7 @@ import pytest
 
 from ngrpo.compare import arguments
 from ngrpo.compare.plan import Plan
-from ngrpo.compare.runs import identity, train_words
+from ngrpo.compare.runs import eval_words, identity, train_words
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
 
@@ -94,6 +94,13 @@ def test_evaluation_and_diagnosis_follow_the_task() -> None:
     assert made.diagnosis[-4:] == ("--strategy", "none", "--strategy", "neighbor")
     bare = plan("--perturbations", "none", "--eval.data", "none", "--diagnose.prompts", "0")
     assert bare.evaluation is None and bare.diagnosis is None
+
+
+def test_evaluation_is_unperturbed_unless_the_operator_is_part_of_the_policy() -> None:
+    made = plan("--perturbations", "neighbor,hrpo:k=4")
+    neighbor, hrpo = (" ".join(eval_words(made, "model", Path("out"), arm)) for arm in made.arms)
+    assert "--perturbation" not in neighbor
+    assert "--perturbation hrpo --perturbation.k 4" in hrpo
 
 
 def test_openrlhf_flags_that_begin_like_ours_pass_through() -> None:
