@@ -21,8 +21,8 @@ _MARGIN = 8
 _BLOCK = 64  # tokens scored at once
 _SEED = 100  # of the graph's levels
 _SETTINGS = {"m": 2, "ef_construction": 1, "ef": 1, "rerank": 1, "hubs": 0}  # lowest values
-# At 0 the graph's order is that of l2 and its search gets lost, at 1 its search is easy and its order another.
-_POWER = 0.65
+# At 0 the graph's order is the wanted one and its search gets lost, at 1 its search is easy and its order another.
+_POWER = {"cosine": 0.65, "l2": 0.75, "dot": 0.75}
 _TINY = 1e-12
 
 
@@ -50,7 +50,7 @@ class HnswIndex(TableIndex):
         m: int = 32,
         ef_construction: int = 300,
         ef: int = 256,
-        rerank: int = 64,
+        rerank: int = 128,
         hubs: int = 2048,
         lazy: bool | None = None,
     ) -> None:
@@ -153,7 +153,7 @@ class HnswIndex(TableIndex):
     def _placed(self, tokens: Tensor) -> Tensor:
         """Where tokens lie in the graph's space, (Q, D) float32."""
         moved = self._directions(self._pairs.embedding[tokens]) - self._mean
-        return moved / self._lengths[tokens].clamp_min(_TINY).pow(_POWER).unsqueeze(-1)
+        return moved / self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric]).unsqueeze(-1)
 
     # --- files ----------------------------------------------------------------------------------------------------
 
