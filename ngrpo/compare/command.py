@@ -12,6 +12,7 @@ from ngrpo import flags, models, preflight, presets
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.folder import DiskFull, Folder, disk_errors
 from ngrpo.compare.plan import Plan
+from ngrpo.evaluate import command as evaluation
 from ngrpo.hardware.profile import flag_value
 
 _DEFAULT_BATCH = 1024  # OpenRLHF 0.11.2's --rollout.batch_size
@@ -65,11 +66,11 @@ def _check(plan: Plan) -> None:
                 preflight.check_files(command.openrlhf_args)
         except ValueError as error:
             raise ValueError(f"strategy {one.arm.id!r}: {error}") from None
-    if plan.evaluation is None:
-        return
-    source = flag_value(plan.evaluation.words, "--data")
-    if source and Path(source).suffix and not Path(source).expanduser().is_file():
-        raise ValueError(f"--eval.data {source}: there is no such file. Give an existing file or a hub dataset.")
+    if plan.evaluation is not None:
+        try:
+            evaluation.check(runs.eval_words(plan, plan.model, Path("out")))
+        except ValueError as error:
+            raise ValueError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
 
 
 def _work(plan: Plan, folder: Folder, lock: int, command: list[str], report: Callable[[str], None]) -> int:

@@ -6,9 +6,13 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from perturbations.options import nearest
+
+if TYPE_CHECKING:
+    from ngrpo.evaluate.engine import Sampling
+    from ngrpo.evaluate.problem import Problem
 
 _EXAMPLES = """\
   --perturbation NAME            perturb the rollouts; off unless asked for
@@ -47,25 +51,12 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if "-h" in words or "--help" in words:
         print(_parser().format_help(), end="")
         return 0
-    from ngrpo import flags
     from ngrpo.evaluate.results import table
     from ngrpo.evaluate.sampling import rescore
 
-    command = flags.parse(words)
+    given, command, engine_options = _read(words)
     for note in command.notes:
         report(f"warning: {note}")
-    rest, engine_options = _engine_options(command.openrlhf_args)
-    refused = {
-        "--run-dir": (command.run_dir, "Give --out."),
-        "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
-        "--preset": (command.preset, "Leave it out."),
-        "--advantage": (command.advantage, "Leave it out."),
-        "--sampling.*": (command.sampling, "Evaluation has --temperature and --top-p."),
-    }
-    for flag, (value, mend) in refused.items():
-        if value:
-            raise ValueError(f"{flag} belongs to ngrpo train. {mend}")
-    given = _parse(rest)
     if given.rescore is not None:
         folder = Path(given.rescore).expanduser()
         result = rescore(folder, scorer=given.scorer, k=given.k, report=report)
@@ -78,37 +69,44 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
+def check(words: Sequence[str]) -> None:
+    """Reads words and problems as :func:`run` would, and samples nothing.
+
+    Raises:
+        ValueError: for bad input: an unknown option, an empty dataset, a problem without an answer.
+    """
+    given, command, _ = _read(words)
+    _sampling(given)
+    _problems(given, command, lambda line: None)
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
+    """Our own options, the perturbation's, and the engine's."""
+    from ngrpo import flags
+
+    command = flags.parse(words)
+    rest, engine_options = _engine_options(command.openrlhf_args)
+    refused = {
+        "--run-dir": (command.run_dir, "Give --out."),
+        "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
+        "--preset": (command.preset, "Leave it out."),
+        "--advantage": (command.advantage, "Leave it out."),
+        "--sampling.*": (command.sampling, "Evaluation has --temperature and --top-p."),
+    }
+    for flag, (value, mend) in refused.items():
+        if value:
+            raise ValueError(f"{flag} belongs to ngrpo train. {mend}")
+    return _parse(rest), command, engine_options
+
+
 def _evaluate(
     given: argparse.Namespace, command: Any, folder: Path, engine_options: dict[str, Any], report: Callable[[str], None]
 ) -> dict[str, Any]:
     from ngrpo import models
-    from ngrpo.evaluate.engine import Sampling
-    from ngrpo.evaluate.problems import load_problems, load_task
-    from ngrpo.evaluate.results import checked_ks
     from ngrpo.evaluate.sampling import evaluate
 
-    if not given.model:
-        raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    if (given.data is None) == (command.task is None):
-        raise ValueError("give the problems by --data SRC or by --task NAME, one of the two.")
-    models.check_name(given.model)
-    sampling = Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
-    checked_ks(given.k, given.n)
-    if command.task is not None:
-        if given.scorer != "auto":
-            raise ValueError(f"--scorer {given.scorer}: a task has its own. Leave --scorer out, or use --data.")
-        problems = load_task(command.task, limit=given.limit)
-    else:
-        problems = load_problems(
-            given.data,
-            input_key=given.input_key,
-            label_key=given.label_key,
-            scorer=given.scorer,
-            limit=given.limit,
-            instruction=given.instruction,
-            skip_unanswered=given.skip_unanswered,
-            report=report,
-        )
+    sampling = _sampling(given)
+    problems = _problems(given, command, report)
     model = models.resolve(given.model, report=report)
     if command.spec is not None:
         from ngrpo.preflight import check_model
@@ -125,6 +123,40 @@ def _evaluate(
         dataset=given.data if command.task is None else f"task {command.task}",
         hardware=command.hardware,
         engine_options=engine_options,
+        report=report,
+    )
+
+
+def _sampling(given: argparse.Namespace) -> Sampling:
+    """How to draw, with every setting checked, and the model's name with it."""
+    from ngrpo import models
+    from ngrpo.evaluate.engine import Sampling
+    from ngrpo.evaluate.results import checked_ks
+
+    if not given.model:
+        raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    models.check_name(given.model)
+    checked_ks(given.k, given.n)
+    return Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
+
+
+def _problems(given: argparse.Namespace, command: Any, report: Callable[[str], None]) -> list[Problem]:
+    from ngrpo.evaluate.problems import load_problems, load_task
+
+    if (given.data is None) == (command.task is None):
+        raise ValueError("give the problems by --data SRC or by --task NAME, one of the two.")
+    if command.task is not None:
+        if given.scorer != "auto":
+            raise ValueError(f"--scorer {given.scorer}: a task has its own. Leave --scorer out, or use --data.")
+        return load_task(command.task, limit=given.limit)
+    return load_problems(
+        given.data,
+        input_key=given.input_key,
+        label_key=given.label_key,
+        scorer=given.scorer,
+        limit=given.limit,
+        instruction=given.instruction,
+        skip_unanswered=given.skip_unanswered,
         report=report,
     )
 

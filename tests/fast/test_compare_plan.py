@@ -160,3 +160,18 @@ def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         arguments.parse(["--config", str(file), *MODEL])
+
+
+UNANSWERED = '{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n'
+
+
+@pytest.mark.parametrize(("rows", "message"), [("", "empty"), (UNANSWERED, "row 2")])
+def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows: str, message: str) -> None:
+    from ngrpo.compare import command
+
+    file = tmp_path / "held_out.jsonl"
+    file.write_text(rows)
+    words = ["--perturbations", "none", "--out", str(tmp_path / "out"), "--eval.data", str(file), *MODEL]
+    with pytest.raises(ValueError, match=f"(?s)evaluation: .*({message})"):
+        command.run(words, report=print)
+    assert not (tmp_path / "out").exists()
