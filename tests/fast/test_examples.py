@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ngrpo.compare import arguments
+
 
 @pytest.mark.parametrize("name", ["custom_perturbation", "custom_gate"])
 def test_custom_examples_check_themselves(name: str) -> None:
@@ -15,3 +17,13 @@ def test_custom_examples_check_themselves(name: str) -> None:
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert "keeps the contract" in result.stdout
+
+
+def test_each_row_of_the_ablation_is_a_strategy() -> None:
+    file = Path(__file__).resolve().parents[2] / "examples" / "ablation.yaml"
+    plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
+    ids = [arm.id for arm in plan.arms]
+    assert len(set(ids)) == len(ids) == sum(line.lstrip().startswith("- ") for line in file.read_text().splitlines())
+    assert plan.baseline == "none base=grpo" and plan.seeds == (0, 1, 2)
+    assert plan.evaluation is not None and plan.evaluation.n == 32
+    assert not plan.notes, "a row of the ablation would be greedy decoding"

@@ -21,15 +21,17 @@ EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr",
 
 
 def start(folder: Path, smollm2: str) -> subprocess.Popen:
+    """The example's script, made smaller by later words."""
     small = [word for pair in SMALL.items() for word in pair]
-    words = ["compare", *ARMS, "--out", str(folder), "--model", smollm2, *small, *EXTRA]
+    words = [str(folder), *ARMS, "--seeds", "0", "--model", smollm2, *small, *EXTRA]
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
-        [sys.executable, "-m", "ngrpo.cli", *words],
+        ["bash", "examples/compare_cpu.sh", *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PATH": scripts, "PYTHONUNBUFFERED": "1"},
     )
 
 
