@@ -62,7 +62,7 @@ def measure(embedding: Tensor, metric: str, count: int) -> None:
     want = torch.cat([exact.search(block, 2)[0] for block in tokens.split(64)])
     one, block = on_demand(exact, shuffled)
     report(metric, "exact", 1.0, 0.0, size * block / 1e3, one, block, 8 * 2 * size + 9 * size)
-    followed = tokens[:: max(1, count // 256)][:256]
+    followed = tokens[:: max(1, count // 128)][:128]
     drift = min(seconds(lambda: ExactIndex(embedding, metric).query(followed, 2)) for _ in range(8))
     print(f"    drift of {len(followed)} tokens at a weight sync: {drift:.2f} s")
 

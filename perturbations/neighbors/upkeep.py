@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbations.neighbors.base import NeighborIndex
 from perturbations.options import nearest
 
-_WATCHED, _WATCHED_L1 = 256, 16  # an L1 row costs as much as some twenty others
+_WATCHED, _WATCHED_L1 = 128, 8  # an L1 row costs as much as some twenty others
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Neighborhood(NeighborIndex):
     Where sets outlive a weight sync, the index is made from a copy of the matrix, so that a row first needed later is
     of the same weights as the others.
 
-    Followed are at most 256 tokens (16 for L1) of those that were asked for; where there are more, evenly spaced by
+    Followed are at most 128 tokens (8 for L1) of those that were asked for; where there are more, evenly spaced by
     id. At a sync their sets are computed from the new weights, whether or not the policy takes these into use. A set
     is the k nearest, in any order.
     """
