@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.hardware import Profile, profile_for, with_default_flags
+from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.seams import check
 
@@ -71,6 +72,8 @@ def launch(
     check(conditions)
     for name, value in profile.env.items():
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
+    for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):
+        print(f"removed {lock}: an earlier run was killed while it compiled {lock.parent.name}", flush=True)
     if conditions:
         _start_ray(profile, flags, conditions, spec, settings)
         install(conditions)
