@@ -19,7 +19,7 @@ from ngrpo.compare.folder import Folder
 from ngrpo.compare.plan import Arm, Plan, Run, fingerprint
 from ngrpo.progress import StepLine, read_step, read_total
 
-_MEMORY_EVERY_SECONDS = 2.0
+_MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 20.0
 _ERROR_LINES = 12
