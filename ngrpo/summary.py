@@ -76,11 +76,7 @@ def finish(
         "seconds": round(time.time() - began, 1),
         "seed": int(flag_value(args, "--train.seed") or _DEFAULT_SEED),
         "hardware": hardware,
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
+        "machine": machine(),
         "versions": versions(),
         "places": {
             "checkpoint": flag_value(args, "--ckpt.output_dir"),
@@ -93,6 +89,11 @@ def finish(
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return table(summary)
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs, for people."""
+    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 
 def versions() -> dict[str, str | None]:

@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import math
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ def collect(plan: Plan, folder: Folder, command: Sequence[str], created: str) ->
     Returns:
         The content of ``results.json``; every number is finite or None.
     """
-    from ngrpo.summary import versions
+    from ngrpo.summary import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
     summaries = [json_file(folder.path / "runs" / run["id"] / "summary.json") for run in runs]
@@ -99,11 +97,6 @@ def as_csv(results: Mapping[str, Any]) -> str:
             last = scores if i == len(steps) - 1 else [None] * len(scores)
             writer.writerow([*head, step.get("step"), *(step.get(key) for key in _CSV_STEP), *last])
     return text.getvalue()
-
-
-def machine() -> dict[str, Any]:
-    """Where this runs, for people."""
-    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 
 def json_file(place: Path) -> dict[str, Any] | None:

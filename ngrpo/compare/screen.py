@@ -38,7 +38,7 @@ class Screen:
         left = None
         if steps is not None:
             passed = time.monotonic() - self._began
-            run = max(passed * steps / line.step, *self._took, 0.0) if self._took else passed * steps / line.step
+            run = max([passed * steps / line.step, *self._took])
             left = max(0.0, run - passed) + self._after * run
         of = f"/{steps}" if steps else ""
         took = "" if line.seconds is None else f", {line.seconds:.0f} s"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -183,7 +181,7 @@ def _result(
     tokenizer: Any,
     with_map: bool,
 ) -> dict[str, Any]:
-    from ngrpo.summary import versions
+    from ngrpo.summary import machine, versions
 
     groups: dict[str, list[list[Sample]]] = {s.id: statistics.groups_of(folder.samples(s.id)) for s in strategies}
     stats = {name: statistics.prompt_statistics(found) for name, found in groups.items()}
@@ -209,7 +207,7 @@ def _result(
         "prompts": len(problems),
         "sampling": {**drawn, "dtype": settings["dtype"]},
         "versions": versions(),
-        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": machine(),
         "seconds": None,
         "baseline": plain,
         "strategies": rows,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +43,7 @@ def summarise(
         ks: for Pass@k.
         seconds: that sampling took in the last run, loading left out.
     """
-    from ngrpo.summary import versions
+    from ngrpo.summary import machine, versions
 
     n = settings["n"]
     right = Counter(sample["problem"] for sample in samples if sample["correct"])
@@ -55,7 +53,7 @@ def summarise(
         "format": 1,
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
         "versions": versions(),
-        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": machine(),
         "seconds": round(seconds, 1),
         "mean_at_n": _mean([mean_at_n(n, c) for _, c in counts]),
         "pass_at_k": {str(k): _mean([pass_at_k(n, c, k) for _, c in counts]) for k in ks},
