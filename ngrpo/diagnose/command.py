@@ -57,8 +57,8 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     _check_model(given.model, strategies, report)
 
     from ngrpo.diagnose.diagnosis import diagnose
-    from ngrpo.diagnose.engine import Sampling
     from ngrpo.diagnose.diagnosis_folder import REPORT
+    from ngrpo.diagnose.engine import Sampling
     from ngrpo.diagnose.table import differences, table
 
     if len(problems) < given.prompts:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.diagnose import answers, embedding_map, engine, statistics, table
-from ngrpo.diagnose.engine import Sampling
 from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
+from ngrpo.diagnose.engine import Sampling
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 from ngrpo import models
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.engine import Sampling
-from ngrpo.evaluate.problem import Problem
 from ngrpo.evaluate.outcome import checked_ks, summarise
+from ngrpo.evaluate.problem import Problem
 from ngrpo.evaluate.scoring import check_scorer, score
 from ngrpo.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError

@@ -42,7 +42,7 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         told = r'other settings \(sampling was \{"group": 2\}, and is now \{"group": 4\}\)\. Give another --out'
         with pytest.raises(UsageError, match=told):
             folder.claim({**settings, "sampling": {"group": 4}})
-        with pytest.raises(UsageError, match="sampling was .*, and is now null"):
+        with pytest.raises(UsageError, match=r"sampling was .*, and is now null"):
             folder.claim({"model": "m"})
 
 

@@ -13,8 +13,8 @@ import torch
 from ngrpo.diagnose import diagnosis as diagnoses
 from ngrpo.diagnose import engine as engines
 from ngrpo.diagnose.diagnosis import diagnose
-from ngrpo.diagnose.engine import Sampling, prompt_tokens
 from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder
+from ngrpo.diagnose.engine import Sampling, prompt_tokens
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import load_task
 from ngrpo.rollout import set_perturbation
