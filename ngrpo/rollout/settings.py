@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 
 KEY = "perturbation"
+# Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
+LENGTHS = "perturbation_lengths"
 
 
 def read(additional_config: Any) -> Perturbation | None:
     """The operator that ``additional_config={"perturbation": {...}}`` names; None where nothing is perturbed.
 
     Raises:
-        ValueError: for anything that is not a valid spec.
+        UsageError: for anything that is not a valid spec.
     """
     spec = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     if spec is None:
         return None
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise ValueError(
+        raise UsageError(
             f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
             " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
         )
@@ -30,39 +33,89 @@ def read(additional_config: Any) -> Perturbation | None:
 
 
 def check_engine(config: Any, operator: Perturbation) -> None:
-    """Refuses what would silently change the result.
+    """Refuses what would silently change the result. docs/engines.md has the same list with the reasons.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
         operator: the engine's perturbation.
 
     Raises:
-        ValueError: with the setting and the mend.
+        UsageError: with the setting, the reason and the fix.
     """
-    problems = []
-    if config.speculative_config is not None:
-        problems.append("speculative decoding: the draft model would not see the perturbed inputs. Turn it off")
-    if config.parallel_config.pipeline_parallel_size > 1:
-        size = config.parallel_config.pipeline_parallel_size
-        problems.append(
-            f"pipeline_parallel_size={size}: only the first stage embeds. Set it to 1 and use tensor parallelism"
-        )
-    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        problems.append("decode context parallelism. Set decode_context_parallel_size to 1")
-    model = config.model_config
-    if model.enable_prompt_embeds:
-        problems.append("enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off")
-    if model.is_multimodal_model:
-        problems.append("a multimodal model: its inputs do not pass through one embedding. Use a text-only model")
-    if model.runner_type != "generate":
-        problems.append(f"runner={model.runner_type!r}: only generation is perturbed. Use runner='generate'")
-    if model.is_encoder_decoder:
-        problems.append("an encoder-decoder model. Use a decoder-only model")
-    if config.kv_transfer_config is not None:
-        problems.append("KV transfer between engines: perturbed blocks must not be shared. Leave it out")
+    problems = [problem for wrong, problem in _combinations(config) if wrong]
     if problems:
-        raise ValueError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
-    operator.check_model(model.get_vocab_size())
+        raise UsageError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
+    operator.check_model(config.model_config.get_vocab_size())
+
+
+def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
+    """What is refused: whether this configuration asks for it, and the setting with the reason and the fix.
+
+    A setting that only later releases of vLLM have counts as not asked for.
+    """
+    parallel, model = config.parallel_config, config.model_config
+
+    def asked(section: Any, name: str) -> bool:
+        return bool(getattr(section, name, False))
+
+    def above_one(name: str) -> bool:
+        return getattr(parallel, name, 1) > 1
+
+    yield (
+        config.speculative_config is not None,
+        "speculative decoding: the draft model would not see the perturbed inputs. Turn it off",
+    )
+    for name, reason in {
+        "pipeline_parallel_size": "only the first stage embeds. Set it to 1 and use tensor parallelism",
+        "decode_context_parallel_size": "the rows of a step are split over ranks. Set it to 1",
+        "prefill_context_parallel_size": "the rows of a prefill are split over ranks. Set it to 1",
+        "data_parallel_size": "its ranks draw alike for the samples of one prompt, and only the first one's records"
+        " come back. Set it to 1 and start an engine for each rank",
+    }.items():
+        yield above_one(name), f"{name}={getattr(parallel, name, 1)}: {reason}"
+    yield (
+        asked(parallel, "use_ubatching"),
+        "dual-batch overlap: each half of a batch would read the override from its first row. Leave out enable_dbo and"
+        " ubatch_size",
+    )
+    yield (
+        asked(parallel, "enable_batch_sharded_sampling"),
+        "enable_batch_sharded_sampling: each rank would draw a part of the batch. Turn it off",
+    )
+    yield (
+        asked(config.compilation_config.pass_config, "enable_sp"),
+        "the sequence-parallel pass: it rewrites what follows the embedding, across the override. Set"
+        " compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}",
+    )
+    yield (
+        _adapts_embedding(config.lora_config),
+        "LoRA on the input embedding: its difference is added after the override. Give --lora-target-modules without"
+        " embed_tokens",
+    )
+    yield model.enable_prompt_embeds, "enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off"
+    yield (
+        asked(model, "enable_trace_replay"),
+        "enable_trace_replay: it replaces tokens after they were drawn and recorded. Turn it off",
+    )
+    yield asked(model, "is_diffusion"), "a diffusion model: it draws many tokens in a step. Use an autoregressive model"
+    yield (
+        model.is_multimodal_model,
+        "a multimodal model: its inputs do not pass through one embedding. Use a text-only model",
+    )
+    yield model.runner_type != "generate", f"runner={model.runner_type!r}: only generation is perturbed. Use 'generate'"
+    yield model.is_encoder_decoder, "an encoder-decoder model. Use a decoder-only model"
+    yield (
+        config.kv_transfer_config is not None,
+        "KV transfer between engines: perturbed blocks must not be shared. Leave it out",
+    )
+
+
+def _adapts_embedding(lora: Any) -> bool:
+    """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
+    if lora is None:
+        return False
+    modules = getattr(lora, "target_modules", None)
+    return modules is None or any(name.split(".")[-1] in ("embed_tokens", "wte", "embeddings") for name in modules)
 
 
 def supported(version: str, supported_minors: Sequence[int] = (26, 27, 28, 29)) -> bool:

@@ -1,0 +1,159 @@
+"""Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
+
+Arguments: V1 or V2, the model's folder, where the result goes. Asynchronous scheduling is on, as it is on CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RUNNER = sys.argv[1]
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "V2"))
+
+from tests.stack import as_on_cuda  # noqa: E402
+
+if RUNNER == "V2":
+    as_on_cuda.interpret_triton()
+
+from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
+from tests.stack.v2_cases import OPERATORS, QUESTIONS, SAMPLING, TOKENS  # noqa: E402
+
+
+def of_every_operator(llm: Any) -> dict[str, list[Rollout]]:
+    """Prefills in chunks of at most 64 tokens; the second operator and those after it find the prompts cached."""
+    from ngrpo.rollout import set_perturbation
+
+    prompts = chat_prompts(llm, QUESTIONS)
+    found = {}
+    for name, options in OPERATORS.items():
+        set_perturbation(llm, name, **options)
+        found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
+    return found
+
+
+def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
+    """Also a batch of which a part is greedy and a part unperturbed."""
+    from ngrpo.rollout import set_perturbation
+
+    set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
+    prompts = chat_prompts(llm, QUESTIONS[:2])
+    seeds = [{"seed": i} for i in range(2)]
+    found = {name: sample(llm, prompts, seeds, max_tokens=TOKENS, **given) for name, given in SAMPLING.items()}
+    found["switched off"] = sample(llm, prompts, [{"seed": 0, "enabled": False}, {"seed": 1}], max_tokens=TOKENS)
+    return found
+
+
+def of_stops(llm: Any) -> dict[str, Any]:
+    """Answers that end by a token, by a string, or several of one prompt; each with its number of tokens."""
+    from vllm import SamplingParams
+
+    from ngrpo.rollout import set_perturbation, take_trajectories
+
+    set_perturbation(llm, "gumbel", rate=1.0)
+    prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS)]
+    found = {}
+    for name, given in {
+        "token": {"stop_token_ids": list(range(0, 49152, 4))},
+        "string": {"stop": ["e", "o"]},
+        "samples": {"n": 3, "stop_token_ids": list(range(0, 49152, 6))},
+    }.items():
+        params = SamplingParams(max_tokens=12, ignore_eos=True, extra_args={"perturbation": {"seed": 3}}, **given)
+        outputs = llm.generate(prompts[: 1 if name == "samples" else 3], params, use_tqdm=False)
+        taken = take_trajectories(llm)
+        several = len(outputs[0].outputs) > 1
+        found[name] = [
+            (c.finish_reason, list(o.prompt_token_ids), list(c.token_ids), *taken.pop(f"{i}_" * several + o.request_id))
+            for o in outputs
+            for i, c in enumerate(o.outputs)
+        ]
+        assert not taken
+    return found
+
+
+def of_preemption(model: str) -> dict[str, Any]:
+    """Seven blocks for six requests that each need a second one after three tokens."""
+    small = build_engine(
+        model,
+        {"name": "gumbel", "rate": 0.5},
+        num_gpu_blocks_override=8,
+        block_size=32,
+        max_model_len=64,
+        max_num_seqs=6,
+        enable_prefix_caching=False,
+    )
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
+    rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
+    return {"rollouts": rollouts, "preempted": len(preempted)}
+
+
+def of_stock(model: str) -> list[Any]:
+    """Tokens and log-probabilities of an engine that never heard of us, and of two whose perturbation is off."""
+    from vllm import SamplingParams
+
+    results = []
+    for spec in (None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}):
+        llm = build_engine(model, spec, seed=3, max_num_seqs=4, max_model_len=128)
+        prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2])]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
+        results.append(
+            [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
+        )
+    return results
+
+
+def of_warm_up(llm: Any) -> dict[str, int]:
+    """The requests with which V2 warms up on CUDA; its CPU worker leaves them out, so they are run here."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    from ngrpo.rollout import plugin, take_records
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    book, forgotten = worker.perturbation.book, []
+    original = book.take
+
+    def take(*args: Any) -> dict[str, Any]:
+        forgotten.append(original(*args))
+        return forgotten[-1]
+
+    book.take = take
+    plugin._then_forget(lambda w: warmup_kernels(w.model_runner, w.execute_model, w.sample_tokens))(worker)
+    del book.take
+    return {"forgotten": len(forgotten[0]), "left": len(take_records(llm))}
+
+
+def main(model: str, target: str) -> None:
+    began = time.perf_counter()
+    result: dict[str, Any] = {}
+    with as_on_cuda.asynchronous():
+        spec = {"name": "neighbor", "rate": 0.1}
+        options = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 256, "enable_prefix_caching": True}
+        llm = build_engine(model, spec, **options)
+        result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
+        result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        for part in (of_every_operator, of_sampling_parameters, of_stops, *([of_warm_up] if RUNNER == "V2" else [])):
+            result[part.__name__] = part(llm)
+            print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
+        for part in (of_preemption, of_stock):
+            result[part.__name__] = part(model)
+            print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
+    Path(target).write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])
+    # vLLM's engines and Triton's interpreter do not end well together with the interpreter of Python.
+    sys.stdout.flush()
+    os._exit(0)
