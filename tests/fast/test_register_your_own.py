@@ -16,6 +16,7 @@ from ngrpo.hardware import profile_for
 from ngrpo.trainer import launch
 from perturbations import check_perturbation, create, create_gate, registry, user_files
 
+ROOT = Path(__file__).resolve().parents[2]
 OPERATOR = '''
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ def message(call) -> str:
 
 
 def elsewhere(code: str, given: str = "", path: str = "") -> str:
-    """Runs code in a fresh interpreter, in another folder."""
-    env = {**os.environ, "PYTHONPATH": path}
+    """Runs code in a fresh interpreter, in another folder, on this checkout."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
     done = subprocess.run(
         [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
     )
