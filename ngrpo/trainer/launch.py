@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.hardware import Profile, profile_for, with_default_flags
+from ngrpo.hardware import Profile, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.seams import check
 
@@ -63,10 +64,10 @@ def launch(
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(hardware)
-    flags, added = with_default_flags(openrlhf_args, profile)
+    flags = Flags(openrlhf_args).with_defaults(profile.default_flags)
     profile.check(flags)
-    if added:
-        print(f"[hardware {profile.name}] default flags: {shlex.join(added)}", flush=True)
+    if flags.added:
+        print(f"[hardware {profile.name}] default flags: {shlex.join(flags.added)}", flush=True)
     settings = settings or {}
     conditions = conditions_for(profile, spec, settings)
     check(conditions)
@@ -77,7 +78,7 @@ def launch(
     if conditions:
         _start_ray(profile, flags, conditions, spec, settings)
         install(conditions)
-    _run(flags)
+    _run(flags.words)
 
 
 def conditions_for(profile: Profile, spec: Mapping[str, Any] | None, settings: Iterable[str] = ()) -> tuple[str, ...]:
@@ -120,7 +121,7 @@ def worker_env(
 
 def _start_ray(
     profile: Profile,
-    flags: Sequence[str],
+    flags: Flags,
     conditions: Sequence[str],
     spec: Mapping[str, Any] | None,
     settings: Mapping[str, Mapping[str, Any]],
