@@ -1,6 +1,6 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
 # make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
-# make test-all adds what is marked slow.
+# make test-all adds what is marked slow, and the mutations of formulas (make mutations).
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ stack = status=0; for file in tests/stack/test_*.py; do \
 	  $(BIN)/python -m pytest -q $$file -m "$(1)" || [ $$? = 5 ] || status=1; \
 	done; exit $$status
 
-.PHONY: demo test test-all test-fast test-stack test-pipeline browser lint format bench clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline browser lint format bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -33,6 +33,11 @@ test-all: test
 	@echo "== slow tests"
 	@$(call stack,slow)
 	@$(BIN)/python -m pytest tests/pipeline -m slow
+	@echo "== mutations of formulas: each must make a test fail"
+	@$(BIN)/python -m tests.mutations
+
+mutations: $(READY)
+	@$(BIN)/python -m tests.mutations
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest tests/fast

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.options import allowed, kinds
@@ -78,7 +78,7 @@ def train_help(words: Sequence[str] = ()) -> str:
     parts.append("options of every operator (the gate)\n" + _table(Perturbation, list(shared.values())))
     for kept, root in ((registry.operators, "--perturbation"), (registry.gates, "--perturbation.gate")):
         common = shared if kept is registry.operators else {}
-        for name, address in _with_named(kept, flag_value(words, root)).items():
+        for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
             except ValueError as error:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo import yaml_file
+from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -104,7 +105,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
     ours = sorted_words.ours
     rest = sorted_words.rest
     if "model" in ours:
-        if flag_value(rest, f"--actor.{MODEL_FLAG}") is not None:
+        if Flags(rest).has(f"--actor.{MODEL_FLAG}"):
             raise ValueError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
         rest = [f"--actor.{MODEL_FLAG}", ours["model"], *rest]
     ours.pop("model", None)
@@ -119,40 +120,18 @@ def parse(words: Sequence[str]) -> TrainCommand:
     )
 
 
-def replace_model_names(args: Sequence[str], replace: Callable[[str], str]) -> list[str]:
-    """Applies a function to the value of every ``*model_name_or_path`` flag.
-
-    Args:
-        args: OpenRLHF's flags.
-        replace: takes one name and returns what stands in its place. Several may stand with commas.
-
-    Returns:
-        The flags, otherwise unchanged.
-    """
-    result = list(args)
-
-    def several(value: str) -> str:
-        return ",".join(replace(name.strip()) for name in value.split(","))
-
-    for i, word in enumerate(result):
-        name, equals, value = word.partition("=")
-        if not (name.startswith("--") and name.endswith(MODEL_FLAG)):
-            continue
-        if equals:
-            result[i] = f"{name}={several(value)}"
-        elif i + 1 < len(result) and not result[i + 1].startswith("--"):
-            result[i + 1] = several(result[i + 1])
-    return result
+def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
+    """Applies a function to each name in each ``*model_name_or_path`` flag; several may stand with commas."""
+    return flags.replaced(MODEL_FLAG, lambda value: ",".join(replace(name.strip()) for name in value.split(",")))
 
 
-def run_flags(run: Path, args: Sequence[str]) -> list[str]:
-    """OpenRLHF's output flags for a run's folder, where the user did not give them."""
-    places = {
-        "--ckpt.output_dir": run / "model",
-        "--ckpt.path": run / "checkpoints",
-        "--logger.tensorboard_dir": run / "tensorboard",
+def output_flags(run: Path) -> dict[str, Default]:
+    """OpenRLHF's output flags for a run's folder."""
+    return {
+        "--ckpt.output_dir": str(run / "model"),
+        "--ckpt.path": str(run / "checkpoints"),
+        "--logger.tensorboard_dir": str(run / "tensorboard"),
     }
-    return [word for flag, place in places.items() if flag_value(args, flag) is None for word in (flag, str(place))]
 
 
 def _sort(words: Sequence[str]) -> _Words:
@@ -246,7 +225,10 @@ def _sampling(options: dict[str, str]) -> dict[str, Any]:
 
 
 def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
-    options: dict[str, Any] = _read_config(words.config) if words.config else {}
+    options: dict[str, Any] = {}
+    if words.config:
+        example = "'name: neighbor' and 'rate: 0.1'"
+        options = yaml_file.read(words.config, flag=f"{PERTURBATION}.{CONFIG}", example=example)
     in_file = options.pop("name", None)
     in_file_reproducible = options.pop("reproducible", None)
     if words.reproducible is None and in_file_reproducible is not None:
@@ -287,18 +269,3 @@ def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict
                 raise ValueError(f"{error} (options from {words.config} and the command line)") from None
             raise
     return (made.spec() if made.active else None), [str(warning.message) for warning in caught]
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    import yaml
-
-    flag = f"{PERTURBATION}.{CONFIG} {path}"
-    try:
-        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag}: is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise ValueError(f"{flag}: must be lines of 'option: value', for example\nname: neighbor\nrate: 0.1\nk: 3")
-    return loaded

@@ -13,7 +13,7 @@ from typing import Any
 
 from ngrpo import __version__
 from ngrpo.events import Series, read_scalars
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.preflight import installed_version, vllm_version
 from perturbations import registry
 
@@ -66,7 +66,7 @@ def finish(
     Returns:
         The table for the screen.
     """
-    log = Path(flag_value(args, "--logger.tensorboard_dir") or folder / "tensorboard")
+    log = Path(Flags(args).value("--logger.tensorboard_dir") or folder / "tensorboard")
     scalars = read_scalars(log, began) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
@@ -77,12 +77,12 @@ def finish(
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
-        "seed": int(flag_value(args, "--train.seed") or _DEFAULT_SEED),
+        "seed": int(Flags(args).value("--train.seed") or _DEFAULT_SEED),
         "hardware": hardware,
         "machine": machine(),
         "versions": versions(),
         "places": {
-            "checkpoint": flag_value(args, "--ckpt.output_dir"),
+            "checkpoint": Flags(args).value("--ckpt.output_dir"),
             "tensorboard": str(log),
             "summary": str(place),
         },

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -62,23 +62,21 @@ def openrlhf_help() -> int:
 
 
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
-    """Checks first, what takes longest last. Returns the flags for OpenRLHF, additions in front."""
-    given = command.openrlhf_args
+    """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    preflight.check_flags(given, command.spec)
-    flags.replace_model_names(given, models.check_name)
-    added = flags.run_flags(folder, given)
-    added += presets.with_advantage(command.preset, command.advantage, given)
-    for note in _advantage_notes(command, given):
+    preflight.check_flags(command.openrlhf_args, command.spec)
+    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
+    for note in _advantage_notes(command):
         report(f"warning: {note}")
     if command.task is not None:
-        added += tasks.expand(command.task, folder / "task", given)
-    preflight.check_files([*added, *given])
-    if added:
-        report(f"added to OpenRLHF's flags: {shlex.join(added)}")
-    args = flags.replace_model_names([*added, *given], lambda name: models.resolve(name, report=report))
-    preflight.check_model(flag_value(args, "--actor.model_name_or_path") or "", command.spec)
-    return args
+        complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
+    preflight.check_files(complete.words)
+    if complete.added:
+        report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
+    complete = flags.replace_model_names(complete, lambda name: models.resolve(name, report=report))
+    preflight.check_model(complete.value("--actor.model_name_or_path") or "", command.spec)
+    return complete.words
 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
@@ -104,12 +102,12 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
     return 0
 
 
-def _advantage_notes(command: flags.TrainCommand, args: Sequence[str]) -> list[str]:
+def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     if command.advantage is None:
         return []
     from ngrpo.trainer import advantages
 
-    return advantages.create(**command.advantage).notes(args)
+    return advantages.create(**command.advantage).notes(command.openrlhf_args)
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:

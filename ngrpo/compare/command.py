@@ -13,7 +13,7 @@ from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.folder import DiskFull, Folder, disk_errors
 from ngrpo.compare.plan import Plan
 from ngrpo.evaluate import command as evaluation
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 
 _DEFAULT_BATCH = 1024  # OpenRLHF 0.11.2's --rollout.batch_size
 _SPARE = 1 << 29
@@ -61,7 +61,7 @@ def _check(plan: Plan) -> None:
         try:
             command = flags.parse(runs.train_words(plan, one, Path("run")))
             preflight.check_flags(command.openrlhf_args, command.spec)
-            flags.replace_model_names(command.openrlhf_args, models.check_name)
+            flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
             if command.task is None:
                 preflight.check_files(command.openrlhf_args)
         except ValueError as error:
@@ -77,7 +77,7 @@ def _work(plan: Plan, folder: Folder, lock: int, command: list[str], report: Cal
     created = _created(folder)
     everything = plan.runs()
     waiting = [one for one in everything if folder.status(one, runs.identity(plan, one))["status"] != "done"]
-    view = screen.Screen(len(everything), int(flag_value(plan.shared, "--rollout.batch_size") or _DEFAULT_BATCH))
+    view = screen.Screen(len(everything), int(Flags(plan.shared).value("--rollout.batch_size") or _DEFAULT_BATCH))
     if len(waiting) < len(everything):
         view.note(f"{len(everything) - len(waiting)} of {len(everything)} runs are finished and kept")
     model = models.resolve(plan.model, report=report)

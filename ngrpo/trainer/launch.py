@@ -16,8 +16,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ngrpo.hardware import Profile, profile_for, with_default_flags
+from ngrpo.hardware import Profile, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import check
@@ -51,10 +52,10 @@ def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(hardware)
-    flags, added = with_default_flags(openrlhf_args, profile)
+    flags = Flags(openrlhf_args).with_defaults(profile.default_flags)
     profile.check(flags)
-    if added:
-        print(f"[hardware {profile.name}] default flags: {shlex.join(added)}", flush=True)
+    if flags.added:
+        print(f"[hardware {profile.name}] default flags: {shlex.join(flags.added)}", flush=True)
     conditions = conditions_for(profile, settings)
     check(conditions)
     for name, value in profile.env.items():
@@ -64,7 +65,7 @@ def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str
     if conditions:
         _start_ray(profile, flags, conditions, settings)
         install(conditions)
-    _run(flags)
+    _run(flags.words)
 
 
 def conditions_for(profile: Profile, settings: RunSettings) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSetting
     return env
 
 
-def _start_ray(profile: Profile, flags: Sequence[str], conditions: Sequence[str], settings: RunSettings) -> None:
+def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settings: RunSettings) -> None:
     """Starts Ray, or connects to the cluster in RAY_ADDRESS, with the setup hook for every worker."""
     import ray
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import current_run
 from perturbations.options import coerce, nearest, option
 
@@ -56,7 +56,7 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not masked."""
-    values = {name: float(flag_value(args, flag) or 1.0) for name, flag in _OPENRLHF.items()}
+    values = {name: float(Flags(args).value(flag) or 1.0) for name, flag in _OPENRLHF.items()}
     return {**values, **dataclasses.asdict(sampling)}
 
 

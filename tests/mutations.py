@@ -1,0 +1,146 @@
+"""Mutations of formulas: each changes one line of the product, and the tests named beside it must then fail.
+
+Run by hand, from the project's root (a few seconds for each mutation):
+
+    python -m tests.mutations                 # all of them
+    python -m tests.mutations normal copo     # those whose file or reason contains one of these words
+
+and by `make test-all`. A mutation that survives shows a formula that no test holds; the exit status is then 1. Nothing
+in the working tree is touched: the mutations are made in a temporary copy.
+
+To add one, append a :class:`Mutation` to the list of its part. ``old`` must occur exactly once in the file, which
+tests/fast/test_mutations.py checks, so a line that was rewritten takes its mutation along.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_COPIED = ("perturbations", "ngrpo", "tests", "examples", "benchmarks", "docs")
+_FAST = "tests/fast/"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong line.
+
+    Attributes:
+        file: path from the project's root.
+        old: text that occurs exactly once there.
+        new: what takes its place.
+        tests: tests in tests/fast, of which at least one must fail, as pytest's arguments without that folder.
+        wrong: what is wrong then, in a few words.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    wrong: str
+
+
+_DENSITY, _TESTED = "perturbations/density.py", "test_density.py"
+
+DENSITIES = [
+    Mutation(
+        _DENSITY,
+        "noise = (scores - log_p).clamp(*GUMBEL_RANGE)",
+        "noise = scores - log_p",
+        _TESTED,
+        "gumbel: the noise is not clamped",
+    ),
+    Mutation(
+        _DENSITY,
+        "kept & (log_p > GUMBEL_MASK)",
+        "kept",
+        _TESTED,
+        "gumbel: unlikely candidates are counted in the mean",
+    ),
+    Mutation(
+        _DENSITY,
+        "used = kept & (probabilities > DIRICHLET_MASK)",
+        "used = kept",
+        _TESTED,
+        "dirichlet: unlikely candidates are counted in the mean",
+    ),
+]
+
+ADVANTAGES: list[Mutation] = []
+
+MUTATIONS = [*DENSITIES, *ADVANTAGES]
+
+
+def problem(mutation: Mutation, root: Path = ROOT) -> str | None:
+    """Why a mutation cannot be made, or None."""
+    file = root / mutation.file
+    if not file.is_file():
+        return f"there is no file {mutation.file}"
+    count = file.read_text(encoding="utf-8").count(mutation.old)
+    return None if count == 1 else f"its old text occurs {count} times in {mutation.file}, not once"
+
+
+def _pytest(root: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(_FAST + test for test in tests)]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+def survives(mutation: Mutation, root: Path) -> bool:
+    """Whether the mutation's tests pass in the copy at ``root`` although its line is wrong.
+
+    Raises:
+        RuntimeError: where the mutation cannot be made, or pytest does neither pass nor fail.
+    """
+    reason = problem(mutation, root)
+    if reason is not None:
+        raise RuntimeError(f"mutation {mutation.wrong!r}: {reason}")
+    file = root / mutation.file
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    try:
+        result = _pytest(root, mutation.tests.split())
+    finally:
+        file.write_text(text, encoding="utf-8")
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f"mutation {mutation.wrong!r}: pytest could not run\n{result.stdout[-2000:]}")
+    return result.returncode == 0
+
+
+def main(words: list[str]) -> int:
+    """Makes each mutation in a copy and reports those that survive; the exit status."""
+    chosen = [m for m in MUTATIONS if not words or any(word in m.file or word in m.wrong for word in words)]
+    if not chosen:
+        print(f"no mutation's file or reason contains {' or '.join(words)}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in _COPIED:
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "setup.py", "README.md", "Makefile"):
+            shutil.copy(ROOT / name, root / name)
+        print("the tests without a mutation", flush=True)
+        clean = _pytest(root, sorted({test for m in chosen for test in m.tests.split()}))
+        if clean.returncode:
+            print(f"they fail already, so they show nothing:\n{clean.stdout[-4000:]}", file=sys.stderr)
+            return 2
+        alive = []
+        for mutation in chosen:
+            start = time.monotonic()
+            survived = survives(mutation, root)
+            alive += [mutation] * survived
+            outcome = "SURVIVES" if survived else "caught"
+            print(f"{outcome:8} {time.monotonic() - start:5.1f} s  {mutation.file}: {mutation.wrong}", flush=True)
+    print(f"{len(alive)} of {len(chosen)} mutations survive")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
