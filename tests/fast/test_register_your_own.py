@@ -16,6 +16,7 @@ from ngrpo.hardware import profile_for
 from ngrpo.trainer import launch
 from ngrpo.trainer.run_settings import RunSettings, current_run
 from perturbations import check_perturbation, create, create_gate, registry, sources
+from tests.conftest import ROOT
 
 OPERATOR = '''
 from __future__ import annotations
@@ -91,8 +92,8 @@ def message(call) -> str:
 
 
 def elsewhere(code: str, given: str = "", path: str = "") -> str:
-    """Runs code in a fresh interpreter, in another folder."""
-    env = {**os.environ, "PYTHONPATH": path}
+    """Runs code in a fresh interpreter, in another folder, with this checkout's packages."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
     done = subprocess.run(
         [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
     )
