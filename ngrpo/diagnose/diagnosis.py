@@ -199,6 +199,7 @@ def _result(
         )
         for strategy in strategies
     ]
+    runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
     drawn = {name: value for name, value in asdict(sampling).items() if name != "group"}
     return {
         "format": 1,
@@ -207,7 +208,7 @@ def _result(
         "group": sampling.group,
         "prompts": len(problems),
         "sampling": {**drawn, "dtype": settings["dtype"]},
-        "versions": versions(),
+        "versions": {**versions(), **({"model runner": ", ".join(runners)} if runners else {})},
         "machine": machine(),
         "seconds": None,
         "baseline": plain,

@@ -79,7 +79,7 @@ def sample_strategy(
         sampling: group size, length, temperature and seed.
 
     Returns:
-        P × G samples, and ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``.
+        P × G samples, and ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``, ``model_runner``.
     """
     from ngrpo.evaluate import score
     from ngrpo.evaluate.engine import render
@@ -124,7 +124,8 @@ def sample_strategy(
             )
         )
     speed = sum(map(len, answers)) / seconds
-    return samples, {"tokens_per_second": speed, "anchor_nearest": shares[0], "text_nearest": shares[1]}
+    facts = {"tokens_per_second": speed, "anchor_nearest": shares[0], "text_nearest": shares[1]}
+    return samples, {**facts, "model_runner": here.runner_version}
 
 
 def _generate(llm: Any, prompts: Sequence[list[int]], sampling: Sampling, max_tokens: int) -> list[Any]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ngrpo.rollout.records import (
         drop_records,
+        model_runner,
         neighbor_drift,
         set_perturbation,
         take_records,
         take_trajectories,
     )
 
-__all__ = ["drop_records", "neighbor_drift", "set_perturbation", "take_records", "take_trajectories"]
+__all__ = ["drop_records", "model_runner", "neighbor_drift", "set_perturbation", "take_records", "take_trajectories"]
 
 
 def __getattr__(name: str) -> Any:

@@ -90,6 +90,16 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
     llm.llm_engine.collective_rpc("perturbation_replace", args=(operator.spec(),))
 
 
+def model_runner(llm: Any) -> str:
+    """Which of vLLM's model runners an engine has: ``V1`` or ``V2``.
+
+    Raises:
+        RuntimeError: where the engine has no perturbation installed.
+    """
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    return llm.llm_engine.collective_rpc("perturbation_runner")[0]
+
+
 def neighbor_drift(llm: Any) -> Drift | None:
     """How many neighbor sets the latest weight sync of an engine changed.
 
