@@ -184,6 +184,7 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Pass@3" in capsys.readouterr().out
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert [p["correct"] for p in result["problems"]] == [1, 2] and result["scorer"] == str(reward)
+    assert result["versions"]["model runner"] == "V2", "of the run that sampled"
     assert [json.loads(line)["text"] for line in lines(tmp_path)] == said
     assert llm.asked == 6
 
