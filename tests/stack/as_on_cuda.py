@@ -47,6 +47,7 @@ def interpret_triton() -> None:
 
     import triton
     import triton.language as tl
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.sample import gumbel
 
@@ -54,6 +55,8 @@ def interpret_triton() -> None:
     def log1p(x):
         return tl.log(1.0 + x)
 
-    # The interpreter has no libdevice, and fails on the uninitialised logits of the profiling run's sampler.
+    # The interpreter has no libdevice, counts in Python's integers where the kernel of top-k wants Triton's (vLLM has
+    # it in PyTorch too), and fails on the uninitialised logits of the profiling run's sampler.
     gumbel.tldevice = SimpleNamespace(log1p=log1p)
+    topk_topp_sampler.HAS_TRITON = False
     model_runner.GPUModelRunner._dummy_sampler_run = lambda self, *args, **kwargs: None
