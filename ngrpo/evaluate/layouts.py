@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ngrpo.evaluate.final_answer import last_boxed
-from ngrpo.evaluate.readers import Row
+from ngrpo.answers import last_boxed
+from ngrpo.datafiles import Row
 
 BOXED = "Reason step by step and put the final answer in \\boxed{}."
 LETTER = "Reason step by step and put the letter of the right option in \\boxed{}."

@@ -85,7 +85,7 @@ def _by_task(problem: Problem, text: str) -> Verdict:
 
 
 def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
-    from ngrpo.evaluate.final_answer import last_statement
+    from ngrpo.answers import last_statement
 
     label = problem.meta.get("label", problem.answer)
     try:
