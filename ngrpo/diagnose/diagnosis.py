@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.diagnose import answers, embedding_map, engine, statistics, table
+from ngrpo.diagnose import answers, embedding_map, measuring, statistics, table
 from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
-from ngrpo.diagnose.engine import Sampling
-from ngrpo.diagnose.sample import Sample
+from ngrpo.diagnose.sample import GroupSampling, Sample
 
 if TYPE_CHECKING:
     from ngrpo.evaluate import Problem
@@ -28,7 +27,7 @@ def diagnose(
     strategies: Sequence[Strategy],
     *,
     out: str | Path,
-    sampling: Sampling | None = None,
+    sampling: GroupSampling | None = None,
     dataset: str = "problems",
     with_map: bool = False,
     map_words: str | None = None,
@@ -53,7 +52,7 @@ def diagnose(
         map_words: the words of the map, with commas between them; None: ten usual ones.
         hardware: a hardware profile.
         dtype: of the model, as vLLM takes it.
-        llm: a live engine of :func:`ngrpo.diagnose.engine.build` with room for these prompts, instead of a new one.
+        llm: a live engine of :func:`ngrpo.diagnose.measuring.build` with room for these prompts, instead of a new one.
         report: called with lines of progress.
 
     Returns:
@@ -62,7 +61,7 @@ def diagnose(
     Raises:
         ValueError: for bad settings, a folder begun with others, or one that cannot be written.
     """
-    sampling = sampling or Sampling()
+    sampling = sampling or GroupSampling()
     _check(problems, strategies)
     settings = {
         "model": model,
@@ -141,7 +140,7 @@ def _tokenizer(model: str, llm: Any, report: Report) -> Any:
 def _start(
     model: str,
     problems: Sequence[Problem],
-    sampling: Sampling,
+    sampling: GroupSampling,
     tokenizer: Any,
     hardware: str,
     dtype: str,
@@ -150,10 +149,10 @@ def _start(
 ) -> Any:
     from ngrpo import models
 
-    longest = max(len(engine.prompt_tokens(tokenizer, problem)) for problem in problems) + sampling.max_tokens
+    longest = max(len(measuring.prompt_tokens(tokenizer, problem)) for problem in problems) + sampling.max_tokens
     room = max(longest, embedding_map.ROOM if with_map else 0) + 1  # the perplexity's request draws one more token
     report("vLLM is starting")
-    return engine.build(models.resolve(model, report=report), room, hardware=hardware, dtype=dtype)
+    return measuring.build(models.resolve(model, report=report), room, hardware=hardware, dtype=dtype)
 
 
 def _add(
@@ -161,12 +160,12 @@ def _add(
     llm: Any,
     strategy: Strategy,
     problems: Sequence[Problem],
-    sampling: Sampling,
+    sampling: GroupSampling,
     report: Report,
 ) -> None:
     began = time.time()
     report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} answers")
-    samples, facts = engine.sample_strategy(llm, strategy, problems, sampling)
+    samples, facts = measuring.sample_strategy(llm, strategy, problems, sampling)
     seconds = round(time.time() - began, 1)
     folder.keep(strategy.id, samples, {"perturbation": strategy.spec, "seconds": seconds, **facts})
     reward = sum(sample.reward for sample in samples) / len(samples)
@@ -178,7 +177,7 @@ def _result(
     settings: dict[str, Any],
     problems: Sequence[Problem],
     strategies: Sequence[Strategy],
-    sampling: Sampling,
+    sampling: GroupSampling,
     tokenizer: Any,
     with_map: bool,
 ) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ngrpo.diagnose.engine import attached, put
 from ngrpo.diagnose.inputs import nearest_tokens
+from ngrpo.diagnose.measuring import attached, put
 from ngrpo.diagnose.probe import ADDRESS, COLLECTION
 from perturbations import Perturbation, Step, registry, streams
 from perturbations.edit import realise
@@ -67,7 +67,7 @@ def make(llm: Any, strategies: Sequence[Strategy], tokens: list[tuple[int, str]]
     """The map of all perturbing strategies; of those that differ in their gates alone, the first.
 
     Args:
-        llm: of :func:`ngrpo.diagnose.engine.build`.
+        llm: of :func:`ngrpo.diagnose.measuring.build`.
         strategies: the unperturbed ones are left out.
         tokens: of :func:`choose_tokens`.
         seed: of the contexts and the perturbations.

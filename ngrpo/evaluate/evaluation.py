@@ -19,6 +19,7 @@ from ngrpo.evaluate.problem import Problem
 from ngrpo.evaluate.scoring import check_scorer, score
 from ngrpo.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
+from perturbations.streams import trajectory_seed
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
@@ -195,7 +196,9 @@ def _generate(
         if not reproducible:
             progress.report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
     progress.start()
-    jobs = [(tokens[p.id], i) for p, i in missing]
+    # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
+    seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
+    jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     stream = engines.generate(llm, jobs, sampling, perturbed=spec is not None, reproducible=reproducible)
     with closing(stream):
         for found in stream:
@@ -207,11 +210,13 @@ def _generate(
                     "sample": index,
                     "prompt": prompts[problem.id],
                     "text": answer.text,
-                    "tokens": answer.tokens,
+                    "tokens": len(answer.tokens),
                     "finish": answer.finish,
                     **_verdict(problem, answer.text, prompts[problem.id]),
                 }
-                rows.append({**row, "perturbed": answer.perturbed} if spec is not None else row)
+                if spec is not None:
+                    row["perturbed"] = None if answer.record is None else len(answer.record)
+                rows.append(row)
             yield rows
 
 
