@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.diagnose import answers, embedding_map, measuring, statistics, table
+from ngrpo.diagnose import embedding_map, measuring, side_by_side, strategy_row, table
 from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
 from ngrpo.diagnose.sample import GroupSampling, Sample
 
@@ -183,11 +183,11 @@ def _result(
 ) -> dict[str, Any]:
     from ngrpo.summary import machine, versions
 
-    groups: dict[str, list[list[Sample]]] = {s.id: statistics.groups_of(folder.samples(s.id)) for s in strategies}
-    stats = {name: statistics.prompt_statistics(found) for name, found in groups.items()}
+    groups: dict[str, list[list[Sample]]] = {s.id: strategy_row.groups_of(folder.samples(s.id)) for s in strategies}
+    stats = {name: strategy_row.prompt_statistics(found) for name, found in groups.items()}
     plain = next((strategy.id for strategy in strategies if strategy.spec is None), None)
     rows = [
-        statistics.strategy_row(
+        strategy_row.strategy_row(
             strategy,
             groups[strategy.id],
             problems,
@@ -212,6 +212,6 @@ def _result(
         "baseline": plain,
         "strategies": rows,
         "warnings": table.warnings_of(rows, strategies),
-        "samples": answers.side_by_side(problems, groups, tokenizer),
+        "samples": side_by_side.side_by_side(problems, groups, tokenizer),
         "embedding_map": folder.read(MAP)["map"] if with_map else None,
     }
