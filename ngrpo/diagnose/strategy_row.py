@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,19 @@ def prompt_statistics(groups: Sequence[Sequence[Sample]]) -> PromptStatistics:
         tokens=per_group(lambda g: sum(len(s.tokens) for s in g)),
         group=len(groups[0]),
     )
+
+
+def strategy_rows(
+    strategies: Sequence[Strategy],
+    groups: Mapping[str, Sequence[Sequence[Sample]]],
+    problems: Sequence[Problem],
+    facts: Mapping[str, dict[str, Any]],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """``strategies`` of diagnosis.json; the first unperturbed one is the baseline. Arguments as in `strategy_row`."""
+    stats = {strategy.id: prompt_statistics(groups[strategy.id]) for strategy in strategies}
+    baseline = next((stats[strategy.id] for strategy in strategies if strategy.spec is None), None)
+    return [strategy_row(s, groups[s.id], problems, stats[s.id], baseline, facts[s.id], seed) for s in strategies]
 
 
 def strategy_row(

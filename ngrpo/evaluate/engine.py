@@ -82,6 +82,9 @@ def build(
         max_model_len: prompt and answer together.
         hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
+
+    Raises:
+        UsageError: where vLLM refuses the model or the options.
     """
     from ngrpo.hardware import profile_for
 
@@ -98,7 +101,10 @@ def build(
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
     perturbation = dict(spec or {"name": "none", "reproducible": True})
-    return vllm.LLM(model, additional_config={"perturbation": perturbation}, **settings)
+    try:
+        return vllm.LLM(model, additional_config={"perturbation": perturbation}, **settings)
+    except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
+        raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 
 
 def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:
@@ -116,6 +122,20 @@ def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:
         return all(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
     except Exception:  # an engine without our plugin has no such procedure
         return False
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        UsageError: where it cannot be loaded: a hub name without network, or a folder without a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except OSError as error:
+        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
 
 
 def render(tokenizer: Any, problem: Problem) -> str:

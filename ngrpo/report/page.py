@@ -26,7 +26,7 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         path: the HTML file; its folder must exist. A report already there is replaced whole or left as it is.
 
     Raises:
-        ValueError: where this is no comparison, is of a newer format, or the file cannot be written.
+        UsageError: where this is no comparison, is of a newer format, or the file cannot be written.
     """
     check(results, "comparison")
     series = all_series(results)

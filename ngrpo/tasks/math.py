@@ -21,7 +21,7 @@ EXAMPLE = "such as --task math:problems.parquet"
 
 
 def check(source: str) -> None:
-    """Raises ``ValueError`` unless the source holds problems with answers."""
+    """Raises ``UsageError`` unless the source holds problems with answers."""
     _problems(source, report=lambda line: None)
 
 
@@ -38,7 +38,7 @@ def prepare(folder: Path, source: str) -> dict[str, Default]:
         OpenRLHF's flags for the task (None: a switch).
 
     Raises:
-        ValueError: as :func:`ngrpo.evaluate.load_problems`.
+        UsageError: as :func:`ngrpo.evaluate.load_problems`.
     """
     rows = [{"input": list(p.messages), "label": p.answer} for p in _problems(source, report=_say)]
     return write(folder, Path(__file__), rows)
