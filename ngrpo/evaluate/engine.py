@@ -100,9 +100,9 @@ def build(
         **(options or {}),
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
-    perturbation = dict(spec or {"name": "none", "reproducible": True})
+    config = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
     try:
-        return vllm.LLM(model, additional_config={"perturbation": perturbation}, **settings)
+        return vllm.LLM(model, additional_config=config, **settings)
     except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
         raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 
