@@ -22,4 +22,4 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 0.7, "min_p": 0.2},
     "greedy": {"temperature": 0.0},
 }
-TOKENS = 8
+TOKENS = 6

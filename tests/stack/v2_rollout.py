@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RUNNER = sys.argv[1]
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "V2"))
 
 from tests.stack import as_on_cuda  # noqa: E402
@@ -139,17 +140,18 @@ def main(model: str, target: str) -> None:
     result: dict[str, Any] = {}
     with as_on_cuda.asynchronous():
         spec = {"name": "neighbor", "rate": 0.1}
-        options = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 256, "enable_prefix_caching": True}
+        options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "enable_prefix_caching": True}
         llm = build_engine(model, spec, **options)
         result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
         result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        for part in (of_every_operator, of_sampling_parameters, of_stops, *([of_warm_up] if RUNNER == "V2" else [])):
-            result[part.__name__] = part(llm)
+        print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
+        parts = {part: llm for part in (of_every_operator, of_sampling_parameters, of_stops)}
+        if RUNNER == "V2":
+            parts[of_warm_up] = llm
+        for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
+            result[part.__name__] = part(subject)
+            Path(target).write_bytes(pickle.dumps(result))
             print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
-        for part in (of_preemption, of_stock):
-            result[part.__name__] = part(model)
-            print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
-    Path(target).write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":
