@@ -36,6 +36,8 @@ def asynchronous() -> Iterator[None]:
 def interpret_triton() -> None:
     """Makes the V2 runner possible; for a process of its own, before vLLM is imported."""
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # torch.compile would ask the driver below for a device to compile for.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import triton.backends
 
     # vLLM takes Triton for usable once one of its drivers is active.
