@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from perturbations import create, learned
+from perturbations import create, parameters
 from tests.stack.harness import Rollout, gaps
 from tests.stack.test_invariance import assert_same
 from tests.stack.v2_cases import OPERATORS, SAMPLING, TOKENS
@@ -59,10 +59,10 @@ def reference(hf_model: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The trainer's side; an operator with parameters has its module beside the model."""
     operator = create(request.getfixturevalue("name"))
     if operator.module(hf_model.config.hidden_size) is not None:
-        learned.attach(hf_model, operator)
+        parameters.attach(hf_model, operator)
     yield hf_model
-    if learned.attached(hf_model) is not None:
-        delattr(hf_model, learned.NAME)
+    if parameters.attached(hf_model) is not None:
+        delattr(hf_model, parameters.NAME)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
