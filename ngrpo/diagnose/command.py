@@ -104,9 +104,9 @@ def _parser() -> CommandParser:
     )
     parser.add_problems()
     add = parser.add_argument
-    add("--perturbations", metavar="A,B:option=value", help=f"operators, with commas [{_DEFAULT}]")
+    add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
-        help="one strategy per value, for each operator of --perturbations that has the option; may be repeated",
+        help="one strategy per value, for each of --perturbations that has the option; may be repeated",
     )  # fmt: skip
     add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
         help="one more strategy, as it stands; may be repeated",

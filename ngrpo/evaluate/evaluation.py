@@ -130,12 +130,12 @@ def rescore(
     Raises:
         UsageError: for a folder without an evaluation, or a bad scorer.
     """
-    place = Path(folder)
-    if not (place / SETTINGS).is_file():
+    path = Path(folder)
+    if not (path / SETTINGS).is_file():
         raise UsageError(f"--rescore {folder}: no {SETTINGS} there. Give the --out folder of an evaluation.")
     if scorer != "auto":
         check_scorer(scorer)
-    with ResultFolder.opened(place, report) as held:
+    with ResultFolder.opened(path, report) as held:
         settings, samples = held.read(SETTINGS), _samples(held)
         rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
         problems = [Problem(**{**row, "messages": tuple(row["messages"])}) for row in rows]

@@ -100,8 +100,8 @@ def test_the_plane_by_hand() -> None:
     cross = torch.tensor([[3.0, 0, 0], [-3.0, 0, 0], [0, 0, 1.0], [0, 0, -1.0]]) + torch.tensor([5.0, 5.0, 5.0])
     plane = embedding_map.Plane(cross)
     assert plane.explained == pytest.approx([0.9, 0.1])
-    (place,) = plane.places(torch.tensor([[7.0, 1.0, 5.5]]))
-    assert (place["x"], place["y"]) == (pytest.approx(2.0), pytest.approx(0.5))
+    (point,) = plane.coordinates(torch.tensor([[7.0, 1.0, 5.5]]))
+    assert (point["x"], point["y"]) == (pytest.approx(2.0), pytest.approx(0.5))
 
 
 def test_words() -> None:
