@@ -24,15 +24,14 @@ class DiagnosisFolder(ResultFolder):
     finished: dict[str, dict[str, Any]]
     """What the engine told of each finished strategy, by id; with its ``perturbation`` and ``seconds``."""
 
-    def claim(self, settings: Mapping[str, Any]) -> bool:
+    def claim(self, settings: Mapping[str, Any]) -> None:
         """As :meth:`ResultFolder.claim`; removes the samples of strategies that were not finished."""
-        new = super().claim(settings)
+        super().claim(settings)
         self.finished = {row.pop("strategy"): row for row in self.lines(FINISHED, "strategy", "perturbation")}
         lines = self.lines(SAMPLES, "strategy", "tokens")
         kept = [line for line in lines if line["strategy"] in self.finished]
         if len(kept) < len(lines):
             self.write_lines(SAMPLES, kept)
-        return new
 
     def has(self, strategy: Strategy) -> bool:
         """Whether a strategy is finished here.

@@ -131,8 +131,9 @@ def rescore(
         UsageError: for a folder without an evaluation, or a bad scorer.
     """
     path = Path(folder)
-    if not (path / SETTINGS).is_file():
-        raise UsageError(f"--rescore {folder}: no {SETTINGS} there. Give the --out folder of an evaluation.")
+    for name in (SETTINGS, PROBLEMS):
+        if not (path / name).is_file():
+            raise UsageError(f"--rescore {folder}: no {name} there. Give the --out folder of an evaluation.")
     if scorer != "auto":
         check_scorer(scorer)
     with ResultFolder.opened(path, report) as held:

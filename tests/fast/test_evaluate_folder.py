@@ -16,6 +16,7 @@ from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.command import run
 from ngrpo.evaluate.engine import Generated
 from ngrpo.result_folder import ResultFolder
+from perturbations.errors import UsageError
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
@@ -192,8 +193,11 @@ def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
     told: list[str] = []
     assert rescore(tmp_path, report=told.append) is None
     assert "4 of 6 samples" in told[0] and len(lines(tmp_path)) == 4
-    with pytest.raises(ValueError, match=r"no settings\.json there\. Give the --out folder"):
+    with pytest.raises(UsageError, match=r"no settings\.json there\. Give the --out folder"):
         rescore(tmp_path / "elsewhere")
+    (tmp_path / "problems.jsonl").unlink()  # as in the folder of a diagnosis
+    with pytest.raises(UsageError, match=r"no problems\.jsonl there\. Give the --out folder of an evaluation"):
+        rescore(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +249,7 @@ def test_bad_sampling(name: str, value: float, says: str) -> None:
         ("--model smollm2-135m --task arithmetic --perturbation neighbor --perturbation.rate 2", "rate='2'"),
         ("--model smollm2-135m --data nowhere.jsonl", "there is no such file"),
         ("--rescore nowhere", r"no settings\.json there"),
+        ("--model smollm2-135m --task arithmetic --vllm.dtype [", r"--vllm\.dtype '\['.*YAML"),
     ],
 )
 def test_bad_words(words: str, says: str) -> None:
