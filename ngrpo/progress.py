@@ -52,6 +52,13 @@ def read_total(line: str) -> int | None:
     return int(found[1]) * int(found[2]) if found else None
 
 
+def span(seconds: float) -> str:
+    """A span of time for people: ``48 s``, ``12 min``, ``3.1 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
 def into_file(path: Path) -> Iterator[None]:
     """Sends this process's output, and that of its children, into a file while the block runs.

@@ -6,6 +6,7 @@ strategy that is not named there are what an interrupted run left, and are dropp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,10 +26,12 @@ class DiagnosisFolder(ResultFolder):
     """What the engine told of each finished strategy, by id; with its ``perturbation`` and ``seconds``."""
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """As :meth:`ResultFolder.claim`; removes the samples of strategies that were not finished."""
+        """As :meth:`ResultFolder.claim`; removes the samples of strategies that are not finished, or not all here."""
         super().claim(settings)
-        self.finished = {row.pop("strategy"): row for row in self.lines(FINISHED, "strategy", "perturbation")}
         lines = self.lines(SAMPLES, "strategy", "tokens")
+        counts = Counter(line["strategy"] for line in lines)
+        rows = self.lines(FINISHED, "strategy", "samples", "perturbation")
+        self.finished = {row.pop("strategy"): row for row in rows if row["samples"] == counts[row["strategy"]]}
         kept = [line for line in lines if line["strategy"] in self.finished]
         if len(kept) < len(lines):
             self.write_lines(SAMPLES, kept)
@@ -55,5 +58,5 @@ class DiagnosisFolder(ResultFolder):
     def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
         """Adds a finished strategy."""
         self.append(SAMPLES, [sample.to_json() for sample in samples])
-        self.append(FINISHED, [{"strategy": strategy, **facts}])
-        self.finished[strategy] = facts
+        self.finished[strategy] = {"samples": len(samples), **facts}
+        self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
