@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngrpo.command_parser import CommandParser, checked_model, problems_of
-from ngrpo.strategies import Strategy, parse_strategies
+from ngrpo.strategies import parse_strategies
 from perturbations.errors import UsageError
 
 _EXAMPLES = """\
@@ -52,7 +52,8 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if given.tokens and not given.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
-    strategies = _strategies(given)
+    named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
+    strategies = parse_strategies(named, given.sweep, given.strategy)
     problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
@@ -87,13 +88,6 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         report(f"warning: {warning}")
     report(f"written: {out} ({REPORT} opens in a browser)")
     return 0
-
-
-def _strategies(given: argparse.Namespace) -> list[Strategy]:
-    perturbations = given.perturbations
-    if perturbations is None and not given.strategy:
-        perturbations = _DEFAULT
-    return parse_strategies(perturbations, given.sweep, given.strategy)
 
 
 def _parser() -> CommandParser:
