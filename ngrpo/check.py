@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
+from perturbations.errors import UsageError
+
 _USAGE = """\
 usage: ngrpo check [gate] NAME [option=value ...]
 
@@ -29,7 +31,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         0 where the contract is kept, 1 where it is broken, 2 without a name.
 
     Raises:
-        ValueError: where the name cannot be loaded, or an option is not its own.
+        UsageError: where the name cannot be loaded, or an option is not its own.
     """
     if not words or "-h" in words or "--help" in words:
         print(_USAGE, end="")
@@ -71,6 +73,6 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ValueError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
+            raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
         options[name] = value
     return options

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 _USAGE = """\
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ngrpo {__version__}")
             return 0
         if words[0] not in commands:
-            raise ValueError(
+            raise UsageError(
                 f"unknown command {words[0]!r}.{nearest(words[0], commands)} Commands: {', '.join(commands)}."
             )
         return commands[words[0]](words[1:])
@@ -73,7 +74,7 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 def _list(words: list[str]) -> int:
     if words and words != ["--help"]:
-        raise ValueError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
+        raise UsageError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
     from ngrpo.catalogue import listing
 
     print(listing())
@@ -88,7 +89,7 @@ def _model(words: list[str]) -> int:
         return 0 if words in (["-h"], ["--help"]) else 2
     if words[0] not in models.PACKAGED:
         hint = nearest(words[0], models.PACKAGED)
-        raise ValueError(f"unknown packaged model {words[0]!r}.{hint} Available: {', '.join(models.PACKAGED)}.")
+        raise UsageError(f"unknown packaged model {words[0]!r}.{hint} Available: {', '.join(models.PACKAGED)}.")
     print(models.resolve(words[0], report=_say))
     return 0
 

