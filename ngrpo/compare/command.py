@@ -36,7 +36,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         print(arguments.USAGE.format(presets=", ".join(presets.available())), end="")
         return 0 if words else 2
     plan, out = arguments.parse(words)
-    for note in plan.notes:
+    for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
     _check(plan)
     folder = Folder(out)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.arms import Arm
 from ngrpo.compare import statistics
 from ngrpo.compare.folder import Folder, write_json, write_text
-from ngrpo.compare.plan import Arm, Plan, Run
+from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import identity
 
 FORMAT = 1
@@ -113,9 +114,9 @@ def _strategy(arm: Arm) -> dict[str, Any]:
     return {
         "id": arm.id,
         "perturbation": spec,
-        "base": arm.base,
-        "settings": dict(arm.settings),
-        "flags": list(arm.flags),
+        "base": arm.training.get("base"),
+        "settings": arm.settings,
+        "flags": arm.flags,
         "paper": arm.paper,
     }
 

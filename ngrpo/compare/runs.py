@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngrpo.arms import Arm
 from ngrpo.compare.folder import Folder
-from ngrpo.compare.plan import Arm, Plan, Run, fingerprint
+from ngrpo.compare.plan import Plan, Run, fingerprint
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.progress import StepLine, read_step, read_total
 
 _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
@@ -29,7 +31,11 @@ OnStep = Callable[[StepLine, "int | None"], None]
 
 def train_words(plan: Plan, run: Run, folder: Path) -> list[str]:
     """The words of ``ngrpo train`` for a run. What an arm sets for itself wins over what all share."""
-    return [*plan.shared, *run.arm.flags, "--train.seed", str(run.seed), "--run-dir", str(folder)]
+    own = Flags(run.arm.flags)
+    if plan.reproducible:
+        own = Flags(own.with_defaults({"--reproducible": "true"}).words)
+    shared = Flags(plan.shared).without(*(flag.name for flag in own))
+    return [*shared.words, *own.words, "--train.seed", str(run.seed), "--run-dir", str(folder)]
 
 
 def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:

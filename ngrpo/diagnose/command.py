@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ngrpo.strategies import Strategy, parse_strategies
+from ngrpo.arms import Arm, parse_arms
 from perturbations.options import nearest
 
 _EXAMPLES = """\
@@ -83,11 +83,11 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def _strategies(given: argparse.Namespace) -> list[Strategy]:
+def _strategies(given: argparse.Namespace) -> list[Arm]:
     perturbations = given.perturbations
     if perturbations is None and not given.strategy:
         perturbations = _DEFAULT
-    return parse_strategies(perturbations, given.sweep, given.strategy)
+    return parse_arms(perturbations, given.sweep, given.strategy)
 
 
 def _problems(given: argparse.Namespace) -> tuple[list[Any], str]:
@@ -110,7 +110,7 @@ def _problems(given: argparse.Namespace) -> tuple[list[Any], str]:
     return problems, given.data
 
 
-def _check_model(model: str | None, strategies: Sequence[Strategy], report: Callable[[str], None]) -> None:
+def _check_model(model: str | None, strategies: Sequence[Arm], report: Callable[[str], None]) -> None:
     from ngrpo import models
     from ngrpo.preflight import check_model
 

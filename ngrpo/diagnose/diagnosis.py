@@ -16,8 +16,8 @@ from ngrpo.diagnose.folder import DIAGNOSIS, REPORT, Folder, opened
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:
+    from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
-    from ngrpo.strategies import Strategy
 
 Report = Callable[[str], None]
 
@@ -32,7 +32,7 @@ class MapWish:
 def diagnose(
     model: str,
     problems: Sequence[Problem],
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Arm],
     *,
     out: str | Path,
     sampling: Sampling | None = None,
@@ -50,7 +50,7 @@ def diagnose(
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: of :func:`ngrpo.strategies.parse_strategies`; the first unperturbed one is the baseline of the
+        strategies: of :func:`ngrpo.arms.parse_arms`; the first unperturbed one is the baseline of the
             perplexity.
         out: the folder.
         sampling: group size, length, temperature, seed.
@@ -101,7 +101,7 @@ def diagnose(
     return result
 
 
-def _check(problems: Sequence[Problem], strategies: Sequence[Strategy]) -> None:
+def _check(problems: Sequence[Problem], strategies: Sequence[Arm]) -> None:
     from ngrpo.evaluate import score
 
     if not problems:
@@ -113,7 +113,7 @@ def _check(problems: Sequence[Problem], strategies: Sequence[Strategy]) -> None:
         score(problem, problem.answer)
 
 
-def _check_kept(folder: Folder, strategies: Sequence[Strategy]) -> None:
+def _check_kept(folder: Folder, strategies: Sequence[Arm]) -> None:
     for strategy in strategies:
         kept = folder.finished.get(strategy.id)
         if kept is not None and kept["perturbation"] != strategy.spec:
@@ -161,7 +161,7 @@ def _start(
 
 
 def _add(
-    folder: Folder, llm: Any, strategy: Strategy, problems: Sequence[Problem], sampling: Sampling, report: Report
+    folder: Folder, llm: Any, strategy: Arm, problems: Sequence[Problem], sampling: Sampling, report: Report
 ) -> None:
     began = time.time()
     report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} answers")
@@ -176,7 +176,7 @@ def _result(
     folder: Folder,
     settings: dict[str, Any],
     problems: Sequence[Problem],
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Arm],
     sampling: Sampling,
     tokenizer: Any,
     with_map: bool,

@@ -23,7 +23,7 @@ from perturbations import Perturbation, Step, registry, streams
 from perturbations.edit import realise
 
 if TYPE_CHECKING:
-    from ngrpo.strategies import Strategy
+    from ngrpo.arms import Arm
 
 WORDS = (
     *("therefore", "sum", "because", "number", "green", "water", "first", "music", "happy", "house"),
@@ -63,7 +63,7 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
     return found if words else found[:TOKENS]
 
 
-def make(llm: Any, strategies: Sequence[Strategy], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
+def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
     """The map of all perturbing strategies; of those that differ in their gates alone, the first.
 
     Args:
@@ -180,9 +180,9 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _different(strategies: Sequence[Strategy]) -> list[Strategy]:
+def _different(strategies: Sequence[Arm]) -> list[Arm]:
     gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # what all operators share
-    kept: dict[str, Strategy] = {}
+    kept: dict[str, Arm] = {}
     for strategy in strategies:
         if strategy.spec is not None:
             spec = {name: value for name, value in strategy.spec.items() if name not in gate}
@@ -192,7 +192,7 @@ def _different(strategies: Sequence[Strategy]) -> list[Strategy]:
 
 def _operator(
     here: Any,
-    strategy: Strategy,
+    strategy: Arm,
     tokens: Sequence[tuple[int, str]],
     found: dict[int, list[tuple[Tensor, int]]],
     related: Tensor,

@@ -13,8 +13,8 @@ from ngrpo.diagnose.sample import Sample
 from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
+    from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
-    from ngrpo.strategies import Strategy
 
 _CONCURRENT = 64
 _WARM_UP_TOKENS = 16
@@ -60,7 +60,7 @@ def attached(llm: Any) -> Any:
     return llm.llm_engine.collective_rpc(lambda worker: worker.perturbation)[0]
 
 
-def put(llm: Any, strategy: Strategy) -> None:
+def put(llm: Any, strategy: Arm) -> None:
     """Gives the engine a strategy's operator. Unperturbed ones are drawn by the same code, so that noise is shared."""
     from ngrpo.rollout import set_perturbation
 
@@ -68,7 +68,7 @@ def put(llm: Any, strategy: Strategy) -> None:
 
 
 def sample_strategy(
-    llm: Any, strategy: Strategy, problems: Sequence[Problem], sampling: Sampling
+    llm: Any, strategy: Arm, problems: Sequence[Problem], sampling: Sampling
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples a group for every problem under one strategy and measures what needs the model.
 

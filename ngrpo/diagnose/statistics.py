@@ -12,8 +12,8 @@ from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:
+    from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
-    from ngrpo.strategies import Strategy
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -43,7 +43,7 @@ def prompt_statistics(groups: Sequence[Sequence[Sample]]) -> PromptStatistics:
 
 
 def strategy_row(
-    strategy: Strategy,
+    strategy: Arm,
     groups: Sequence[Sequence[Sample]],
     problems: Sequence[Problem],
     stats: PromptStatistics,
