@@ -168,8 +168,10 @@ def _arm(name: str, words: Sequence[str], where: str, training: bool) -> Arm:
         flag = word.startswith("--") or re.fullmatch(_TRAINING, key) is not None
         if flag and not training:
             raise UsageError(f"{where}: {word!r} is for a training. Leave it out.")
-        if not key or not ((equals and value) or word.startswith("--")):
-            raise UsageError(f"{where}: {word!r} must be option=value, for example {key if flag else 'rate=0.2'}.")
+        if flag and not value and not word.startswith("--"):
+            raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")
+        if not key or not (flag or (equals and value)):
+            raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
         if key in options or key in more:
             raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
         (more if flag else options)[key] = value

@@ -153,9 +153,6 @@ class Perturbation(ABC):
     gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: a name, see 'ngrpo list'")  # noqa: RUF009
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws")
-    reproducible: bool = option(
-        False, "the same seed gives the same rollouts from run to run: whole batches, in a fixed order"
-    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -230,7 +227,7 @@ class Perturbation(ABC):
     @property
     def active(self) -> bool:
         """Whether there is anything to do; where not, rollout and training are stock."""
-        return self.rate > 0.0 or self.reproducible
+        return self.rate > 0.0
 
     def plan(self, seed: int, first: int, length: int, start: int = 0) -> np.ndarray:
         """Which positions the draw, the schedule and the gate's own plan select; as :meth:`Schedule.plan`."""

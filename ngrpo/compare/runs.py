@@ -31,11 +31,9 @@ OnStep = Callable[[StepLine, "int | None"], None]
 
 def train_words(plan: Plan, run: Run, folder: Path) -> list[str]:
     """The words of ``ngrpo train`` for a run. What an arm sets for itself wins over what all share."""
-    own = Flags(run.arm.flags)
-    if plan.reproducible:
-        own = Flags(own.with_defaults({"--reproducible": "true"}).words)
-    shared = Flags(plan.shared).without(*(flag.name for flag in own))
-    return [*shared.words, *own.words, "--train.seed", str(run.seed), "--run-dir", str(folder)]
+    shared = Flags(plan.shared).without(*(flag.name for flag in Flags(run.arm.flags)))
+    both = Flags([*shared.words, *run.arm.flags]).with_defaults({"--reproducible": "true"} if plan.reproducible else {})
+    return [*both.words, "--train.seed", str(run.seed), "--run-dir", str(folder)]
 
 
 def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:

@@ -15,6 +15,7 @@ from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import launch, sampling
 from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.advantages import ADVANTAGES, compute, create
+from ngrpo.trainer.run_settings import RunSettings, current_run
 from ngrpo.trainer.seams import active
 from ngrpo.trainer.visits import Visits, answer_of
 
@@ -317,13 +318,15 @@ class TestWords:
 
 
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"advantage": {"name": "ngrpo", "n": 2}, "sampling": {"top_k": 5}}
-    conditions = launch.conditions_for(CPU, None, settings)
+    settings = RunSettings(advantage_spec={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
+    conditions = launch.conditions_for(CPU, settings)
     assert conditions == ("cpu", "advantage", "sampling")
-    assert launch.conditions_for(CPU, None) == ("cpu",)
-    env = launch.worker_env(CPU, conditions, None, settings)
+    assert launch.conditions_for(CPU, RunSettings()) == ("cpu",)
+    env = launch.worker_env(CPU, conditions, settings)
     for name in env:
         monkeypatch.setenv(name, env[name])
-    assert {condition: launch.setting(condition) for condition in settings} == settings
+    read = current_run()
+    assert read == settings and read.advantage.n == 2 and read.perturbation is None
+    assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {seam.attribute for seam in active(conditions)}
     assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

@@ -26,7 +26,7 @@ def test_strategies_times_seeds_with_whole_seeds_first() -> None:
     assert [run.id for run in made.runs()] == ["none-seed0", "neighbor-seed0", "none-seed1", "neighbor-seed1"]
     assert made.baseline == "none"
     assert words(made, 3) == (
-        "--model smollm2-135m --task arithmetic --reproducible true --perturbation neighbor"
+        "--reproducible true --model smollm2-135m --task arithmetic --perturbation neighbor"
         " --train.seed 1 --run-dir folder"
     )
 
@@ -110,9 +110,9 @@ def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
 def test_evaluation_and_diagnosis_follow_the_task() -> None:
     made = plan("--perturbations", "none,neighbor", "--eval.k", "1,8", "--rollout.max_new_tokens", "12")
     assert made.evaluation is not None and made.evaluation.n == 8
-    assert made.evaluation.words == ("--n", "8", "--task", "arithmetic", "--k", "1,8")
+    assert made.evaluation.words == ("--task", "arithmetic", "--n", "8", "--k", "1,8")
     assert made.diagnosis is not None
-    assert " ".join(made.diagnosis).startswith("--prompts 8 --max-tokens 12 --task arithmetic ")
+    assert " ".join(made.diagnosis).startswith("--task arithmetic --prompts 8 --max-tokens 12 ")
     assert made.diagnosis[-4:] == ("--strategy", "none", "--strategy", "neighbor")
     bare = plan("--perturbations", "none", "--eval.data", "none", "--diagnose.prompts", "0")
     assert bare.evaluation is None and bare.diagnosis is None
