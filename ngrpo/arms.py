@@ -195,31 +195,32 @@ def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
     return result
 
 
-def _fields(arm: Arm) -> dict[str, dataclasses.Field]:
-    """The options of an arm's perturbation and, as ``gate.…``, of its gate."""
+def option_fields(name: str, options: Mapping[str, Any]) -> dict[str, tuple[type, dataclasses.Field]]:
+    """The options of a perturbation and, as ``gate.…``, of the gate that its options name; each with its owner."""
     from perturbations import registry
 
-    found = {known.name: known for known in dataclasses.fields(registry.get(arm.name))}
-    gate = arm.options.get("gate", "none")
-    if gate.lower() != "none":
-        own = dataclasses.fields(registry.gates.get(gate))
-        found |= {registry.GATE_OPTION + known.name: known for known in own}
-    return found
+    owners = {"": registry.get(name, options.get("source"))}
+    gate = options.get("gate")
+    if isinstance(gate, str) and gate.lower() != "none":
+        owners[registry.GATE_OPTION] = registry.gates.get(gate, options.get(f"{registry.GATE_OPTION}source"))
+    return {
+        prefix + known.name: (owner, known) for prefix, owner in owners.items() for known in dataclasses.fields(owner)
+    }
 
 
 def _sweepable(arm: Arm, option: str) -> bool:
-    known = _fields(arm).get(option)
-    if known is None:
+    known = option_fields(arm.name, arm.options)
+    if option not in known:
         return False
-    low, high = known.metadata.get("low"), known.metadata.get("high")
-    return low is None or low != high
+    limits = known[option][1].metadata
+    return limits.get("low") is None or limits["low"] != limits.get("high")
 
 
 def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
     flag = f"--sweep {_PREFIX}{option}"
     if not arms:
         return UsageError(f"{flag}: sweeps apply to --perturbations, and none is given.")
-    known = {name for arm in arms for name in _fields(arm)}
+    known = {name for arm in arms for name in option_fields(arm.name, arm.options)}
     if option in known:
         return UsageError(f"{flag}: each perturbation that has it was given its own value, or allows only one.")
     names = ", ".join(arm.name for arm in arms)

@@ -35,10 +35,6 @@ def test_no_perturbation_is_no_spec(line: str) -> None:
     assert parse(line).spec is None
 
 
-def test_last_operator_wins() -> None:
-    assert parse("--perturbation gumbel --perturbation neighbor").spec["name"] == "neighbor"
-
-
 @pytest.mark.parametrize(
     ("words", "value"),
     [
@@ -93,6 +89,11 @@ def test_rate_one_with_anchor_is_noted() -> None:
         ("--perturbations.k 3", ["Did you mean '--perturbation.k'?"]),
         ("--perturbation no.such:Thing", ["no.such:Thing", "PYTHONPATH"]),
         ("--model", ["--model needs a value"]),
+        ("--perturbation gumbel --perturbation neighbor", ["--perturbation is given twice"]),
+        ("--perturbation soft --perturbation.rate 0.1 --perturbation.rate=0.2", ["--perturbation.rate", "twice"]),
+        ("--reproducible --perturbation.reproducible false", ["--reproducible is given twice"]),
+        ("--perturbation gumbel neighbor", ["--perturbation takes one value", "'neighbor'"]),
+        ("neighbor --model m", ["unexpected word 'neighbor'"]),
     ],
 )
 def test_bad_words(line: str, parts: list[str]) -> None:
