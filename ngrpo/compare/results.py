@@ -34,7 +34,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     Returns:
         The content of ``results.json``; every number is finite or None.
     """
-    from ngrpo.summary import machine, versions
+    from ngrpo.versions import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]

@@ -51,7 +51,7 @@ def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> 
 
 def identity(plan: Plan, run: Run) -> str:
     """What makes a finished run this one: every word of its commands, and the versions that ran them."""
-    from ngrpo.summary import versions
+    from ngrpo.versions import versions
 
     evaluation = None if plan.evaluation is None else list(plan.evaluation.words)
     return fingerprint([train_words(plan, run, Path()), evaluation, versions()])

@@ -182,7 +182,7 @@ def _result(
     tokenizer: Any,
     with_map: bool,
 ) -> dict[str, Any]:
-    from ngrpo.summary import machine, versions
+    from ngrpo.versions import machine, versions
 
     groups: dict[str, list[list[Sample]]] = {s.id: statistics.groups_of(folder.samples(s.id)) for s in strategies}
     stats = {name: statistics.prompt_statistics(found) for name, found in groups.items()}

