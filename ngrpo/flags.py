@@ -219,7 +219,7 @@ def _perturbation(
         warnings.simplefilter("always")
         try:
             made = registry.create(str(name), **options)
-        except ValueError as error:
+        except UsageError as error:
             origin = f" (options from {config} and the command line)" if config else ""
             raise UsageError(f"{error}{origin}") from None
     return (made.spec() if made.active else None), [str(warning.message) for warning in caught]
