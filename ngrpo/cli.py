@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -24,6 +25,10 @@ usage: ngrpo COMMAND ...
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
+_BUG = """\
+ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
+ngrpo: maintainers, with the lines above, the command and the output of: pip list"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
@@ -32,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ngrpo``; the process's own by default.
 
     Returns:
-        The exit code: 0, 1 for a failed run, 2 for bad input, 130 when interrupted.
+        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -59,12 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"unknown command {words[0]!r}.{nearest(words[0], commands)} Commands: {', '.join(commands)}."
             )
         return commands[words[0]](words[1:])
-    except ValueError as error:
+    except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ngrpo: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        traceback.print_exc()
+        print(_BUG, file=sys.stderr)
+        return 1
 
 
 def _module(name: str) -> Callable[[list[str]], int]:

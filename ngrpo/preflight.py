@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,21 @@ _REFUSED = (
     ),
 )
 
+# Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
+_AT_LEAST_ONE = (
+    "--vllm.num_engines",
+    "--vllm.tensor_parallel_size",
+    "--rollout.batch_size",
+    "--rollout.micro_batch_size",
+    "--rollout.n_samples_per_prompt",
+    "--rollout.max_new_tokens",
+    "--train.batch_size",
+    "--train.micro_batch_size",
+    "--train.max_epochs",
+    "--data.max_len",
+    "--data.max_samples",
+)
+
 
 def check_stack() -> None:
     """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a release written against."""
@@ -80,6 +96,10 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
     """
     if not Flags(args).value("--actor.model_name_or_path"):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    for flag in Flags(args):
+        value = flag.values[0] if flag.values else ""
+        if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
+            raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
     if spec is None:
         return
     correction = Flags(args).value("--algo.advantage.is_correction_level")
@@ -89,17 +109,24 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
             f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
             " out, or --perturbation.density token."
         )
-    for word in args:
-        flag = word.partition("=")[0]
-        if not flag.startswith("--"):
-            continue
+    for flag in Flags(args):
+        value = flag.values[0] if flag.values else ""
         for part, turned_on, reason, mend in _REFUSED:
-            value = Flags(args).value(flag) or ""
-            if part in flag and turned_on(value):
+            if part in flag.name and turned_on(value):
                 raise UsageError(
-                    f"{flag} {value}".rstrip()
+                    f"{flag.name} {value}".rstrip()
                     + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
                 )
+
+
+def check_output(flag: str, path: str | Path, *, folder: bool) -> None:
+    """Raises ``UsageError`` for a path at which a folder, or a file, can be neither made nor written."""
+    path = Path(path).expanduser()
+    if path.exists() and path.is_dir() != folder:
+        raise UsageError(f"{flag} {path}: is a {'file' if folder else 'folder'}. Give another path.")
+    found = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not (found.is_dir() or found == path) or not os.access(found, os.W_OK):
+        raise UsageError(f"{flag} {path}: {found} is no folder that may be written. Give another path.")
 
 
 def check_files(args: Sequence[str]) -> None:
@@ -140,7 +167,7 @@ def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
         return
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):

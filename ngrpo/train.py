@@ -34,6 +34,9 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     for note in (*command.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
     folder = _run_folder(command)
+    preflight.check_output("--run-dir", folder, folder=True)
+    if command.log_file is not None:
+        preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
     began = time.time()
     status = _launch(args, command, hardware, report)

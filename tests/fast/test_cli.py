@@ -12,6 +12,7 @@ from ngrpo import cli, flags, models, preflight, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
+from perturbations.errors import UsageError
 
 
 def parse(line: str) -> flags.TrainCommand:
@@ -88,6 +89,7 @@ def test_rate_one_with_anchor_is_noted() -> None:
         ("--perturbation_rate 0.1", ["Did you mean '--perturbation.rate'?"]),
         ("--perturbations.k 3", ["Did you mean '--perturbation.k'?"]),
         ("--perturbation no.such:Thing", ["no.such:Thing", "PYTHONPATH"]),
+        ("--perturbation ./:", ["'./:'", "./file.py:Name"]),
         ("--model", ["--model needs a value"]),
         ("--perturbation gumbel --perturbation neighbor", ["--perturbation is given twice"]),
         ("--perturbation soft --perturbation.rate 0.1 --perturbation.rate=0.2", ["--perturbation.rate", "twice"]),
@@ -97,7 +99,7 @@ def test_rate_one_with_anchor_is_noted() -> None:
     ],
 )
 def test_bad_words(line: str, parts: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UsageError) as caught:
         parse(line)
     for part in parts:
         assert part in str(caught.value)
@@ -150,6 +152,38 @@ class TestMain:
         assert cli.main(["train", "--perturbation", "nieghbor"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("ngrpo: error: ") and "Traceback" not in error and error.count("\n") == 1
+
+    def test_a_bug_shows_as_a_bug(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where it is a ValueError, which bad input was once told by."""
+
+        def broken(words: list[str], report: object) -> int:
+            raise ValueError("shapes (2, 3) and (4,) do not fit")
+
+        monkeypatch.setattr(train, "run", broken)
+        assert cli.main(["train"]) == 1
+        error = capsys.readouterr().err
+        assert "Traceback" in error and "in broken" in error and "shapes (2, 3)" in error
+        assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
+        assert "ngrpo: error:" not in error
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["train", "--model", "no/such/folder", "--task", "arithmetic"],
+            ["train", "--perturbation.config", "missing.yaml"],
+            ["train", "--model", "m", "--run-dir", __file__, "--task", "arithmetic"],
+            ["compare", "--perturbations", "none", "--seeds", "x"],
+            ["compare", "--config", __file__],
+            ["check", "neighbor", "k"],
+            ["check", "nieghbor"],
+            ["model", "smollm"],
+            ["list", "x"],
+        ],
+    )
+    def test_bad_input_never_shows_a_traceback(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("ngrpo: error: ") and "Traceback" not in error
 
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["trian"]) == 2
