@@ -188,7 +188,7 @@ class Perturbation(Options, ABC):
         """The operator's learned parameters, for embeddings of D = ``hidden_size``; None where it has none.
 
         They live beside the model, train with it, are saved with it and follow each weight sync into the rollout:
-        see `perturbations.learned` for what the module must keep to.
+        see `perturbations.parameters` for what the module must keep to.
         """
         return None
 
