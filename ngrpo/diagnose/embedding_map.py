@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ngrpo.diagnose.engine import attached, put
 from ngrpo.diagnose.inputs import nearest_tokens
+from ngrpo.diagnose.measuring import attached, put
 from ngrpo.diagnose.probe import ADDRESS, COLLECTION
 from perturbations import Perturbation, Step, registry, streams
 from perturbations.edit import realise
+from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.arms import Arm
@@ -48,7 +49,7 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
         words: separated by commas; None for the first ten of :data:`WORDS` that are one token with their blank.
 
     Raises:
-        ValueError: for a word that is more than one token.
+        UsageError: for a word that is more than one token.
     """
     asked = [word.strip() for word in words.split(",")] if words else list(WORDS)
     found = []
@@ -57,9 +58,9 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
         if singles:
             found.append((singles[0], tokenizer.decode([singles[0]])))
         elif words:
-            raise ValueError(f"--tokens: {word!r} is not one token of this model. Give common whole words.")
+            raise UsageError(f"--tokens: {word!r} is not one token of this model. Give common whole words.")
     if not found:
-        raise ValueError("--embedding-map: none of the usual words is one token here. Name some with --tokens.")
+        raise UsageError("--embedding-map: none of the usual words is one token here. Name some with --tokens.")
     return found if words else found[:TOKENS]
 
 
@@ -67,7 +68,7 @@ def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
     """The map of all perturbing strategies; of those that differ in their gates alone, the first.
 
     Args:
-        llm: of :func:`ngrpo.diagnose.engine.build`.
+        llm: of :func:`ngrpo.diagnose.measuring.build`.
         strategies: the unperturbed ones are left out.
         tokens: of :func:`choose_tokens`.
         seed: of the contexts and the perturbations.
@@ -76,12 +77,12 @@ def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
         ``embedding_map`` of diagnosis.json.
 
     Raises:
-        ValueError: where the model never writes any of the tokens.
+        UsageError: where the model never writes any of the tokens.
     """
     found = contexts(llm, tokens, seed)
     tokens = [token for token in tokens if found[token[0]]]
     if not tokens:
-        raise ValueError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
+        raise UsageError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
     ids = torch.tensor([token for token, _ in tokens])
     here = attached(llm)
     matrix, tokenizer = here.geometry.matrix(), llm.get_tokenizer()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ngrpo.evaluate.problem import Problem, Verdict
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 BUILT_IN = ("math", "choice", "reasoning_gym")
@@ -28,7 +30,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         The verdict. An answer that cannot be read is wrong, not an error.
 
     Raises:
-        ValueError: for an unknown scorer, a missing package, or a reward file that fails.
+        UsageError: for an unknown scorer, a missing package, or a reward file that fails.
     """
     if problem.scorer == "math":
         from ngrpo.evaluate import math_answers
@@ -42,14 +44,28 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         return _by_task(problem, text)
     if problem.scorer.endswith(".py"):
         return _by_file(problem, text, prompt if prompt is not None else problem.question)
-    raise ValueError(_unknown(problem.scorer))
+    raise UsageError(_unknown(problem.scorer))
+
+
+def check_problems(problems: Sequence[Problem]) -> None:
+    """Checks problems and their scorers before an hour of sampling, and not after it.
+
+    Raises:
+        UsageError: where there are none, two have one id, a package is missing, or a reward file fails.
+    """
+    if not problems:
+        raise UsageError("there are no problems: the dataset is empty.")
+    if len({problem.id for problem in problems}) < len(problems):
+        raise UsageError("two problems have the same id; ids must be distinct.")
+    for problem in {problem.scorer: problem for problem in problems}.values():
+        score(problem, problem.answer)
 
 
 def check_scorer(name: str) -> str:
     """Returns a scorer's name unchanged if there is such a scorer.
 
     Raises:
-        ValueError: for an unknown one or a missing file, with the nearest match.
+        UsageError: for an unknown one or a missing file, with the nearest match.
     """
     if name.startswith(_TASK):
         from ngrpo import tasks
@@ -60,10 +76,10 @@ def check_scorer(name: str) -> str:
         path = Path(name).expanduser()
         if not path.is_file():
             near = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
-            raise ValueError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
+            raise UsageError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
         return name
     if name not in BUILT_IN:
-        raise ValueError(_unknown(name))
+        raise UsageError(_unknown(name))
     return name
 
 
@@ -85,7 +101,7 @@ def _by_task(problem: Problem, text: str) -> Verdict:
 
 
 def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
-    from ngrpo.evaluate.final_answer import last_statement
+    from ngrpo.answers import last_statement
 
     label = problem.meta.get("label", problem.answer)
     try:
@@ -95,7 +111,7 @@ def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
         reward, value = _number(rewards), _number(scores)
     except Exception as error:
         kind = type(error).__name__
-        raise ValueError(
+        raise UsageError(
             f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({kind}: {error})."
         ) from error
     extracted = last_statement(text)
@@ -108,7 +124,7 @@ def _reward_func(path: str) -> Any:
 
     spec = spec_from_file_location("reward_func", Path(path).expanduser())
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
+        raise UsageError(f"{path} is not a Python file")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.reward_func
