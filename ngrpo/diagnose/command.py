@@ -64,7 +64,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
 
     from ngrpo.diagnose.diagnosis import diagnose
     from ngrpo.diagnose.diagnosis_folder import REPORT
-    from ngrpo.diagnose.table import differences, table
+    from ngrpo.diagnose.screen_table import differences, table
 
     if len(problems) < given.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")

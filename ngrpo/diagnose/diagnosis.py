@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo import models
-from ngrpo.diagnose import embedding_map, measuring, table
+from ngrpo.diagnose import embedding_map, measuring, screen_table
 from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
 from ngrpo.diagnose.sample import GroupSampling
 from ngrpo.diagnose.side_by_side import side_by_side
@@ -116,7 +116,7 @@ def diagnose(
             "seconds": round(time.time() - began, 1),
             "baseline": next((strategy.id for strategy in strategies if strategy.spec is None), None),
             "strategies": rows,
-            "warnings": table.warnings_of(rows, strategies),
+            "warnings": screen_table.warnings_of(rows, strategies),
             "samples": side_by_side(problems, groups, tokenizer),
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }

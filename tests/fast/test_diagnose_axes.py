@@ -11,7 +11,7 @@ import torch
 
 from ngrpo import bootstrap
 from ngrpo.arms import Arm, parse_arms
-from ngrpo.diagnose import axes, inputs, strategy_row, table
+from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
@@ -211,22 +211,22 @@ def test_a_sample_survives_its_line() -> None:
 def test_warnings() -> None:
     (greedy,) = parse_arms(None, (), ["neighbor rate=1"])
     same = [sample(0, i, [1, 2], "4", right=True) for i in range(2)]
-    (warning,) = table.warnings_of([row(same)], [greedy])
+    (warning,) = screen_table.warnings_of([row(same)], [greedy])
     assert "every group is one trajectory" in warning and "greedy decoding" in warning
     # Different tokens, all right, at the length limit.
     right = [sample(0, i, [1, 2 + i], "4", right=True) for i in range(2)]
-    found = table.warnings_of([row(right)], [Arm("s", id="s")])
+    found = screen_table.warnings_of([row(right)], [Arm("s", id="s")])
     assert ["right" in found[0], "length limit" in found[1], len(found)] == [True, True, 2]
-    assert table.warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
+    assert screen_table.warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
 
 
 def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
-    lines = table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
+    lines = screen_table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
     assert "pass@2" in lines[0] and "–" in lines[1] and "0.333" in lines[1]
 
 
 def test_differences_in_words() -> None:
     found = {"value": 0.25, "low": -0.1, "high": 0.5, "within_noise": True}
     rows = [{"name": "none", "difference": None}, {"name": "soft", "difference": {"diversity": found}}]
-    line = table.differences({"baseline": "none", "strategies": rows})
+    line = screen_table.differences({"baseline": "none", "strategies": rows})
     assert line == "soft against none: diversity +0.250 (-0.100 to +0.500, within noise)"

@@ -76,7 +76,7 @@ GRAPH = {module: imports(module) for module in MODULES}
 
 def test_deferred_and_typed_imports_are_seen() -> None:
     assert "ngrpo.trainer.advantages" in GRAPH["ngrpo.flags"][0], "an import inside a function"
-    runs, typed = GRAPH["ngrpo.diagnose.table"]
+    runs, typed = GRAPH["ngrpo.diagnose.screen_table"]
     assert "ngrpo.arms" in typed and "ngrpo.arms" not in runs, "for type checkers only"
 
 
