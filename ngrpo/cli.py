@@ -1,4 +1,15 @@
-"""The command `ngrpo`: train, compare, eval, diagnose, report, list, check, model."""
+"""usage: ngrpo COMMAND ...
+
+commands
+  train     OpenRLHF with perturbed rollouts (ngrpo train --help)
+  compare   several perturbations and seeds under one trainer, with intervals and a report
+  eval      sample, check and count: Mean@n and Pass@k
+  diagnose  before any training: how diverse and how valid are a strategy's rollouts
+  report    make report.html again from results.json or diagnosis.json
+  list      the operators and gates: name, source, paper
+  check     does an operator or a gate of yours keep its contract: ngrpo check ./my_operator.py:MyOperator
+  model     make a packaged model into a local Hugging Face folder and print its path
+"""
 
 from __future__ import annotations
 
@@ -11,19 +22,6 @@ from typing import NoReturn
 
 from perturbations.errors import UsageError
 from perturbations.options import nearest
-
-_USAGE = """\
-usage: ngrpo COMMAND ...
-
-  train     OpenRLHF with perturbed rollouts (ngrpo train --help)
-  compare   several perturbations and seeds under one trainer, with intervals and a report
-  eval      sample, check and count: Mean@n and Pass@k
-  diagnose  before any training: how diverse and how valid are a strategy's rollouts
-  report    make report.html again from results.json or diagnosis.json
-  list      the operators and gates: name, source, paper
-  check     does an operator or a gate of yours keep its contract: ngrpo check ./my_operator.py:MyOperator
-  model     make a packaged model into a local Hugging Face folder and print its path
-"""
 
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
@@ -41,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="")
+        print(__doc__, end="")
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,

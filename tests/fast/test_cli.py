@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags, models, preflight, train
+from ngrpo import cli, flags, models, preflight, presets, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
@@ -205,6 +205,14 @@ class TestMain:
         ):
             assert part in text
         assert "--openrlhf-help" in text and "smollm2-135m" in text and "arithmetic" in text
+
+    def test_help_names_every_command_and_preset(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["--help"]) == 0
+        text = capsys.readouterr().out
+        for command in ("train", "compare", "eval", "diagnose", "report", "list", "check", "model"):
+            assert f"\n  {command} " in text
+        assert cli.main(["compare", "--help"]) == 0
+        assert f"base algorithms: {', '.join(presets.available())}\n" in capsys.readouterr().out
 
     def test_neither_help_nor_list_loads_the_stack(self) -> None:
         import subprocess
