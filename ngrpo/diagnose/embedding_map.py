@@ -19,6 +19,8 @@ from torch import Tensor
 from ngrpo.diagnose.inputs import nearest_tokens
 from ngrpo.diagnose.measuring import attached, put
 from ngrpo.diagnose.probe import ADDRESS, COLLECTION
+from ngrpo.diagnose.sample import GroupSampling
+from ngrpo.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, streams
 from perturbations.edit import realise
 from perturbations.errors import UsageError
@@ -134,9 +136,7 @@ class Plane:
 
 def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int, list[tuple[Tensor, int]]]:
     """Real steps at which each token was the likeliest: rows of z̃ (V,), and positions."""
-    from vllm import SamplingParams
-
-    from ngrpo.rollout import set_perturbation, take_trajectories
+    from ngrpo.rollout import set_perturbation
 
     tokenizer = llm.get_tokenizer()
     set_perturbation(llm, ADDRESS)
@@ -144,18 +144,12 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
     try:
         for asked, length in ((_sentences(tokenizer, tokens), _LENGTH), (_repeated(tokens), _MORE)):
             prompts = [prompt for token, prompt in asked if len(COLLECTION.rows[token]) < _FEW]
-            params = [
-                SamplingParams(
-                    max_tokens=length,
-                    extra_args={"perturbation": {"seed": streams.trajectory_seed(seed, "map", i), "sample": member}},
-                )
-                for i in range(len(prompts))
+            jobs = [
+                (prompt, streams.trajectory_seed(seed, "map", i), member)
+                for i, prompt in enumerate(prompts)
                 for member in range(_ANSWERS)
             ]
-            requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(_ANSWERS)]
-            if requests:
-                llm.generate(requests, params, use_tqdm=False)
-                take_trajectories(llm)
+            list(generate(llm, jobs, GroupSampling(max_tokens=length), perturbed=True, reproducible=True))
     finally:
         found = COLLECTION.stop()
     return found
@@ -164,11 +158,11 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
 def _sentences(tokenizer: Any, tokens: Sequence[tuple[int, str]]) -> list[tuple[int, list[int]]]:
     result = []
     for token, text in tokens:
-        wish = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
+        request = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
         if getattr(tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": wish}]
-            wish = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        result.append((token, _encode(tokenizer, wish)))
+            message = [{"role": "user", "content": request}]
+            request = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        result.append((token, _encode(tokenizer, request)))
     return result
 
 
