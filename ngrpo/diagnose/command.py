@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from ngrpo.arms import parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of
-from ngrpo.strategies import parse_strategies
 from perturbations.errors import UsageError
 
 _EXAMPLES = """\
@@ -52,7 +52,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
     named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
-    strategies = parse_strategies(named, given.sweep, given.strategy)
+    strategies = parse_arms(named, given.sweep, given.strategy)
     problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
@@ -64,7 +64,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
 
     from ngrpo.diagnose.diagnosis import diagnose
     from ngrpo.diagnose.diagnosis_folder import REPORT
-    from ngrpo.diagnose.table import differences, table
+    from ngrpo.diagnose.screen_table import differences, table
 
     if len(problems) < given.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")
