@@ -50,10 +50,12 @@ class DiagnosisFolder(ResultFolder):
             )
         return kept is not None
 
-    def samples(self, strategy: str) -> list[Sample]:
-        """The samples of a finished strategy."""
-        lines = self.lines(SAMPLES, "strategy", "tokens")
-        return [Sample.from_json(line) for line in lines if line["strategy"] == strategy and strategy in self.finished]
+    def samples(self) -> dict[str, list[Sample]]:
+        """The samples of each finished strategy, by its id."""
+        found: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
+        for line in self.lines(SAMPLES, "strategy", "tokens"):
+            found[line["strategy"]].append(Sample.from_json(line))
+        return found
 
     def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
         """Adds a finished strategy."""

@@ -70,7 +70,7 @@ def test_command(smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("option", ["--vllm.no_such_option=1", "--vllm.dtype=float3"])
 def test_options_that_vllm_refuses_are_the_users(smollm2: str, tmp_path: Path, option: str) -> None:
     words = f"--model {smollm2} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
-    with pytest.raises(UsageError, match="vLLM does not start with .*(no_such_option|float3)"):
+    with pytest.raises(UsageError, match=r"vLLM does not start with .*(no_such_option|float3)"):
         run(words.split(), report=lambda line: None)
 
 
