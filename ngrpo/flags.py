@@ -52,7 +52,7 @@ class TrainCommand:
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
-        advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
+        advantage: ``ngrpo.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
         reproducible: whether the same seed is to give the same rollouts from run to run.
     """
@@ -204,7 +204,7 @@ def _advantage(words: _Words) -> dict[str, Any] | None:
             first = next(iter(words.advantage_options))
             raise ValueError(f"{ADVANTAGE}.{first} is given, but no advantage. Add {ADVANTAGE} NAME.")
         return None
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
     return advantages.create(words.advantage, **words.advantage_options).spec()
 
