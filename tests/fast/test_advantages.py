@@ -14,6 +14,7 @@ import torch
 
 from ngrpo import catalogue, flags, presets
 from ngrpo.advantages import available, compute, create, registry
+from ngrpo.answers import outcome
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import launch, rollout_sampling
@@ -21,7 +22,7 @@ from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import RunSettings, current_run
 from ngrpo.trainer.seams import active
-from ngrpo.trainer.visits import Visits, answer_of
+from ngrpo.trainer.visits import Visits
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
 from tests.fast.run import run_with
@@ -291,7 +292,7 @@ class TestVisits:
         ],
     )
     def test_answers(self, text: str, answer: str) -> None:
-        assert answer_of(text) == answer
+        assert outcome(text) == answer
 
     def test_counts_are_of_the_run_and_of_the_others_in_the_batch(self) -> None:
         visits = Visits()
