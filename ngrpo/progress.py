@@ -53,10 +53,11 @@ def read_total(line: str) -> int | None:
 
 
 def span(seconds: float) -> str:
-    """A span of time for people: ``48 s``, ``12 min``, ``3.1 h``."""
-    if seconds < 90:
+    """A span of time for people: ``48 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 @contextmanager
