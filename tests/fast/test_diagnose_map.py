@@ -11,6 +11,7 @@ import torch
 from ngrpo.arms import parse_arms
 from ngrpo.diagnose import embedding_map, probe
 from perturbations import Step, create
+from perturbations.errors import UsageError
 from perturbations.geometry import matrix_geometry
 
 FAMILIES, MEMBERS, WIDTH = 8, 12, 32
@@ -109,9 +110,9 @@ def test_words() -> None:
         (2 * MEMBERS, " family2.0"),
         (MEMBERS, " family1.0"),
     ]
-    with pytest.raises(ValueError, match="'therefore' is not one token"):
+    with pytest.raises(UsageError, match="'therefore' is not one token"):
         embedding_map.choose_tokens(Tokenizer(), "therefore")
-    with pytest.raises(ValueError, match="none of the usual words"):
+    with pytest.raises(UsageError, match="none of the usual words"):
         embedding_map.choose_tokens(Tokenizer(), None)
 
 
