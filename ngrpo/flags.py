@@ -26,7 +26,7 @@ MODEL_FLAG = "model_name_or_path"
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {PERTURBATION}.{CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K and {SAMPLING}.min_p P",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {SAMPLING}.correct_mask",
 }
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
@@ -165,6 +165,8 @@ def _store(result: _Words, name: str, given: str | None) -> None:
         return
     if root == SAMPLING and not option:
         raise ValueError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
+    if name == f"{SAMPLING}.correct_mask" and given is None:
+        given = "true"
     if not given:
         needs = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
         raise ValueError(f"{name} needs {needs.get(name, 'a value (see: ngrpo train --help)')}.")

@@ -90,22 +90,24 @@ def vllm_version() -> str | None:
     return next((found for name in _VLLM_PACKAGES if (found := installed_version(name))), None)
 
 
-def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
+def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None, *, corrects_sampling: bool = False) -> None:
     """Checks OpenRLHF flags that are missing, or that a perturbation cannot go with.
 
     Args:
         args: OpenRLHF's flags.
         spec: the perturbation, or None.
+        corrects_sampling: whether sampling masks are replayed, which what a perturbation refuses would break too.
 
     Raises:
         ValueError: with the flag, the reason and the mend.
     """
     if not Flags(args).value("--actor.model_name_or_path"):
         raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    if spec is None:
+    if spec is None and not corrects_sampling:
         return
+    asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     correction = Flags(args).value("--algo.advantage.is_correction_level")
-    if correction not in (None, "off") and registry.create(**spec).has_density:
+    if correction not in (None, "off") and spec is not None and registry.create(**spec).has_density:
         raise ValueError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
             f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
@@ -118,10 +120,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         for part, turned_on, reason, mend in _REFUSED:
             value = Flags(args).value(flag) or ""
             if part in flag and turned_on(value):
-                raise ValueError(
-                    f"{flag} {value}".rstrip()
-                    + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
-                )
+                raise ValueError(f"{flag} {value}".rstrip() + f" cannot be used with {asked}: {reason}. Mend: {mend}.")
 
 
 def check_files(args: Sequence[str]) -> None:

@@ -76,16 +76,15 @@ class SamplingMask:
         every = np.arange(self.size)
         return [np.delete(every, ids) if cut else ids for cut, ids in self.by_position().values()]
 
-    def joined(self, later: SamplingMask, turn: int, length: int) -> SamplingMask:
+    def joined(self, later: SamplingMask, turn: int) -> SamplingMask:
         """The mask of a trajectory after a further turn.
 
         Args:
             later: of the turn that begins at position ``turn``.
             turn: positions from here on are the later turn's.
-            length: of the whole trajectory; what lies beyond was not kept.
         """
         both = {p: entry for p, entry in self.by_position().items() if p < turn}
-        both |= {p: entry for p, entry in later.by_position().items() if turn <= p < length}
+        both |= {p: entry for p, entry in later.by_position().items() if p >= turn}
         return SamplingMask.of(later.size, both)
 
     def to_bytes(self) -> bytes:

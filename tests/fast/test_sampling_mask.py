@@ -81,10 +81,11 @@ def test_a_store_keeps_slots_apart_and_takes_the_latest() -> None:
 
 def test_turns_are_joined() -> None:
     first, second = stored([[1], [2], [3]], [4, 5, 6]), stored([[7], [8], [9]], [6, 10, 12])
-    joined = first.joined(second, turn=6, length=11)
+    joined = first.joined(second, turn=6)
     assert {p: left.tolist() for p, left in zip(joined.positions.tolist(), joined.left())} == {
         4: [1],
         5: [2],
         6: [7],
         10: [8],
+        12: [9],
     }
