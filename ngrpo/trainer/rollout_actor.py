@@ -36,7 +36,7 @@ class _Trajectory:
             # The last token of a turn may have been re-tokenised away by the agent; positions rule.
             known = self.record.log_probs[: len(prompt)]
             by_position[: len(known)] = known
-            mask = mask and self.record.mask.joined(mask, turn=len(prompt))
+            mask = None if mask is None else self.record.mask.joined(mask, turn=len(prompt))
         # The engine may have computed a token or two past a stop string.
         by_position[len(prompt) :] = log_probs[: len(tokens)]
         self.record = TrajectoryRecord(record.truncate(length), by_position, mask)

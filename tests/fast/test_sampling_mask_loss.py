@@ -14,6 +14,7 @@ from ngrpo.preflight import check_flags
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.density import densities, with_densities
+from ngrpo.trainer.rollout_actor import _Trajectory
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.sampling_mask import corrected, with_sampling_masks
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
@@ -168,6 +169,17 @@ def test_what_cannot_be_corrected_is_an_error() -> None:
 def test_a_sample_carries_its_mask() -> None:
     (with_mask, without) = unpack([carried({3: [1, 2]}), carried(None)])
     assert [ids.tolist() for ids in with_mask.mask.left()] == [[1, 2]] and without.mask is None
+
+
+def test_the_turns_of_a_trajectory_are_joined() -> None:
+    """The masks of earlier turns stay, also where the last turn cut nothing."""
+    trajectory = _Trajectory(0)
+    for prompt, answer, left in (([1, 2], [3, 4], {2: [3, 8], 3: [4]}), ([1, 2, 3, 4, 9], [5], {})):
+        sample = carried(left, len(prompt) + len(answer))
+        log_probs = np.zeros(len(answer), np.float32).tobytes()
+        trajectory.add((sample["perturbation_record"], log_probs, sample["sampling_mask"]), prompt, answer)
+    mask = trajectory.record.mask
+    assert mask.positions.tolist() == [2, 3] and [ids.tolist() for ids in mask.left()] == [[3, 8], [4]]
 
 
 class TestFlags:
