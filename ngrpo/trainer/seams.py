@@ -163,7 +163,7 @@ SEAMS: tuple[Seam, ...] = (
         "sampling_mask", "import", "openrlhf 0.11.2", "log-probabilities are among the tokens that sampling left",
     ),
     Seam(
-        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density:with_densities", "perturbation",
+        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density_loss:with_densities", "perturbation",
         "import", "openrlhf 0.11.2", "at perturbed positions an operator's density takes the token's place",
     ),
     Seam(

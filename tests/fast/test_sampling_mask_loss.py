@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from ngrpo import flags
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.preflight import check_flags
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer import rollout_sampling
-from ngrpo.trainer.density import densities, with_densities
+from ngrpo.trainer.density_loss import densities, with_densities
 from ngrpo.trainer.rollout_actor import _Trajectory
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.sampling_mask import corrected, with_sampling_masks
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
+from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay_scope import ReplayScope
@@ -193,7 +195,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])
     def test_no_warning_without_truncation(self, args: list[str]) -> None:
-        assert rollout_sampling.create().notes(args) == []
+        assert rollout_sampling.create().notes(Flags(args)) == []
 
     def test_a_warning_with_it(self) -> None:
         for sampling, args, named in (
@@ -201,12 +203,12 @@ class TestFlags:
             ({"min_p": 0.1}, [], "min_p 0.1"),
             ({}, ["--rollout.top_p", "0.9"], "top_p 0.9"),
         ):
-            (note,) = rollout_sampling.create(**sampling).notes(args)
+            (note,) = rollout_sampling.create(**sampling).notes(Flags(args))
             assert named in note and "--sampling.correct_mask" in note
-            assert rollout_sampling.create(**sampling, correct_mask=True).notes(args) == []
+            assert rollout_sampling.create(**sampling, correct_mask=True).notes(Flags(args)) == []
 
     def test_what_it_does_not_go_with(self) -> None:
         model = ["--actor.model_name_or_path", "m"]
         check_flags([*model, "--ds.ring_attn_size", "2"], None)
-        with pytest.raises(ValueError, match=r"ring_attn_size 2 cannot be used with --sampling\.correct_mask"):
+        with pytest.raises(UsageError, match=r"ring_attn_size 2 cannot be used with --sampling\.correct_mask"):
             check_flags([*model, "--ds.ring_attn_size", "2"], None, corrects_sampling=True)
