@@ -17,7 +17,7 @@ from ngrpo.trainer.run_settings import current_run
 from perturbations.errors import UsageError
 from perturbations.options import Options, nearest, option
 
-_BIAS = "FIGURES"
+_BIAS = "Each log-probability is off by the logarithm of the probability that is left, and a baseline is not free."
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
