@@ -230,8 +230,8 @@ ADVANTAGES = [
     ),
 ]
 
-_LOSS, _STORE = "ngrpo/trainer/sampling_mask.py", "ngrpo/rollout/sampling_mask.py"
-_MASKED, _STORED = "test_sampling_mask_loss.py", "test_sampling_mask.py"
+_LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
 SAMPLING = [
     Mutation(

@@ -159,7 +159,7 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf 0.11.2", "saves by save_pretrained, which writes those parameters to a file of their own",
     ),
     Seam(
-        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.sampling_mask:with_sampling_masks",
+        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.mask_correction:with_sampling_masks",
         "sampling_mask", "import", "openrlhf 0.11.2", "log-probabilities are among the tokens that sampling left",
     ),
     Seam(
@@ -237,16 +237,16 @@ SEAMS: tuple[Seam, ...] = (
     ),
     # ---- --sampling.correct_mask (and a row beside the density's) ---------------------------------
     Seam(
-        _ACTOR, "PolicyModelActor", "ngrpo.trainer.sampling_mask:correcting_model", "sampling_mask", "sha:8d664f8c8592",
+        _ACTOR, "PolicyModelActor", "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask", "sha:8d664f8c8592",
         "openrlhf 0.11.2", "hands each batch's sampling masks to log_probs_from_logits",
     ),
     Seam(
         "openrlhf.trainer.ray.launcher", "ReferenceModelActor",
-        "ngrpo.trainer.sampling_mask:correcting_model", "sampling_mask", "sha:871e4cda19c1",
+        "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask", "sha:871e4cda19c1",
         "openrlhf 0.11.2", "likewise",
     ),
     Seam(
-        _ACTOR, "ActorPPOTrainer.training_step", "ngrpo.trainer.sampling_mask:correcting_training_step",
+        _ACTOR, "ActorPPOTrainer.training_step", "ngrpo.trainer.mask_correction:correcting_training_step",
         "sampling_mask", "sha:783a57970a6a",
         "openrlhf 0.11.2", "likewise",
     ),

@@ -115,7 +115,7 @@ def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainer.sampling_mask import corrected, with_sampling_masks
+    from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
     from ngrpo.trainer.trajectory_record import TrajectoryRecord
 
     result = []

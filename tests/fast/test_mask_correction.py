@@ -15,9 +15,9 @@ from ngrpo.preflight import check_flags
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.density_loss import densities, with_densities
+from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
 from ngrpo.trainer.rollout_actor import _Trajectory
 from ngrpo.trainer.run_settings import RunSettings
-from ngrpo.trainer.sampling_mask import corrected, with_sampling_masks
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 from perturbations.errors import UsageError
 from perturbations.registry import create
