@@ -237,7 +237,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
     # ---- --sampling.correct_mask (and a row beside the density's) ---------------------------------
     Seam(
-        _ACTOR, "PolicyModelActor", "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask", "sha:8d664f8c8592",
+        _ACTOR, "PolicyModelActor", "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask",
+        "sha:8d664f8c8592",
         "openrlhf 0.11.2", "hands each batch's sampling masks to log_probs_from_logits",
     ),
     Seam(
