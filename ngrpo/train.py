@@ -13,6 +13,7 @@ from pathlib import Path
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -26,13 +27,16 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         The exit code: 0, or 1 where the training itself failed.
 
     Raises:
-        ValueError: for bad input, before any model loads.
+        UsageError: for bad input, before any model loads.
     """
     command = flags.parse(words)
     hardware = profile_for(command.hardware).name
     for note in (*command.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
     folder = _run_folder(command)
+    preflight.check_output("--run-dir", folder, folder=True)
+    if command.log_file is not None:
+        preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
     began = time.time()
     status = _launch(args, command, hardware, report)
@@ -64,10 +68,11 @@ def openrlhf_help() -> int:
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    preflight.check_flags(command.openrlhf_args, command.spec)
+    corrects = bool(command.sampling.get("correct_mask"))
+    preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
-    for note in _advantage_notes(command):
+    for note in (*_advantage_notes(command), *_sampling_notes(command)):
         report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
@@ -95,7 +100,7 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
         with log:
             launch(args, settings, hardware=hardware)
     except SeamMismatch as error:
-        raise ValueError(str(error)) from None
+        raise UsageError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1
@@ -105,9 +110,15 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
 def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     if command.advantage is None:
         return []
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
-    return advantages.create(**command.advantage).notes(command.openrlhf_args)
+    return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
+
+
+def _sampling_notes(command: flags.TrainCommand) -> list[str]:
+    from ngrpo.trainer import rollout_sampling
+
+    return rollout_sampling.create(**command.sampling).notes(Flags(command.openrlhf_args))
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:

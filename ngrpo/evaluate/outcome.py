@@ -45,7 +45,7 @@ def summarise(
         seconds: that sampling took in the last run, loading left out.
         runner: vLLM's model runner, where it is known.
     """
-    from ngrpo.summary import machine, versions
+    from ngrpo.versions import machine, versions
 
     n = settings["n"]
     right = Counter(sample["problem"] for sample in samples if sample["correct"])
