@@ -9,8 +9,11 @@ import dataclasses
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
+
+from perturbations.errors import UsageError
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
@@ -35,6 +38,7 @@ def register() -> None:
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
+    _wrap("vllm.config.vllm", "VllmConfig.use_v2_model_runner", _v1_when_perturbed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", _then_forget)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", _then_refresh)
@@ -87,6 +91,23 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return create_engine_config
+
+
+def _v1_when_perturbed(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The adapter for V2 (`ngrpo.rollout.runner_v2`) has not been run yet; an explicit choice of V2 is refused."""
+
+    def use_v2_model_runner(self: Any) -> bool:
+        from ngrpo.rollout import settings
+
+        if settings.read(self.additional_config) is None:
+            return original(self)
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+            raise UsageError(
+                "VLLM_USE_V2_MODEL_RUNNER=1: perturbations run in vLLM's V1 model runner. Unset it, or set it to 0."
+            )
+        return False
+
+    return use_v2_model_runner
 
 
 def _then_attach(original: Callable[..., None]) -> Callable[..., None]:

@@ -102,20 +102,8 @@ def test_a_quantised_embedding_is_refused() -> None:
         find_input_embedding(model)
 
 
-@pytest.mark.parametrize("choice", [None, "0", "1"])
-def test_the_model_runner_is_the_one_of_an_engine_without_a_perturbation(
-    smollm2: str, monkeypatch: pytest.MonkeyPatch, choice: str | None
-) -> None:
-    """With an explicit choice and without one, wherever vLLM finds Triton and where it does not."""
-    import vllm.config.vllm as vllm_config
-
-    if choice is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", choice)
-    for triton in (True, False):
-        monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
-        if choice == "1" and not triton:
-            with pytest.raises(ValueError, match="requires Triton"):
-                config(smollm2)
-            continue
-        made = [config(smollm2, spec).use_v2_model_runner for spec in (None, SPEC)]
-        assert made == [triton if choice is None else choice == "1"] * 2
+def test_the_v2_runner_is_refused_by_name(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config(smollm2).use_v2_model_runner is False
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UsageError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        _ = config(smollm2).use_v2_model_runner
