@@ -105,5 +105,5 @@ def test_a_quantised_embedding_is_refused() -> None:
 def test_the_v2_runner_is_refused_by_name(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config(smollm2).use_v2_model_runner is False
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(UsageError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         _ = config(smollm2).use_v2_model_runner
