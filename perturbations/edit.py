@@ -26,7 +26,7 @@ class InputEdit:
         sigma: noise scale σ, (B,) float32, or None for no noise.
         vectors: v, added as they are, (B, D) float32; of operators that say ``dense``, None for all others. Replay
             feeds them as constants: gradient reaches the embedding through ids and weights alone.
-        total: what normalising the weights divided out, (B,) float32, from which a density takes the raw draws back;
+        normalizer: what normalising the weights divided out, (B,) float32, from which a density takes the raw draws back;
             of operators that say ``keeps_total``, None for all others.
     """
 
@@ -34,7 +34,7 @@ class InputEdit:
     weights: Tensor
     sigma: Tensor | None = None
     vectors: Tensor | None = None
-    total: Tensor | None = None
+    normalizer: Tensor | None = None
 
 
 def mix(

@@ -35,7 +35,7 @@ class ReplayRecord:
         sigma: noise scales, (N,) float32, or None where nothing is noisy.
         agreed: whether the token in the text is the ordinarily sampled one, (N,) bool.
         vectors: what a dense operator added, (N, D) float32, or None: 4·D bytes per perturbed position.
-        total: what normalising the weights divided out, (N,) float32, or None where no density needs it.
+        normalizer: what normalising the weights divided out, (N,) float32, or None where no density needs it.
     """
 
     seed: int
@@ -47,7 +47,7 @@ class ReplayRecord:
     sigma: np.ndarray | None
     agreed: np.ndarray
     vectors: np.ndarray | None = None
-    total: np.ndarray | None = None
+    normalizer: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -74,7 +74,7 @@ class ReplayRecord:
             sigma,
             self.agreed[rows],
             vectors,
-            None if self.total is None else self.total[rows],
+            None if self.normalizer is None else self.normalizer[rows],
         )
 
     def to_bytes(self) -> bytes:
@@ -102,9 +102,9 @@ class ReplayRecord:
         parts.append(np.packbits(self.agreed).tobytes())
         lengths = b"".join(map(_varint, (self.prompt_tokens, self.num_tokens, count)))
         extra = 0
-        if self.total is not None:
+        if self.normalizer is not None:
             extra |= _HAS_TOTAL
-            parts.append(np.ascontiguousarray(self.total, "<f4").tobytes())
+            parts.append(np.ascontiguousarray(self.normalizer, "<f4").tobytes())
         if self.vectors is not None:
             extra |= _HAS_VECTORS
             parts.append(_varint(self.vectors.shape[1]) + np.ascontiguousarray(self.vectors, "<f4").tobytes())
@@ -144,13 +144,13 @@ class ReplayRecord:
             sigma = np.repeat(values, count) if flags & _ONE_SIGMA else values
         bits = np.frombuffer(reader.take((count + 7) // 8), dtype=np.uint8)
         agreed = np.unpackbits(bits, count=count).astype(bool)
-        total = reader.floats(count) if extra & _HAS_TOTAL else None
+        normalizer = reader.floats(count) if extra & _HAS_TOTAL else None
         vectors = None
         if extra & _HAS_VECTORS:
             size = reader.varint()
             vectors = reader.floats(count * size).reshape(count, size)
         reader.end()
-        return cls(seed, prompt, length, positions, ids, weights, sigma, agreed, vectors, total)
+        return cls(seed, prompt, length, positions, ids, weights, sigma, agreed, vectors, normalizer)
 
 
 class _Reader:

@@ -60,7 +60,7 @@ class _Flat:
     sigma: Tensor | None
     noise_keys: Tensor | None
     vectors: Tensor | None
-    total: Tensor | None = None
+    normalizer: Tensor | None = None
 
 
 def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat | None:
@@ -86,9 +86,9 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         size = next(r.vectors.shape[1] for _, r in present if r.vectors is not None)
         added = [np.zeros((len(r), size), np.float32) if r.vectors is None else r.vectors for _, r in present]
         vectors = torch.from_numpy(np.concatenate(added)).to(device)
-    total = None
-    if all(r.total is not None for _, r in present):
-        total = torch.from_numpy(np.concatenate([r.total for _, r in present])).to(device)
+    normalizer = None
+    if all(r.normalizer is not None for _, r in present):
+        normalizer = torch.from_numpy(np.concatenate([r.normalizer for _, r in present])).to(device)
     return _Flat(
         torch.from_numpy(sample).to(device),
         torch.from_numpy(position).to(device),
@@ -97,7 +97,7 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         sigma,
         noise_keys,
         vectors,
-        total,
+        normalizer,
     )
 
 
@@ -221,7 +221,7 @@ class ReplayScope:
             sigma = sigma * float(getattr(self._embedding, "scalar_embed_scale", 1.0))
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        edit = InputEdit(flat.ids, flat.weights, sigma, flat.vectors, flat.total)
+        edit = InputEdit(flat.ids, flat.weights, sigma, flat.vectors, flat.normalizer)
         return Replayed(logits, rows, log_probs[rows], temperature, edit, flat.noise_keys, self.lookup), inside
 
     def lookup(self, ids: Tensor) -> Tensor:

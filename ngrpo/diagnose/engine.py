@@ -100,7 +100,7 @@ def sample_strategy(
     completions = [output.outputs[0] for output in outputs]
     answers = [list(completion.token_ids) for completion in completions]
     here = attached(llm)
-    shares = inputs.shares_still_nearest(records, answers, here.geometry, here.module)
+    shares = inputs.shares_still_nearest(records, answers, here.embeddings, here.module)
     losses = losses_of(llm, [prompt for prompt in prompts for _ in range(sampling.group)], answers)
     samples = []
     for i, (completion, tokens) in enumerate(zip(completions, answers)):

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.embedding import InputOverride
-from ngrpo.rollout.sampling import race
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.sample_tokens import sample_tokens
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import streams
 from perturbations.base import GateStep, Perturbation, Step
 from perturbations.edit import InputEdit, realise
 from perturbations.gates import TokenConditions
-from perturbations.geometry import Geometry
+from perturbations.embeddings import ModelEmbeddings
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class RolloutPerturber:
         operator: Perturbation,
         store: TrajectoryStore,
         conditions: TokenConditions,
-        geometry: Geometry,
+        embeddings: ModelEmbeddings,
         override: InputOverride,
         device: torch.device,
         module: nn.Module | None = None,
     ) -> None:
         self._operator, self._store, self._conditions = operator, store, conditions
-        self._geometry, self._override, self._device = geometry, override, device
+        self._embeddings, self._override, self._device = embeddings, override, device
         self._module = module
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
@@ -168,7 +168,7 @@ class RolloutPerturber:
         places = np.minimum(batch.next_positions, store.length - 1)
         if (places >= store.planned_until[batch.slots]).any():
             store.plan(batch.slots, places)
-        tokens, log_total = race(drawable, scaled, self._upload(store.token_keys[batch.slots, places]))
+        tokens, log_total = sample_tokens(drawable, scaled, self._upload(store.token_keys[batch.slots, places]))
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
 
@@ -209,7 +209,7 @@ class RolloutPerturber:
             temperature[rows],
             batch.seeds[rows],
             self._upload(batch.next_positions[gated]),
-            self._geometry,
+            self._embeddings,
         )
         proposal = self._operator.propose(step)
         edit = proposal.edit
@@ -235,7 +235,7 @@ class RolloutPerturber:
             "agreed": chosen == sampled,
             "sigma": edit.sigma,
             "vectors": edit.vectors,
-            "total": edit.total,
+            "normalizer": edit.normalizer,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -307,7 +307,7 @@ class RolloutPerturber:
 
     def weights_changed(self) -> None:
         """New weights: neighbors and scales are computed again on their next use."""
-        self._geometry.refresh()
+        self._embeddings.refresh()
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

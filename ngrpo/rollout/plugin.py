@@ -190,7 +190,7 @@ def _extend_workers() -> None:
         self.perturbation.book.drop(names)
 
     def drift(self: Any) -> tuple[int, int, int, int] | None:
-        found = self.perturbation.geometry.drift()
+        found = self.perturbation.embeddings.drift()
         return None if found is None else dataclasses.astuple(found)
 
     def replace(self: Any, spec: dict[str, Any]) -> None:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.parameters import load_saved
-from ngrpo.rollout.embedding import InputOverride, find_input_embedding
+from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RequestBook
-from ngrpo.rollout.sampling import GREEDY_BELOW
+from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import learned
 from perturbations.base import Perturbation
 from perturbations.gates import TokenConditions, protected_tokens
-from perturbations.geometry import Geometry
+from perturbations.embeddings import ModelEmbeddings
 
 
 class AttachedPerturbation:
@@ -44,7 +44,7 @@ class AttachedPerturbation:
         self._hidden = embedding.embedding_dim
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
-        self._geometry = _geometry(model, embedding, self._override, self._vocabulary, self._tokenizer)
+        self._embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
         self.replace(operator)
         self._wrap()
 
@@ -72,14 +72,14 @@ class AttachedPerturbation:
         self.module = _module(operator, self._hidden, runner)
         self.operator = operator
         self._perturber = RolloutPerturber(
-            operator, store, conditions, self._geometry, self._override, runner.device, self.module
+            operator, store, conditions, self._embeddings, self._override, runner.device, self.module
         )
         self.book = RequestBook(operator, store, self._perturber)
 
     @property
-    def geometry(self) -> Geometry:
+    def embeddings(self) -> ModelEmbeddings:
         """The model's embeddings, as operators see them."""
-        return self._geometry
+        return self._embeddings
 
     def _wrap(self) -> None:
         runner = self._runner
@@ -207,9 +207,9 @@ def _processed(sampler: Any, metadata: Any, override: str | None, drawable: Tens
     return sampler.compute_logprobs(drawable) if mode == "processed_logprobs" else None
 
 
-def _geometry(
+def _embeddings(
     model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
-) -> Geometry:
+) -> ModelEmbeddings:
     def whole(module: Any) -> Tensor:
         weight = module.weight.data
         if module.tp_size > 1:
@@ -220,7 +220,7 @@ def _geometry(
 
     head = getattr(model, "lm_head", None)
     separate = head is not None and head is not embedding and head.weight is not embedding.weight
-    return Geometry(
+    return ModelEmbeddings(
         override.lookup,
         lambda: whole(embedding),
         (lambda: whole(head)) if separate else None,

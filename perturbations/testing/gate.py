@@ -105,7 +105,7 @@ def _check_synchronisation(gate: Gate, step: GateStep, where: str) -> None:
         names = ("logits", "sampled", "temperature", "seeds", "positions", "generated")
         fake = {name: mode.from_tensor(getattr(step, name)) for name in names}
         try:
-            gate.open(GateStep(**fake, geometry=step.geometry))
+            gate.open(GateStep(**fake, embeddings=step.embeddings))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PerturbationError(
                 f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token.",

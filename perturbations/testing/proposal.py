@@ -14,7 +14,7 @@ from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.density_check import density_problem
 from perturbations.edit import InputEdit, realise
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 from perturbations.replay import ReplayRecord
 from perturbations.testing.report import CLOSE, PerturbationError, check_tensor, differing, global_random_state
 
@@ -55,7 +55,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     embedding = torch.randn(vocabulary, _DIMENSION, generator=generator)
     embedding[5] = 0.0  # never-trained tokens: a zero row and two equal ones
     embedding[7] = embedding[6]
-    geometry = matrix_geometry(embedding, special_ids=(0, 1))
+    embeddings = matrix_embeddings(embedding, special_ids=(0, 1))
     seeds = torch.randint(-(2**62), 2**62, (ROWS,), generator=generator)
     positions = torch.randint(1, 10_000, (ROWS,), generator=generator).sort().values
     raw = 3.0 * torch.randn(ROWS, vocabulary, generator=generator)
@@ -63,7 +63,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     def step(logits: Tensor, temperature: float = 1.0) -> Step:
         noise = streams.gumbel(streams.keys(seeds, positions, streams.Stream.TOKEN), vocabulary)
         sampled = (logits + noise).argmax(dim=-1)
-        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, geometry)
+        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, embeddings)
 
     masked = raw.clone()
     masked[:, :3] = -torch.inf
@@ -88,7 +88,7 @@ def of_rows(step: Step, rows: Tensor) -> Step:
 
 def unchanged(step: Step, call: Callable[[], object], label: str) -> object:
     """The result of a call that must leave the step and the global generators alone."""
-    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "geometry"}
+    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "embeddings"}
     state = global_random_state()
     result = call()
     if global_random_state() != state:
@@ -176,7 +176,7 @@ def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, wher
             "Choose a possible token, for example step.sampled or the argmax of step.logits.",
         )
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    if not torch.isfinite(realise(edit, step.geometry.lookup, keys, operator.module(_DIMENSION))).all():
+    if not torch.isfinite(realise(edit, step.embeddings.lookup, keys, operator.module(_DIMENSION))).all():
         raise PerturbationError(f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
@@ -205,7 +205,7 @@ def _check_weights(operator: Perturbation, weights: Tensor, where: str) -> None:
 def _check_parts(operator: Perturbation, step: Step, edit: InputEdit, where: str) -> None:
     """What an edit has beside ids and weights is what the operator says it has."""
     rows = len(step.logits)
-    parts = {"noisy": ("sigma", (rows,)), "dense": ("vectors", (rows, _DIMENSION)), "keeps_total": ("total", (rows,))}
+    parts = {"noisy": ("sigma", (rows,)), "dense": ("vectors", (rows, _DIMENSION)), "keeps_total": ("normalizer", (rows,))}
     for promise, (name, shape) in parts.items():
         said, part = getattr(operator, promise), getattr(edit, name)
         if said != (part is not None):
@@ -290,7 +290,7 @@ def _check_record(step: Step, proposal: Proposal, where: str) -> None:
         "sigma": None if edit.sigma is None else edit.sigma.numpy(),
         "agreed": (proposal.tokens == step.sampled).numpy(),
         "vectors": None if edit.vectors is None else edit.vectors.numpy(),
-        "total": None if edit.total is None else edit.total.numpy(),
+        "normalizer": None if edit.normalizer is None else edit.normalizer.numpy(),
     }
     record = ReplayRecord(seed=1, prompt_tokens=1, num_tokens=int(step.positions[-1]) + 1, **parts)
     again = ReplayRecord.from_bytes(record.to_bytes())

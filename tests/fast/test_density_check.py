@@ -39,7 +39,7 @@ def infinite(self: Gumbel, replayed: Replayed) -> Tensor:
 
 
 def centred(self: Gumbel, replayed: Replayed) -> Tensor:
-    return Gumbel.log_density(self, replayed) - replayed.logits[0, 0].clamp(-5.0, 5.0) * replayed.edit.total[0]
+    return Gumbel.log_density(self, replayed) - replayed.logits[0, 0].clamp(-5.0, 5.0) * replayed.edit.normalizer[0]
 
 
 def failing(self: Gumbel, replayed: Replayed) -> Tensor:
@@ -58,10 +58,10 @@ def double(self: Gumbel, replayed: Replayed) -> Tensor:
         (dict(log_density=infinite), "must be finite"),
         (dict(log_density=centred), "another batch order"),
         (dict(log_density=failing), "KeyError"),
-        (dict(keeps_total=property(lambda self: True)), "keeps_total is True but edit.total is missing"),
+        (dict(keeps_total=property(lambda self: True)), "keeps_total is True but edit.normalizer is missing"),
         (dict(keeps_total=property(lambda self: False)), None),
     ],
-    ids=["shape", "dtype", "infinite", "batch", "raises", "total", "no-total"],
+    ids=["shape", "dtype", "infinite", "batch", "raises", "normalizer", "no-total"],
 )
 def test_broken_densities_are_caught(parts: dict[str, Any], words: str | None) -> None:
     if "keeps_total" in parts:

@@ -14,7 +14,7 @@ import torch
 from perturbations import create, create_gate, registry, streams
 from perturbations.base import GateStep, Step
 from perturbations.gates import Gate, Places, Schedule, TokenConditions, protected_tokens
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 from perturbations.options import option
 from perturbations.testing import PerturbationError, check_gate
 
@@ -247,7 +247,7 @@ def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated:
         torch.ones(rows),
         torch.arange(100, 100 + rows),
         torch.arange(10, 10 + rows),
-        matrix_geometry(torch.eye(logits.shape[1])),
+        matrix_embeddings(torch.eye(logits.shape[1])),
         generated=torch.tensor(generated or [0] * rows),
     )
 
@@ -404,7 +404,7 @@ class NoModel:
     """Stands for the embedding layer of an engine."""
 
     def __init__(self) -> None:
-        self.lookup = matrix_geometry(torch.eye(16)).lookup
+        self.lookup = matrix_embeddings(torch.eye(16)).lookup
 
     def clear(self) -> None:
         pass
@@ -421,7 +421,7 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
     operator = create("neighbor", rate=1.0, gate=EveryThird())
     store = TrajectoryStore(2, 64, operator)
     state = conditions(rows=store.slots)
-    perturber = RolloutPerturber(operator, store, state, matrix_geometry(torch.eye(16)), NoModel(), torch.device("cpu"))
+    perturber = RolloutPerturber(operator, store, state, matrix_embeddings(torch.eye(16)), NoModel(), torch.device("cpu"))
     prompts = {"a": 5, "b": 8}
     for name, prompt in prompts.items():
         store.open(name, 100 + prompt, prompt, True)

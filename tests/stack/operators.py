@@ -15,7 +15,7 @@ class DenseShake(Perturbation):
     strength: float = option(0.3, "size of the noise relative to the embedding", low=0.0)
 
     def propose(self, step: Step) -> Proposal:
-        own = step.geometry.lookup(step.sampled).float()
+        own = step.embeddings.lookup(step.sampled).float()
         noise = step.normal(own.shape[-1])
         scale = self.strength * own.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         return Proposal(dense_edit(step.sampled, own + scale * noise), step.sampled)
