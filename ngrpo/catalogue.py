@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.options import allowed, kinds
@@ -29,6 +29,7 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
                                  (temperature and top-p: --rollout.temperature, --rollout.top_p)
+  --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
   --model NAME                   = --actor.model_name_or_path; packaged models: {models}
   --task NAME                    dataset and reward where you give none: {tasks}
   --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]
@@ -77,7 +78,7 @@ def train_help(words: Sequence[str] = ()) -> str:
     parts.append("options of every operator (the gate)\n" + _table(Perturbation, list(shared.values())))
     for kept, root in ((registry.operators, "--perturbation"), (registry.gates, "--perturbation.gate")):
         common = shared if kept is registry.operators else {}
-        for name, address in _with_named(kept, flag_value(words, root)).items():
+        for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
             except ValueError as error:

@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo import yaml_file
+from ngrpo.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 SAMPLING = "--sampling"
+REPRODUCIBLE = "--reproducible"
+# A setting of the run, which is also taken where the options of the perturbation stand.
+_REPRODUCIBLE_TOO = f"{PERTURBATION}.reproducible"
 CONFIG = "config"
 MODEL_FLAG = "model_name_or_path"
 # Flags with options after a dot, and how each is written.
@@ -49,6 +54,7 @@ class TrainCommand:
         preset: a name of :mod:`ngrpo.presets`, or None.
         advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
         sampling: ``ngrpo.trainer.sampling.create(**sampling)``, empty where rollouts have no masks of ours.
+        reproducible: whether the same seed is to give the same rollouts from run to run.
     """
 
     spec: dict[str, Any] | None
@@ -61,6 +67,7 @@ class TrainCommand:
     preset: str | None = None
     advantage: dict[str, Any] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    reproducible: bool = False
 
 
 @dataclass
@@ -73,6 +80,7 @@ class _Words:
     options: dict[str, str | None] = field(default_factory=dict)  # of the operator; None: the flag stood alone
     advantage_options: dict[str, str] = field(default_factory=dict)
     sampling: dict[str, str] = field(default_factory=dict)
+    reproducible: str | None = None
     ours: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
 
@@ -91,10 +99,13 @@ def parse(words: Sequence[str]) -> TrainCommand:
     """
     sorted_words = _sort(words)
     spec, notes = _perturbation(sorted_words)
+    reproducible = _switch(sorted_words.reproducible)
+    if spec is None and reproducible and "seed" in sorted_words.options:
+        notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
     ours = sorted_words.ours
     rest = sorted_words.rest
     if "model" in ours:
-        if flag_value(rest, f"--actor.{MODEL_FLAG}") is not None:
+        if Flags(rest).has(f"--actor.{MODEL_FLAG}"):
             raise ValueError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
         rest = [f"--actor.{MODEL_FLAG}", ours["model"], *rest]
     ours.pop("model", None)
@@ -104,44 +115,23 @@ def parse(words: Sequence[str]) -> TrainCommand:
         notes=tuple(notes),
         advantage=_advantage(sorted_words),
         sampling=_sampling(sorted_words.sampling),
+        reproducible=reproducible,
         **ours,
     )
 
 
-def replace_model_names(args: Sequence[str], replace: Callable[[str], str]) -> list[str]:
-    """Applies a function to the value of every ``*model_name_or_path`` flag.
-
-    Args:
-        args: OpenRLHF's flags.
-        replace: takes one name and returns what stands in its place. Several may stand with commas.
-
-    Returns:
-        The flags, otherwise unchanged.
-    """
-    result = list(args)
-
-    def several(value: str) -> str:
-        return ",".join(replace(name.strip()) for name in value.split(","))
-
-    for i, word in enumerate(result):
-        name, equals, value = word.partition("=")
-        if not (name.startswith("--") and name.endswith(MODEL_FLAG)):
-            continue
-        if equals:
-            result[i] = f"{name}={several(value)}"
-        elif i + 1 < len(result) and not result[i + 1].startswith("--"):
-            result[i + 1] = several(result[i + 1])
-    return result
+def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
+    """Applies a function to each name in each ``*model_name_or_path`` flag; several may stand with commas."""
+    return flags.replaced(MODEL_FLAG, lambda value: ",".join(replace(name.strip()) for name in value.split(",")))
 
 
-def run_flags(run: Path, args: Sequence[str]) -> list[str]:
-    """OpenRLHF's output flags for a run's folder, where the user did not give them."""
-    places = {
-        "--ckpt.output_dir": run / "model",
-        "--ckpt.path": run / "checkpoints",
-        "--logger.tensorboard_dir": run / "tensorboard",
+def output_flags(run: Path) -> dict[str, Default]:
+    """OpenRLHF's output flags for a run's folder."""
+    return {
+        "--ckpt.output_dir": str(run / "model"),
+        "--ckpt.path": str(run / "checkpoints"),
+        "--logger.tensorboard_dir": str(run / "tensorboard"),
     }
-    return [word for flag, place in places.items() if flag_value(args, flag) is None for word in (flag, str(place))]
 
 
 def _sort(words: Sequence[str]) -> _Words:
@@ -151,7 +141,7 @@ def _sort(words: Sequence[str]) -> _Words:
         word = words[i]
         name, equals, value = word.partition("=")
         root = name.split(".", 1)[0]
-        if root not in _ROOTS and name not in _OURS:
+        if root not in _ROOTS and name not in _OURS and name != REPRODUCIBLE:
             _refuse_near_miss(name, root)
             result.rest.append(word)
             i += 1
@@ -167,6 +157,9 @@ def _sort(words: Sequence[str]) -> _Words:
 
 def _store(result: _Words, name: str, given: str | None) -> None:
     root, _, option = name.partition(".")
+    if name in (REPRODUCIBLE, _REPRODUCIBLE_TOO):
+        result.reproducible = "true" if given is None else given
+        return
     if root == PERTURBATION and option and option != CONFIG:
         result.options[option] = given
         return
@@ -191,15 +184,14 @@ def _store(result: _Words, name: str, given: str | None) -> None:
 
 def _refuse_near_miss(name: str, root: str) -> None:
     """A misspelt flag of ours must not reach OpenRLHF, where it would be an unknown word among many."""
-    known = next((r for r in (*_ROOTS, "--preset") if _resembles(root, r)), None)
+    known = next((r for r in (*_ROOTS, "--preset", REPRODUCIBLE) if _resembles(root, r)), None)
     if known is None:
         return
     rest = "" if root == known else name[len(root) :]
     if root.startswith((known + "_", known + "-")):
         rest = "." + root[len(known) + 1 :] + rest
-    raise ValueError(
-        f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {_ROOTS.get(known, known + ' NAME')}."
-    )
+    flags = _ROOTS.get(known, known if known == REPRODUCIBLE else f"{known} NAME")
+    raise UsageError(f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {flags}.")
 
 
 def _resembles(word: str, flag: str) -> bool:
@@ -217,6 +209,13 @@ def _advantage(words: _Words) -> dict[str, Any] | None:
     return advantages.create(words.advantage, **words.advantage_options).spec()
 
 
+def _switch(value: str | None) -> bool:
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if value is not None and value.lower() not in values:
+        raise UsageError(f"{REPRODUCIBLE} {value}: true or false is needed, or the flag alone for true.")
+    return value is not None and values[value.lower()]
+
+
 def _sampling(options: dict[str, str]) -> dict[str, Any]:
     if not options:
         return {}
@@ -226,8 +225,14 @@ def _sampling(options: dict[str, str]) -> dict[str, Any]:
 
 
 def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
-    options: dict[str, Any] = _read_config(words.config) if words.config else {}
+    options: dict[str, Any] = {}
+    if words.config:
+        example = "'name: neighbor' and 'rate: 0.1'"
+        options = yaml_file.read(words.config, flag=f"{PERTURBATION}.{CONFIG}", example=example)
     in_file = options.pop("name", None)
+    in_file_reproducible = options.pop("reproducible", None)
+    if words.reproducible is None and in_file_reproducible is not None:
+        words.reproducible = str(in_file_reproducible)
     operator = words.operator if words.operator is not None else in_file
     if operator is None:
         if words.options or options:
@@ -264,18 +269,3 @@ def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict
                 raise ValueError(f"{error} (options from {words.config} and the command line)") from None
             raise
     return (made.spec() if made.active else None), [str(warning.message) for warning in caught]
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    import yaml
-
-    flag = f"{PERTURBATION}.{CONFIG} {path}"
-    try:
-        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag}: is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise ValueError(f"{flag}: must be lines of 'option: value', for example\nname: neighbor\nrate: 0.1\nk: 3")
-    return loaded

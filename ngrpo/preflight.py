@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.datafiles import check_dataset
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 
 OPENRLHF = "0.11.2"
@@ -100,11 +100,11 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
     Raises:
         ValueError: with the flag, the reason and the mend.
     """
-    if not flag_value(args, "--actor.model_name_or_path"):
+    if not Flags(args).value("--actor.model_name_or_path"):
         raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     if spec is None:
         return
-    correction = flag_value(args, "--algo.advantage.is_correction_level")
+    correction = Flags(args).value("--algo.advantage.is_correction_level")
     if correction not in (None, "off") and registry.create(**spec).has_density:
         raise ValueError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
@@ -116,7 +116,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         if not flag.startswith("--"):
             continue
         for part, turned_on, reason, mend in _REFUSED:
-            value = flag_value(args, flag) or ""
+            value = Flags(args).value(flag) or ""
             if part in flag and turned_on(value):
                 raise ValueError(
                     f"{flag} {value}".rstrip()
@@ -130,19 +130,19 @@ def check_files(args: Sequence[str]) -> None:
     Raises:
         ValueError: for a missing or empty dataset, a missing column, or a missing Python file.
     """
-    train = flag_value(args, "--data.prompt_dataset")
+    train = Flags(args).value("--data.prompt_dataset")
     if not train:
         raise ValueError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
-    columns = {"--data.input_key": flag_value(args, "--data.input_key") or "input"}
-    label = flag_value(args, "--data.label_key")
+    columns = {"--data.input_key": Flags(args).value("--data.input_key") or "input"}
+    label = Flags(args).value("--data.label_key")
     if label:
         columns["--data.label_key"] = label
     check_dataset("--data.prompt_dataset", train, columns)
-    evaluation = flag_value(args, "--eval.dataset")
+    evaluation = Flags(args).value("--eval.dataset")
     if evaluation:
         check_dataset("--eval.dataset", evaluation, columns)
     for flag in ("--reward.remote_url", "--train.agent_func_path"):
-        value = flag_value(args, flag)
+        value = Flags(args).value(flag)
         if value and value.endswith(".py") and not Path(value).is_file():
             raise ValueError(f"{flag} {value}: there is no such file. Give an existing Python file.")
 

@@ -5,61 +5,48 @@ A preset is nothing but flags of OpenRLHF 0.11.2, printed before the start; a fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
-_SAME_SETTING = {"--actor.eps_clip_low_high": ("--actor.eps_clip",)}
+_SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
 
 # OpenRLHF 0.11.2's default of --data.max_len, its bound on an answer where --rollout.max_new_tokens is not given.
 _MAX_LEN = "2048"
+_BUFFER = "--reward.overlong_buffer_len"
 
-# A flag's value: its words, () for a switch, or a function of the other flags.
-Value = tuple[str, ...] | Callable[[Sequence[str]], tuple[str, ...]]
-
-
-def _overlong_buffer(args: Sequence[str]) -> tuple[str, ...]:
-    """A fifth of the longest answer, as in DAPO's own setting (4,096 of 20,480 tokens)."""
-    longest = flag_value(args, "--rollout.max_new_tokens") or flag_value(args, "--data.max_len") or _MAX_LEN
-    if not longest.isdecimal() or int(longest) < 1:
-        raise ValueError(
-            f"--preset dapo: the longest answer is {longest!r}, not a whole number of tokens of at least 1. Give"
-            " --rollout.max_new_tokens, from which the buffer of the overlong penalty follows."
-        )
-    return (str(max(1, int(longest) // 5)),)
-
-
-_GRPO: dict[str, Value] = {
-    "--algo.advantage.estimator": ("group_norm",),
-    "--actor.policy_loss_type": ("ppo",),
-    "--actor.loss_agg_mode": ("seq-mean-token-mean",),
-    "--algo.kl.use_loss": (),
-    "--algo.kl.estimator": ("k3",),
+_GRPO: dict[str, Default] = {
+    "--algo.advantage.estimator": "group_norm",
+    "--actor.policy_loss_type": "ppo",
+    "--actor.loss_agg_mode": "seq-mean-token-mean",
+    "--algo.kl.use_loss": None,
+    "--algo.kl.estimator": "k3",
 }
 
-_PRESETS: dict[str, dict[str, Value]] = {
+_PRESETS: dict[str, dict[str, Default]] = {
     # Shao et al., arXiv 2402.03300: the mean over an answer's tokens, then over answers; k3 as a loss.
     "grpo": _GRPO,
     # Zheng et al., arXiv 2507.18071: the ratio is of the sequence, so its clip range is far narrower.
     "gspo": {
         **_GRPO,
-        "--actor.policy_loss_type": ("gspo",),
+        "--actor.policy_loss_type": "gspo",
         "--actor.eps_clip_low_high": ("0.0003", "0.0004"),
     },
     # Yu et al., arXiv 2503.14476: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
     "dapo": {
-        "--algo.advantage.estimator": ("group_norm",),
-        "--actor.policy_loss_type": ("ppo",),
-        "--actor.loss_agg_mode": ("token-mean",),
+        "--algo.advantage.estimator": "group_norm",
+        "--actor.policy_loss_type": "ppo",
+        "--actor.loss_agg_mode": "token-mean",
         "--actor.eps_clip_low_high": ("0.2", "0.28"),
-        "--algo.dynamic_filtering_enable": (),
+        "--algo.dynamic_filtering_enable": None,
         "--algo.dynamic_filtering_range": ("0", "1"),
-        "--reward.overlong_buffer_len": _overlong_buffer,
-        "--reward.overlong_penalty_factor": ("1",),
-        "--algo.kl.init_coef": ("0",),
+        _BUFFER: None,  # follows from the longest answer
+        "--reward.overlong_penalty_factor": "1",
+        "--algo.kl.init_coef": "0",
     },
 }
 
@@ -69,62 +56,52 @@ def available() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-def flags_of(name: str) -> dict[str, Value]:
-    """All flags of a preset; raises ``ValueError`` for an unknown one, with the nearest name."""
+def check_name(name: str) -> None:
+    """Raises ``UsageError`` for an unknown preset, with the nearest name."""
     if name not in _PRESETS:
-        raise ValueError(f"unknown preset {name!r}.{nearest(name, _PRESETS)} Available: {', '.join(_PRESETS)}.")
-    return dict(_PRESETS[name])
+        raise UsageError(f"unknown preset {name!r}.{nearest(name, _PRESETS)} Available: {', '.join(_PRESETS)}.")
 
 
-def expand(name: str, args: Sequence[str]) -> list[str]:
-    """The flags that a preset adds to a command line.
-
-    Args:
-        name: one of :func:`available`.
-        args: OpenRLHF's flags so far; what stands there is not added again.
-
-    Returns:
-        OpenRLHF flags with their values, to stand in front of ``args``.
-
-    Raises:
-        ValueError: for an unknown preset, with the nearest name.
-    """
-    return missing(flags_of(name), args)
-
-
-def with_advantage(name: str | None, advantage: Mapping[str, Any] | None, args: Sequence[str]) -> list[str]:
-    """The flags that ``--preset`` and ``--advantage`` add; where both set one, the advantage's stands.
+def applied(flags: Flags, name: str | None, advantage: Mapping[str, Any] | None = None) -> Flags:
+    """Adds the flags of ``--preset`` and ``--advantage``; where both set one, the advantage's stands.
 
     Args:
+        flags: OpenRLHF's flags so far; what stands there, or sets the same thing, is not added again.
         name: a preset, or None.
         advantage: ``ngrpo.trainer.advantages.create(**advantage)``, or None.
-        args: OpenRLHF's flags so far.
-
-    Returns:
-        OpenRLHF flags with their values, to stand in front of ``args``.
 
     Raises:
-        ValueError: for an unknown name, or flags that the advantage cannot go with.
+        UsageError: for an unknown preset, or flags that it or the advantage cannot go with.
     """
-    wanted = {} if name is None else flags_of(name)
+    wanted: dict[str, Default] = {}
+    if name is not None:
+        check_name(name)
+        wanted |= _PRESETS[name]
+    if _BUFFER in wanted and not flags.has(_BUFFER):
+        wanted[_BUFFER] = _overlong_buffer(flags)
     if advantage is not None:
         from ngrpo.trainer import advantages
 
-        estimator = flag_value(args, "--algo.advantage.estimator")
+        estimator = flags.value("--algo.advantage.estimator")
         if estimator not in (None, "group_norm"):
-            raise ValueError(
+            raise UsageError(
                 f"--advantage {advantage['name']} takes the place of --algo.advantage.estimator {estimator}: give one"
                 " of the two."
             )
-        wanted |= advantages.create(**advantage).flags([*missing(wanted, args), *args])
-    return missing(wanted, args)
+        wanted |= advantages.create(**advantage).flags(_added(flags, wanted).words)
+    return _added(flags, wanted)
 
 
-def missing(flags: Mapping[str, Value], args: Sequence[str]) -> list[str]:
-    """Those of some flags that a command line does not have, nor another flag for the same setting."""
-    added: list[str] = []
-    for flag, value in flags.items():
-        if any(flag_value(args, given) is not None for given in (flag, *_SAME_SETTING.get(flag, ()))):
-            continue
-        added += [flag, *(value(args) if callable(value) else value)]
-    return added
+def _added(flags: Flags, wanted: Mapping[str, Default]) -> Flags:
+    return flags.with_defaults({k: v for k, v in wanted.items() if not flags.has(_SAME_SETTING.get(k, k))})
+
+
+def _overlong_buffer(flags: Flags) -> str:
+    """A fifth of the longest answer, as in DAPO's own setting (4,096 of 20,480 tokens)."""
+    longest = flags.value("--rollout.max_new_tokens") or flags.value("--data.max_len") or _MAX_LEN
+    if not longest.isdecimal() or int(longest) < 1:
+        raise UsageError(
+            f"--preset dapo: the longest answer is {longest!r}, not a whole number of tokens of at least 1. Give"
+            " --rollout.max_new_tokens, from which the buffer of the overlong penalty follows."
+        )
+    return str(max(1, int(longest) // 5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import time
@@ -13,8 +12,9 @@ from typing import Any
 
 from ngrpo import __version__
 from ngrpo.events import Series, read_scalars
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.preflight import installed_version, vllm_version
+from ngrpo.result_folder import write_json
 from perturbations import registry
 
 _PREFIX = "train/"
@@ -49,6 +49,7 @@ def finish(
     began: float,
     advantage: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
+    reproducible: bool = False,
 ) -> str:
     """Writes ``summary.json`` of a finished run.
 
@@ -60,34 +61,35 @@ def finish(
         began: Unix time of the start; older logs in the same folder are not this run's.
         advantage: name and options of ``--advantage``; None: OpenRLHF's own estimator.
         sampling: temperature, top-p, top-k and min-p of the rollouts.
+        reproducible: whether the run was to repeat.
 
     Returns:
         The table for the screen.
     """
-    log = Path(flag_value(args, "--logger.tensorboard_dir") or folder / "tensorboard")
+    log = Path(Flags(args).value("--logger.tensorboard_dir") or folder / "tensorboard")
     scalars = read_scalars(log, began) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
         "perturbation": None if spec is None else dict(spec),
         "advantage": None if advantage is None else dict(advantage),
         "sampling": dict(sampling or {}),
+        "reproducible": reproducible,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
-        "seed": int(flag_value(args, "--train.seed") or _DEFAULT_SEED),
+        "seed": int(Flags(args).value("--train.seed") or _DEFAULT_SEED),
         "hardware": hardware,
         "machine": machine(),
         "versions": versions(),
         "places": {
-            "checkpoint": flag_value(args, "--ckpt.output_dir"),
+            "checkpoint": Flags(args).value("--ckpt.output_dir"),
             "tensorboard": str(log),
             "summary": str(place),
         },
         "openrlhf_args": list(args),
         "scalars": scalars,
     }
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(place, summary)
     return table(summary)
 
 

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -46,6 +45,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
             began=began,
             advantage=command.advantage,
             sampling=_sampling(command, args),
+            reproducible=command.reproducible,
         )
         print(text, flush=True)
     return status
@@ -54,40 +54,46 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
 def openrlhf_help() -> int:
     """Prints OpenRLHF's own help, also where its needs (flash-attn) have stand-ins."""
     from ngrpo.trainer.launch import launch
+    from ngrpo.trainer.run_settings import RunSettings
 
     preflight.check_stack()
-    launch(["--help"], spec=None, hardware="auto")
+    launch(["--help"], RunSettings(), hardware="auto")
     return 0
 
 
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
-    """Checks first, what takes longest last. Returns the flags for OpenRLHF, additions in front."""
-    given = command.openrlhf_args
+    """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    preflight.check_flags(given, command.spec)
-    flags.replace_model_names(given, models.check_name)
-    added = flags.run_flags(folder, given)
-    added += presets.with_advantage(command.preset, command.advantage, given)
-    for note in _advantage_notes(command, given):
+    preflight.check_flags(command.openrlhf_args, command.spec)
+    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
+    for note in _advantage_notes(command):
         report(f"warning: {note}")
     if command.task is not None:
-        added += tasks.expand(command.task, folder / "task", given)
-    preflight.check_files([*added, *given])
-    if added:
-        report(f"added to OpenRLHF's flags: {shlex.join(added)}")
-    args = flags.replace_model_names([*added, *given], lambda name: models.resolve(name, report=report))
-    preflight.check_model(flag_value(args, "--actor.model_name_or_path") or "", command.spec)
-    return args
+        complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
+    preflight.check_files(complete.words)
+    if complete.added:
+        report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
+    complete = flags.replace_model_names(complete, lambda name: models.resolve(name, report=report))
+    preflight.check_model(complete.value("--actor.model_name_or_path") or "", command.spec)
+    return complete.words
 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
     from ngrpo.trainer.launch import TrainingFailed, launch
+    from ngrpo.trainer.run_settings import RunSettings
     from ngrpo.trainer.seams import SeamMismatch
 
+    settings = RunSettings(
+        perturbation_spec=command.spec,
+        advantage_spec=command.advantage,
+        sampling=command.sampling,
+        reproducible=command.reproducible,
+    )
     log = progress.into_file(Path(command.log_file).expanduser()) if command.log_file else nullcontext()
     try:
         with log:
-            launch(args, spec=command.spec, hardware=hardware, settings=_settings(command))
+            launch(args, settings, hardware=hardware)
     except SeamMismatch as error:
         raise ValueError(str(error)) from None
     except TrainingFailed as error:
@@ -96,18 +102,12 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
     return 0
 
 
-def _settings(command: flags.TrainCommand) -> dict[str, dict[str, Any]]:
-    """The seam table's conditions of this command besides hardware and perturbation."""
-    settings = {"advantage": command.advantage or {}, "sampling": command.sampling}
-    return {condition: value for condition, value in settings.items() if value}
-
-
-def _advantage_notes(command: flags.TrainCommand, args: Sequence[str]) -> list[str]:
+def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     if command.advantage is None:
         return []
     from ngrpo.trainer import advantages
 
-    return advantages.create(**command.advantage).notes(args)
+    return advantages.create(**command.advantage).notes(command.openrlhf_args)
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:

@@ -80,9 +80,6 @@ class Perturbation(GateOptions, ABC):
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws")
-    reproducible: bool = option(
-        False, "the same seed gives the same rollouts from run to run: whole batches, in a fixed order"
-    )
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:
@@ -134,7 +131,7 @@ class Perturbation(GateOptions, ABC):
     @property
     def active(self) -> bool:
         """Whether there is anything to do; where not, rollout and training are stock."""
-        return self.rate > 0.0 or self.reproducible
+        return self.rate > 0.0
 
     def check_model(self, vocabulary: int) -> None:  # noqa: B027 (some perturbations fit any model)
         """Raises ``UsageError`` where an option does not fit a model with so many tokens."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngrpo import presets
+from ngrpo import presets, yaml_file
 from ngrpo.compare.plan import BASELINE, Arm, Evaluation, Plan
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.strategies import Strategy, parse_strategies
 from perturbations.options import nearest
 
@@ -97,11 +97,11 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     arms = [draft.swept(values) for draft in arms for values in _flag_sweeps(given.sweeps)]
     bases = _list(given.single.get("base"), "--base")
     for base in bases:
-        presets.expand(base, [])  # an unknown name is an error before anything starts
+        presets.check_name(base)
     drafts = [draft.on(base) for draft in arms for base in (bases or [None])]
     final = _distinct([draft.arm(given.stock) for draft in drafts])
-    rest, task = given.rest, flag_value(given.rest, "--task")
-    model = flag_value(rest, "--model") or flag_value(rest, "--actor.model_name_or_path") or ""
+    rest, task = given.rest, Flags(given.rest).value("--task")
+    model = Flags(rest).value("--model") or Flags(rest).value("--actor.model_name_or_path") or ""
     return (
         Plan(
             arms=tuple(final),
@@ -109,7 +109,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
             baseline=_baseline(given.single.get("baseline"), final),
             shared=tuple(rest),
             model=model,
-            task=task or flag_value(rest, "--data.prompt_dataset") or "",
+            task=task or Flags(rest).value("--data.prompt_dataset") or "",
             evaluation=_evaluation(given.groups["eval"], rest),
             diagnosis=_diagnosis(given.groups["diagnose"], rest, final),
             notes=tuple(dict.fromkeys(note for draft in drafts for note in draft.notes)),
@@ -143,11 +143,11 @@ class _Draft:
         flags = ["--perturbation", name]
         for key, value in strategy.settings.items():
             flags += [f"--{key}", value]
-        if not stock and "perturbation.reproducible" not in strategy.settings:
-            flags += ["--perturbation.reproducible", "true"]
+        if not stock and "reproducible" not in extras:
+            flags += ["--reproducible", "true"]
         base = extras.pop("base", None)
         if base is not None:
-            presets.expand(base, [])
+            presets.check_name(base)
             flags += ["--preset", base]
         for key, value in extras.items():
             flags += [f"--{key}"] if value == "" else [f"--{key}", *value.split(" ")]
@@ -174,6 +174,8 @@ def _line(text: str) -> _Draft:
         if word.startswith("--"):
             _refuse_own(key)
             extras[key[2:]] = value
+        elif key.removeprefix("perturbation.") == "reproducible":
+            extras["reproducible"] = value
         elif key in ("base", "advantage") or key.startswith("advantage."):
             if not equals or not value:
                 raise ValueError(f"--strategy {text!r}: {key} needs a value, for example {key}=gspo.")
@@ -202,7 +204,7 @@ def _flag_sweeps(sweeps: Iterable[str]) -> list[dict[str, str]]:
 
 def _sort(words: Sequence[str]) -> _Words:
     given, i = _Words(), 0
-    config = flag_value(words, "--config")
+    config = Flags(words).value("--config")
     if config is not None:
         words = [*_from_file(config), *words]
     while i < len(words):
@@ -253,16 +255,7 @@ def _refuse_near(name: str) -> None:
 
 def _from_file(path: str) -> list[str]:
     """The file as words, so that both ways mean the same."""
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--config {path}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise ValueError(f"--config {path}: must hold lines such as 'perturbations: none,neighbor'.")
+    loaded = yaml_file.read(path, flag="--config", example="'perturbations: none,neighbor'")
     known = {"perturbations", "strategies", "sweep", "base", "seeds", "baseline", "out", "stock", "flags", *_GROUPS}
     words: list[str] = []
     for key, value in loaded.items():
@@ -343,7 +336,7 @@ def _evaluation(options: dict[str, str], rest: Sequence[str]) -> Evaluation | No
         return None
     words: list[str] = []
     if "data" not in options and "task" not in options:
-        task, held_out = flag_value(rest, "--task"), flag_value(rest, "--eval.dataset")
+        task, held_out = Flags(rest).value("--task"), Flags(rest).value("--eval.dataset")
         if task:
             words += ["--task", task]
         elif held_out:
@@ -367,10 +360,10 @@ def _diagnosis(options: dict[str, str], rest: Sequence[str], arms: Sequence[Arm]
         return None
     words: list[str] = []
     if "data" not in options and "task" not in options:
-        task, prompts_from = flag_value(rest, "--task"), flag_value(rest, "--data.prompt_dataset")
+        task, prompts_from = Flags(rest).value("--task"), Flags(rest).value("--data.prompt_dataset")
         words += ["--task", task] if task else ["--data", prompts_from or ""]
-    if "max-tokens" not in options and flag_value(rest, "--rollout.max_new_tokens"):
-        words += ["--max-tokens", flag_value(rest, "--rollout.max_new_tokens") or ""]
+    if "max-tokens" not in options and Flags(rest).value("--rollout.max_new_tokens"):
+        words += ["--max-tokens", Flags(rest).value("--rollout.max_new_tokens") or ""]
     lines = dict.fromkeys(arm.perturbation for arm in arms)
     strategies = [word for line in lines for word in ("--strategy", line)]
     return (*words, *_as_words(options), *strategies)

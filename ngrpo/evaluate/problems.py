@@ -95,7 +95,7 @@ def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
     from ngrpo import tasks
 
     with tempfile.TemporaryDirectory() as folder:
-        tasks.expand(task, Path(folder), [])
+        tasks.prepare(task, Path(folder))
         held_out = Path(folder) / "eval.jsonl"
         if not held_out.is_file():
             raise ValueError(f"--task {task} has no held-out problems: give --data with a file of your own.")

@@ -5,6 +5,6 @@ resources Ray gets, which environment variables every process needs and which Op
 sensible value on this machine when the user gave none.
 """
 
-from ngrpo.hardware.profile import HARDWARE, Profile, detect, profile_for, with_default_flags
+from ngrpo.hardware.profile import HARDWARE, Profile, detect, profile_for
 
-__all__ = ["HARDWARE", "Profile", "detect", "profile_for", "with_default_flags"]
+__all__ = ["HARDWARE", "Profile", "detect", "profile_for"]

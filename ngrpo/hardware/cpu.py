@@ -11,12 +11,13 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ngrpo.hardware.profile import Profile, flag_value
+from ngrpo.hardware.profile import Profile
+from ngrpo.openrlhf_flags import Flags
 
 # (flag, whether its value is refused, reason and mend)
 _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
@@ -42,25 +43,25 @@ _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 )
 
 
-def check(flags: Sequence[str]) -> None:
+def check(flags: Flags) -> None:
     """Refuses what would fail late, or be ignored, without CUDA.
 
     Raises:
         ValueError: With the flag, why it cannot work here, and the mend.
     """
     for name, refused, reason in _REFUSED:
-        value = flag_value(flags, name)
+        value = flags.value(name)
         if value is not None and refused(value):
             raise ValueError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
     compiler = os.environ.get("CXX", "g++")
-    if flag_value(flags, "--ds.adam_offload") is not None and shutil.which(compiler) is None:
+    if flags.has("--ds.adam_offload") and shutil.which(compiler) is None:
         raise ValueError(
             f"No C++ compiler ({compiler!r}): DeepSpeed builds its CPU Adam on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
         )
 
 
-def ray_init(flags: Sequence[str]) -> dict[str, Any]:
+def ray_init(flags: Flags) -> dict[str, Any]:
     """Logical resources for a Ray on this machine: one "GPU" for every model that OpenRLHF places.
 
     The number is bookkeeping only; no device stands behind it. CPUs follow it because OpenRLHF asks
@@ -68,7 +69,7 @@ def ray_init(flags: Sequence[str]) -> dict[str, Any]:
     """
 
     def count(name: str, default: int) -> int:
-        return int(flag_value(flags, name) or default)
+        return int(flags.value(name) or default)
 
     units = count("--vllm.num_engines", 1)
     for role in ("actor", "ref", "reward", "critic"):

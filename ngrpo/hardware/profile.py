@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
+
+from ngrpo.openrlhf_flags import Default, Flags
 
 HARDWARE = ("cpu", "cuda")
 
@@ -19,8 +21,7 @@ class Profile:
         name: ``"cpu"`` or ``"cuda"``; also the condition under which the rows of
             `ngrpo.trainer.seams` that this hardware needs are put in place.
         env: Environment variables for every process. A value that the user already exported wins.
-        default_flags: OpenRLHF flags with their value (None: a switch), added only where the command
-            line does not have the flag.
+        default_flags: OpenRLHF flags that are added where the command line does not have them.
         ray_init: Given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started
             here (an existing cluster has its own resources).
         check: Given the final OpenRLHF flags, raises `ValueError` for what this hardware cannot do.
@@ -28,9 +29,9 @@ class Profile:
 
     name: Literal["cpu", "cuda"]
     env: dict[str, str] = field(default_factory=dict)
-    default_flags: dict[str, str | None] = field(default_factory=dict)
-    ray_init: Callable[[Sequence[str]], dict[str, Any]] = lambda flags: {}
-    check: Callable[[Sequence[str]], None] = lambda flags: None
+    default_flags: dict[str, Default] = field(default_factory=dict)
+    ray_init: Callable[[Flags], dict[str, Any]] = lambda flags: {}
+    check: Callable[[Flags], None] = lambda flags: None
 
 
 def detect() -> Literal["cpu", "cuda"]:
@@ -56,31 +57,3 @@ def profile_for(hardware: str) -> Profile:
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ValueError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
     return import_module(f"ngrpo.hardware.{hardware}").PROFILE
-
-
-def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Returns the value that argparse would take for a flag: the last one given, None if absent.
-
-    A switch without a value gives the empty string. Both ``--flag value`` and ``--flag=value`` count.
-    """
-    found = None
-    for position, word in enumerate(flags):
-        if word == name:
-            following = flags[position + 1] if position + 1 < len(flags) else "--"
-            found = "" if following.startswith("--") else following
-        elif word.startswith(name + "="):
-            found = word[len(name) + 1 :]
-    return found
-
-
-def with_default_flags(flags: Sequence[str], profile: Profile) -> tuple[list[str], list[str]]:
-    """Adds the profile's default flags that the command line lacks.
-
-    Returns:
-        The complete flags, and the added ones (to be printed: no setting changes silently).
-    """
-    added: list[str] = []
-    for name, value in profile.default_flags.items():
-        if flag_value(flags, name) is None:
-            added += [name] if value is None else [name, value]
-    return [*flags, *added], added

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.report.marks import Series
 from ngrpo.report.tables import facts
 from ngrpo.report.values import dig, duration, escape, figure, number, numbers, plural, rows
@@ -125,7 +125,7 @@ def _model(results: Mapping[str, Any]) -> Any:
     for key in ("openrlhf_args", "command"):
         words = [str(word) for word in results.get(key) or [] if word is not None]
         for flag in ("--actor.model_name_or_path", "--model"):
-            if value := flag_value(words, flag):
+            if value := Flags(words).value(flag):
                 return value
     return None
 

@@ -8,12 +8,11 @@ takes the argument too, and its ``check`` refuses a wrong one.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Default
 from perturbations.options import nearest
 
 
@@ -50,29 +49,23 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
         raise ValueError(f"task {task!r} needs an argument: --task {name}:{wanted}, {_module(name).EXAMPLE}.")
 
 
-def expand(task: str, folder: Path, args: Sequence[str]) -> list[str]:
-    """Writes a task's dataset and returns the flags for it that the user did not give.
+def prepare(task: str, folder: Path) -> dict[str, Default]:
+    """Writes a task's dataset.
 
     Args:
         task: ``name`` or ``name:argument``, the name from :func:`available`.
         folder: where to write, inside the run's folder.
-        args: OpenRLHF's flags as the user gave them.
 
     Returns:
-        Flags to put in front of ``args``.
+        OpenRLHF's flags for the task.
 
     Raises:
         ValueError: as :func:`check_name`.
     """
     check_name(task)
     name, _, argument = task.partition(":")
-    prepare = _module(name).prepare
-    flags: dict[str, str | None] = prepare(folder, argument) if argument else prepare(folder)
-    added: list[str] = []
-    for flag, value in flags.items():
-        if flag_value(args, flag) is None:
-            added += [flag] if value is None else [flag, value]
-    return added
+    write = _module(name).prepare
+    return write(folder, argument) if argument else write(folder)
 
 
 def _module(name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from perturbations.options import coerce, nearest, option
 
 # What OpenRLHF 0.11.2 computes itself (--algo.advantage.estimator) and is not repeated here.
@@ -136,13 +136,13 @@ class NegativeEnhanced(Advantage):
             "--algo.dynamic_filtering_range": ("-1000000", f"{self.max_reward:g}"),
         }
         # The range is for ratios of tokens; GSPO's, of whole sequences, has another scale.
-        if flag_value(args, "--actor.policy_loss_type") != "gspo":
+        if Flags(args).value("--actor.policy_loss_type") != "gspo":
             added["--actor.eps_clip_low_high"] = ("0.16", "0.24")
         return added
 
     def notes(self, args: Sequence[str]) -> list[str]:
         """Where the user's own filter drops the groups that the method is about."""
-        lowest = flag_value(args, "--algo.dynamic_filtering_range")
+        lowest = Flags(args).value("--algo.dynamic_filtering_range")
         if lowest is None or lowest.startswith("-"):
             return []
         return [
@@ -170,7 +170,7 @@ class _Verified(Advantage):
     def flags(self, args: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Raises ``ValueError`` for penalties that would move the rewards out of [0, 1]."""
         for flag in ("--reward.overlong_buffer_len", "--reward.stop_properly_penalty_coef"):
-            if flag_value(args, flag) is not None:
+            if Flags(args).has(flag):
                 raise ValueError(
                     f"{flag} cannot be used with --advantage {self.name}: it makes rewards that are not in [0, 1]."
                     " Mend: leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo."
@@ -223,7 +223,7 @@ class CountBonus(Advantage):
 
     def notes(self, args: Sequence[str]) -> list[str]:
         """Where a run is resumed."""
-        if flag_value(args, "--ckpt.load_enable") is None:
+        if not Flags(args).has("--ckpt.load_enable"):
             return []
         return ["--advantage copo: its counts are not part of a checkpoint; a resumed run starts counting at zero."]
 

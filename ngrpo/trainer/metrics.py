@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.sidecar import Sidecar, unpack
 
 SHIFT_SUM, SHIFT_COUNT = "perturbation/shift_sum", "perturbation/shift_count"
@@ -64,7 +65,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
             padded = np.pad(of_tokens.float().numpy(), ((0, 0), (1, 0)))
             lengths = experience.attention_mask.sum(dim=-1).tolist()
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-        self.perturbation_metrics = step_metrics(passengers, log_probs)
+        note_measures(self, step_metrics(passengers, log_probs))
         return experiences
 
     return make_experience_batch
@@ -73,9 +74,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     """log π of the tokens in each batch; where an operator has a density, the actor kept them beside it."""
     own = [experience.action_log_probs for experience in experiences]
-    from ngrpo.trainer.model_actors import run_operator
-
-    if not run_operator().has_density:
+    if not current_run().perturbation.has_density:
         return own
     import ray
 
@@ -91,6 +90,11 @@ def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     return tokens
 
 
+def note_measures(maker: Any, measures: dict[str, float]) -> None:
+    """Keeps measures of the step at hand with OpenRLHF's experience maker, for :func:`reporting_trainer`."""
+    maker.step_measures = {**getattr(maker, "step_measures", {}), **measures}
+
+
 def reporting_trainer(plain: type) -> type:
     """`PPOTrainer` and `TrainingActor`: the measures join each step's status, and so the log and TensorBoard.
 
@@ -101,8 +105,10 @@ def reporting_trainer(plain: type) -> type:
     class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
         def train_step(self, *args: Any, **kwargs: Any) -> Any:
             status, global_step = plain.train_step(self, *args, **kwargs)
-            add_measures(status, self.experience_maker.perturbation_metrics)
-            status.update(neighbor_drift(self.vllm_engines))
+            add_measures(status, self.experience_maker.step_measures)
+            self.experience_maker.step_measures = {}
+            if current_run().perturbation is not None:
+                status.update(neighbor_drift(self.vllm_engines))
             return status, global_step
 
     return ReportingTrainer

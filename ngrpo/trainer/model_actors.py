@@ -6,8 +6,6 @@ Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes 
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +14,8 @@ import torch
 from ngrpo.parameters import attach
 from ngrpo.trainer import sidecar
 from ngrpo.trainer.density import densities, token_log_probs
-from ngrpo.trainer.launch import SPEC
 from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
-from perturbations import registry
-from perturbations.base import Perturbation
+from ngrpo.trainer.run_settings import current_run
 from perturbations.learned import attached
 from perturbations.replay_scope import ReplayScope
 
@@ -34,7 +30,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            attach(self.model, run_operator(), pretrain_or_model)
+            attach(self.model, current_run().perturbation, pretrain_or_model)
 
     return __init__
 
@@ -44,7 +40,7 @@ def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
-        module, operator = attached(raw), run_operator()
+        module, operator = attached(raw), current_run().perturbation
         if module is None:
             return raw, groups
         rates = {id(p): operator.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
@@ -82,11 +78,6 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     return kept + list(moved.values())
 
 
-def run_operator() -> Perturbation:
-    """The run's operator, in any of its processes."""
-    return registry.create(**json.loads(os.environ[SPEC]))
-
-
 def replay_scope(model: Any, measure: bool = True) -> ReplayScope:
     """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
     model = model.model
@@ -111,7 +102,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
             records = sidecar.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, operator = getattr(self, attribute), run_operator()
+            model, operator = getattr(self, attribute), current_run().perturbation
             scope = replay_scope(model, measure=False)
             with scope(records, attention_mask), densities(operator, scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
@@ -142,14 +133,14 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             scope = replay_scope(self.actor)
             replay = scope(records, experience.attention_mask)
-            with replay as stats, densities(run_operator(), scope, self.actor.temperature):
+            with replay as stats, densities(current_run().perturbation, scope, self.actor.temperature):
                 result = original(self, experience, *args, **kwargs)
         finally:
             self.actor_loss_fn = loss_fn
         result["metrics"]["perturbation/ratio_mean"] = ratios.mean
         result["weights"]["perturbation/ratio_mean"] = "token"
         # Sums per sample, which OpenRLHF averages over samples: their quotient is the mean over perturbed positions,
-        # however the positions fall into micro-batches (see metrics.reported_step).
+        # however the positions fall into micro-batches (see metrics.add_measures).
         batch = len(experience.sequences)
         result["metrics"][SHIFT_SUM] = torch.tensor(stats.shift_sum() / batch)
         result["metrics"][SHIFT_COUNT] = torch.tensor(stats.count() / batch)

@@ -5,8 +5,6 @@ The functions at the end are rows of `ngrpo.trainer.seams`.
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from contextvars import ContextVar
 from copy import deepcopy
@@ -15,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed, parse
-from ngrpo.rollout.settings import KEY
-from ngrpo.trainer.launch import SPEC
+from ngrpo.rollout.settings import KEY, SEEDED_DRAWS
+from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.sidecar import Sidecar
 from perturbations import registry
 from perturbations.base import Perturbation
@@ -65,14 +63,17 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _trajectory.reset(token)
-        if trajectory.sidecar is not None:
+        if trajectory.sidecar is not None and current_run().perturbation is not None:
             response["mm_train_inputs"] = trajectory.sidecar.pack()
         return response
 
 
-def engine_operator(seed: int) -> Perturbation:
-    """The run's operator for the engine with this OpenRLHF seed: every engine has streams of its own."""
-    spec = json.loads(os.environ[SPEC])
+def engine_perturbation(seed: int) -> Perturbation:
+    """The run's perturbation for the engine with this OpenRLHF seed: every engine has streams of its own.
+
+    Under ``--reproducible`` an unperturbed run has them too, for its token draws.
+    """
+    spec = current_run().perturbation_spec or {"name": "none"}
     mixed = trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF
     return registry.create(**{**spec, "seed": mixed})
 
@@ -117,10 +118,11 @@ def perturbed_engine(plain: type) -> type:
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
-            operator = engine_operator(kwargs.get("seed", 0))
-            kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), KEY: operator.spec()}
+            perturbation = engine_perturbation(kwargs.get("seed", 0))
+            ours = {KEY: perturbation.spec(), SEEDED_DRAWS: current_run().reproducible}
+            kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
-            await confirm(self, operator)
+            await confirm(self, perturbation)
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
@@ -157,7 +159,7 @@ def plain_evaluation(plain: type) -> type:
         _evaluating = False
 
         def generate_eval_samples(self, **kwargs: Any) -> Any:
-            self._evaluating = not json.loads(os.environ[SPEC]).get("perturb_eval", False)
+            self._evaluating = not current_run().perturbation.perturb_eval
             try:
                 return super().generate_eval_samples(**kwargs)
             finally:

@@ -12,11 +12,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from ngrpo.hardware.profile import flag_value
-from ngrpo.trainer.launch import setting
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.run_settings import current_run
 from perturbations.options import coerce, nearest, option
 
-CONDITION = "sampling"
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
@@ -57,7 +56,7 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not masked."""
-    values = {name: float(flag_value(args, flag) or 1.0) for name, flag in _OPENRLHF.items()}
+    values = {name: float(Flags(args).value(flag) or 1.0) for name, flag in _OPENRLHF.items()}
     return {**values, **dataclasses.asdict(sampling)}
 
 
@@ -66,7 +65,7 @@ _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default
 
 def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
     """Calls a samples generator's method while the masks are on."""
-    token = _masks.set(setting(CONDITION))
+    token = _masks.set(dict(current_run().sampling))
     try:
         return generate(generator, **kwargs)
     finally:

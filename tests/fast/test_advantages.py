@@ -11,9 +11,11 @@ import torch
 
 from ngrpo import flags, presets
 from ngrpo.hardware.cpu import PROFILE as CPU
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import launch, sampling
 from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.advantages import ADVANTAGES, compute, create
+from ngrpo.trainer.run_settings import RunSettings, current_run
 from ngrpo.trainer.seams import active
 from ngrpo.trainer.visits import Visits, answer_of
 
@@ -170,9 +172,13 @@ def test_measures() -> None:
     assert "advantage/uniform_mean" not in mixed and mixed["advantage/count_mean"] == 1.0
 
 
+def applied(preset: str, *words: str) -> list[str]:
+    return list(presets.applied(Flags(words), preset).added)
+
+
 class TestPresets:
     def test_dapo_is_openrlhf_flags(self) -> None:
-        added = presets.expand("dapo", ["--rollout.max_new_tokens", "20480"])
+        added = applied("dapo", "--rollout.max_new_tokens", "20480")
         for flag, words in {
             "--actor.eps_clip_low_high": ["0.2", "0.28"],
             "--algo.dynamic_filtering_range": ["0", "1"],
@@ -188,33 +194,33 @@ class TestPresets:
     def test_openrlhf_has_every_flag_and_choice(self) -> None:
         source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
         ngrpo = create("ngrpo").flags([])
-        words = [word for name in presets.available() for word in presets.expand(name, [])]
+        words = [word for name in presets.available() for word in applied(name)]
         words += [*ngrpo, *(word for value in ngrpo.values() for word in value)]
         for word in words:
             assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
 
     def test_the_users_flags_win(self) -> None:
-        added = presets.expand("dapo", ["--actor.eps_clip", "0.1", "--algo.kl.init_coef=0.01"])
+        added = applied("dapo", "--actor.eps_clip", "0.1", "--algo.kl.init_coef=0.01")
         assert not {"--actor.eps_clip_low_high", "--algo.kl.init_coef"} & set(added)
         assert added[added.index("--reward.overlong_buffer_len") + 1] == "409"  # a fifth of OpenRLHF's own 2,048
 
     def test_grpo_and_gspo_differ_in_ratio_and_clip_only(self) -> None:
-        grpo, gspo = presets.expand("grpo", []), presets.expand("gspo", [])
+        grpo, gspo = applied("grpo"), applied("gspo")
         assert gspo[gspo.index("--actor.policy_loss_type") + 1] == "gspo"
         swapped = ["gspo" if word == "ppo" else word for word in grpo]
         assert gspo == [*swapped, "--actor.eps_clip_low_high", "0.0003", "0.0004"]
 
     def test_unknown(self) -> None:
         with pytest.raises(ValueError, match=r"'dpao'.*Did you mean 'dapo'.*grpo, gspo, dapo"):
-            presets.expand("dpao", [])
+            applied("dpao")
         with pytest.raises(ValueError, match="'long'"):
-            presets.expand("dapo", ["--rollout.max_new_tokens", "long"])
+            applied("dapo", "--rollout.max_new_tokens", "long")
 
 
 class TestAddedFlags:
     def added(self, line: str) -> list[str]:
         command = flags.parse(line.split())
-        return presets.with_advantage(command.preset, command.advantage, command.openrlhf_args)
+        return list(presets.applied(Flags(command.openrlhf_args), command.preset, command.advantage).added)
 
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
@@ -312,13 +318,15 @@ class TestWords:
 
 
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"advantage": {"name": "ngrpo", "n": 2}, "sampling": {"top_k": 5}}
-    conditions = launch.conditions_for(CPU, None, settings)
+    settings = RunSettings(advantage_spec={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
+    conditions = launch.conditions_for(CPU, settings)
     assert conditions == ("cpu", "advantage", "sampling")
-    assert launch.conditions_for(CPU, None) == ("cpu",)
-    env = launch.worker_env(CPU, conditions, None, settings)
+    assert launch.conditions_for(CPU, RunSettings()) == ("cpu",)
+    env = launch.worker_env(CPU, conditions, settings)
     for name in env:
         monkeypatch.setenv(name, env[name])
-    assert {condition: launch.setting(condition) for condition in settings} == settings
+    read = current_run()
+    assert read == settings and read.advantage.n == 2 and read.perturbation is None
+    assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {seam.attribute for seam in active(conditions)}
     assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

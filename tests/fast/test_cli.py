@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from ngrpo import cli, flags, models, preflight, train
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 
 
@@ -65,8 +67,8 @@ def test_model_is_the_actor() -> None:
 
 def test_model_names_are_replaced_everywhere() -> None:
     args = ["--actor.model_name_or_path", "a", "--reward.model_name_or_path=b,c", "--x", "a"]
-    replaced = flags.replace_model_names(args, str.upper)
-    assert replaced == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
+    replaced = flags.replace_model_names(Flags(args), str.upper)
+    assert replaced.words == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
 
 
 def test_rate_one_with_anchor_is_noted() -> None:
@@ -124,9 +126,11 @@ class TestConfigFile:
             ("name: neighbor\nmetrc: l2\n", ["'metrc'", "Did you mean 'metric'?", "p.yaml"]),
             ("nmae: neighbor\n", ["'nmae'", "Did you mean 'name'?"]),
             ("name: neighbor\nrate: high\n", ["'high'", "a number"]),
-            ("- neighbor\n", ["option: value"]),
+            ("- neighbor\n", ["must hold lines", "name: neighbor"]),
+            ("3: neighbor\n", ["must hold lines"]),
+            ("name: neighbor\nrate: 0.1\nrate: 0.2\n", ["'rate'", "given twice"]),
             ("name: [neighbor\n", ["is not YAML"]),
-            ("", ["option: value"]),
+            ("", ["must hold lines"]),
         ],
     )
     def test_bad_files(self, tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -185,8 +189,8 @@ class TestRun:
     def launched(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
         calls: list = []
 
-        def launch(args: list[str], *, spec: dict | None, hardware: str, settings: dict) -> None:
-            calls.append((args, spec, hardware, settings))
+        def launch(args: list[str], settings: RunSettings, *, hardware: str) -> None:
+            calls.append((args, settings, hardware))
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
@@ -198,14 +202,14 @@ class TestRun:
         line = "--perturbation soft --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         line += " --eval.dataset e/f"
         assert train.run(line.split(), report=print) == 0
-        (args, spec, hardware, settings) = launched[0]
-        assert settings == {}
-        assert spec["name"] == "soft" and hardware == "cpu"
-        assert flags.flag_value(args, "--actor.model_name_or_path") == "/resolved/smollm2-135m"
-        assert flags.flag_value(args, "--data.prompt_dataset") == "r/task/train.jsonl"
-        assert flags.flag_value(args, "--data.label_key") == "label"
-        assert flags.flag_value(args, "--ckpt.output_dir") == "r/model"
-        assert flags.flag_value(args, "--eval.dataset") == "e/f" and args.count("--eval.dataset") == 1
+        (args, settings, hardware) = launched[0]
+        assert settings == RunSettings(perturbation_spec=settings.perturbation_spec)
+        assert settings.perturbation_spec["name"] == "soft" and hardware == "cpu"
+        assert Flags(args).value("--actor.model_name_or_path") == "/resolved/smollm2-135m"
+        assert Flags(args).value("--data.prompt_dataset") == "r/task/train.jsonl"
+        assert Flags(args).value("--data.label_key") == "label"
+        assert Flags(args).value("--ckpt.output_dir") == "r/model"
+        assert Flags(args).value("--eval.dataset") == "e/f" and args.count("--eval.dataset") == 1
         assert "added to OpenRLHF's flags" in capsys.readouterr().out
         assert Path("r/summary.json").is_file()
 
@@ -213,14 +217,14 @@ class TestRun:
         line = "--advantage ngrpo --preset gspo --sampling.min_p 0.1 --rollout.temperature 0.8"
         line += " --actor.loss_agg_mode token-mean --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         assert train.run(line.split(), report=print) == 0
-        (args, spec, _, settings) = launched[0]
-        assert spec is None
-        assert settings == {"advantage": {"name": "ngrpo", "n": 1, "max_reward": 1.0}, "sampling": {"min_p": 0.1}}
-        assert flags.flag_value(args, "--actor.policy_loss_type") == "gspo"
+        (args, settings, _) = launched[0]
+        advantage = {"name": "ngrpo", "n": 1, "max_reward": 1.0}
+        assert settings == RunSettings(advantage_spec=advantage, sampling={"min_p": 0.1})
+        assert Flags(args).value("--actor.policy_loss_type") == "gspo"
         assert args.count("--actor.loss_agg_mode") == 1
         assert "--algo.dynamic_filtering_range -1000000 1" in capsys.readouterr().out
         written = json.loads(Path("r/summary.json").read_text())
-        assert written["advantage"] == settings["advantage"]
+        assert written["advantage"] == advantage
         assert written["sampling"] == {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1}
 
     def test_nothing_is_launched_or_written_on_bad_input(self, launched: list, tmp_path: Path) -> None:

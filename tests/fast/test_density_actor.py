@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.launch import SPEC
 from ngrpo.trainer.model_actors import replaying_actor, replaying_reference, replaying_training_step
 from ngrpo.trainer.sidecar import Sidecar
 from perturbations.registry import create
+from tests.fast.run import run_with
 from tests.fast.test_density import generator
 from tests.fast.test_density_loss import Model, batch, hooked, log_probs_of, perturbed, run
 
@@ -60,7 +59,7 @@ def training_step(self: Any, experience: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, list]:
-    monkeypatch.setenv(SPEC, json.dumps(OPERATOR.spec()))
+    run_with(monkeypatch, perturbation_spec=OPERATOR.spec())
     tokens, mask, records = batch(OPERATOR)
     action = mask.clone()[:, 1:]
     action[:, :4] = 0

@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from ngrpo.hardware import profile_for, with_default_flags
-from ngrpo.hardware.profile import flag_value
+from ngrpo.hardware import profile_for
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.launch import conditions_for, root_cause, worker_env
+from ngrpo.trainer.run_settings import RunSettings
 
 CPU = profile_for("cpu")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -32,27 +33,22 @@ def test_auto_is_what_torch_sees() -> None:
     assert profile_for("auto").name == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_flag_value() -> None:
-    flags = ["--a", "1", "--b", "--c=x", "--a", "2", "--d"]
-    names = ("--a", "--b", "--c", "--d", "--e")
-    assert [flag_value(flags, name) for name in names] == ["2", "", "x", "", None]
-
-
 def test_default_flags_are_added_only_where_absent_and_told() -> None:
     user = ["--vllm.num_engines=2", "--ds.attn_implementation", "eager", "--ds.adam_offload"]
-    flags, added = with_default_flags(user, CPU)
-    assert flags[: len(user)] == user and flags[len(user) :] == added
-    assert flag_value(flags, "--vllm.num_engines") == "2"
-    assert flag_value(flags, "--ds.attn_implementation") == "eager"
-    assert "--ds.adam_offload" not in added and "--vllm.enforce_eager" in added
+    flags = Flags(user).with_defaults(CPU.default_flags)
+    assert flags.words == [*flags.added, *user]
+    assert flags.value("--vllm.num_engines") == "2"
+    assert flags.value("--ds.attn_implementation") == "eager"
+    assert "--ds.adam_offload" not in flags.added and "--vllm.enforce_eager" in flags.added
 
 
 def test_cuda_is_stock_openrlhf() -> None:
     profile = profile_for("cuda")
-    assert with_default_flags(["--x", "1"], profile) == (["--x", "1"], [])
-    assert conditions_for(profile, None) == () and profile.env == {}
-    assert conditions_for(profile, {"name": "neighbor"}) == ("perturbation",)
-    assert conditions_for(CPU, {"name": "neighbor"}) == ("cpu", "perturbation")
+    perturbed = RunSettings(perturbation_spec={"name": "neighbor"})
+    assert conditions_for(profile, RunSettings()) == () and profile.env == {} == profile.default_flags
+    assert conditions_for(profile, perturbed) == ("perturbation",)
+    assert conditions_for(CPU, perturbed) == ("cpu", "perturbation")
+    assert conditions_for(CPU, RunSettings(reproducible=True)) == ("cpu", "reproducible")
 
 
 @pytest.mark.parametrize(
@@ -70,21 +66,22 @@ def test_cuda_is_stock_openrlhf() -> None:
 def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> None:
     name = flags[0].split("=")[0]
     with pytest.raises(ValueError, match=f"{name}.* cannot be used with --hardware cpu: "):
-        CPU.check(flags)
+        CPU.check(Flags(flags))
 
 
 def test_harmless_values_pass() -> None:
-    CPU.check(["--vllm.tensor_parallel_size", "1", "--ds.ring_attn_size=1", "--vllm.sync_backend", "gloo"])
+    CPU.check(Flags(["--vllm.tensor_parallel_size", "1", "--ds.ring_attn_size=1", "--vllm.sync_backend", "gloo"]))
 
 
 def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"no-such-compiler.*CPU Adam"):
-        CPU.check(["--ds.adam_offload"])
+        CPU.check(Flags(["--ds.adam_offload"]))
 
 
 def test_logical_resources_cover_every_model() -> None:
-    flags, _ = with_default_flags(["--vllm.num_engines", "2", "--actor.num_gpus_per_node", "2"], CPU)
+    given = Flags(["--vllm.num_engines", "2", "--actor.num_gpus_per_node", "2"])
+    flags = given.with_defaults(CPU.default_flags)
     resources = CPU.ray_init(flags)
     assert resources["num_gpus"] == 2 + 2 + 1 + 1 + 1
     assert resources["num_cpus"] > resources["num_gpus"]
@@ -93,7 +90,8 @@ def test_logical_resources_cover_every_model() -> None:
 def test_worker_environment(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    env = worker_env(CPU, ("cpu", "perturbation"), {"rate": 0.1, "name": "neighbor"})
+    settings = RunSettings(perturbation_spec={"rate": 0.1, "name": "neighbor"})
+    env = worker_env(CPU, ("cpu", "perturbation"), settings)
     assert env["NGRPO_CONDITIONS"] == "cpu,perturbation"
     assert env["NGRPO_PERTURBATION"] == '{"name": "neighbor", "rate": 0.1}'
     assert env["NCCL_DEBUG"] == "INFO" and env["OMP_NUM_THREADS"] == "7", "what the user exported wins"

@@ -14,7 +14,9 @@ import pytest
 from ngrpo import cli, flags, summary
 from ngrpo.hardware import profile_for
 from ngrpo.trainer import launch
+from ngrpo.trainer.run_settings import RunSettings, current_run
 from perturbations import check_perturbation, create, create_gate, registry, user_files
+from tests.conftest import ROOT
 
 OPERATOR = '''
 from __future__ import annotations
@@ -90,8 +92,8 @@ def message(call) -> str:
 
 
 def elsewhere(code: str, given: str = "", path: str = "") -> str:
-    """Runs code in a fresh interpreter, in another folder."""
-    env = {**os.environ, "PYTHONPATH": path}
+    """Runs code in a fresh interpreter, in another folder, with this checkout's packages."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
     done = subprocess.run(
         [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
     )
@@ -270,11 +272,13 @@ def test_a_script_is_its_own_file() -> None:
     assert spec["name"] == "script.py:Mine" and create(**spec).strength == 0.25
 
 
-def test_ray_workers_get_the_source_in_their_environment() -> None:
+def test_ray_workers_get_the_source_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     write("mine.py")
     spec = create("mine.py", strength=0.25).spec()
-    env = launch.worker_env(profile_for("cpu"), ("cpu", "perturbation"), spec)
-    assert create(**json.loads(env[launch.SPEC])).spec() == spec
+    env = launch.worker_env(profile_for("cpu"), ("cpu", "perturbation"), RunSettings(perturbation_spec=spec))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert current_run().perturbation.spec() == spec
 
 
 def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:

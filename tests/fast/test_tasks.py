@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import tasks
-from ngrpo.hardware.profile import flag_value
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.tasks import arithmetic, reasoning_gym
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
@@ -80,8 +80,9 @@ def test_file_for_openrlhf(tmp_path: Path) -> None:
     assert len(rows) == arithmetic.TRAIN_ROWS and set(rows[0]) == {"input", "label"}
 
 
-def test_expand_adds_only_what_is_missing(tmp_path: Path) -> None:
-    added = tasks.expand("arithmetic", tmp_path, ["--data.prompt_dataset=mine.jsonl", "--data.apply_chat_template"])
+def test_only_what_is_missing_is_added(tmp_path: Path) -> None:
+    given = Flags(["--data.prompt_dataset=mine.jsonl", "--data.apply_chat_template"])
+    added = given.with_defaults(tasks.prepare("arithmetic", tmp_path)).added
     assert "--data.prompt_dataset" not in added and "--data.apply_chat_template" not in added
     assert added[added.index("--data.label_key") + 1] == "label"
 
@@ -125,7 +126,7 @@ class TestReasoningGym:
         # ransom_note iterates over sets of strings: without a fixed hash seed its problems change with the process.
         folders = [tmp_path / "one", tmp_path / "two"]
         for folder in folders:
-            tasks.expand("reasoning_gym:ransom_note", folder, [])
+            tasks.prepare("reasoning_gym:ransom_note", folder)
         for name in ("train.jsonl", "eval.jsonl"):
             assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
         train, held_out = (
@@ -182,11 +183,10 @@ def test_math_file(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     source = tmp_path / "mine.jsonl"
     source.write_text(json.dumps({"problem": "Half of one?", "answer": "1/2"}) + "\n")
-    added = tasks.expand(f"math:{source}", tmp_path / "task", ["--eval.dataset", "own.jsonl"])
-    flags = {flag: flag_value(added, flag) for flag in ("--data.prompt_dataset", "--reward.remote_url")}
+    flags = tasks.prepare(f"math:{source}", tmp_path / "task")
     (row,) = [json.loads(line) for line in Path(flags["--data.prompt_dataset"]).read_text().splitlines()]
     assert row["label"] == "1/2" and row["input"][0]["content"].startswith("Half of one?")
-    assert "--eval.dataset" not in added
+    assert "--eval.dataset" not in flags
     spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -199,6 +199,6 @@ def test_math_file(tmp_path: Path) -> None:
 def test_math_file_with_unanswered_problems(
     shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks.expand(f"math:{shared_data / 'math_train.parquet'}", tmp_path, [])
+    tasks.prepare(f"math:{shared_data / 'math_train.parquet'}", tmp_path)
     assert "2 of 7500 problems" in capsys.readouterr().err
     assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 7498

@@ -1,0 +1,93 @@
+"""The flags of a command line: what was given, as argparse would read it, and what is added where it was not.
+
+This module imports nothing of the project, so that every part of it can read flags with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+# A default of a flag: its value, several values, or None for a switch, which has none.
+Default = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag as it stands on a command line.
+
+    Attributes:
+        name: ``--ds.zero_stage``; empty for words that stand before the first flag.
+        values: the words after it, up to the next flag; ``--name=value`` counts as well.
+        words: the words themselves.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of a command line, and those that were added to it.
+
+    Attributes:
+        given: the words that the user gave, in their order.
+        added: the words added by :meth:`with_defaults`.
+    """
+
+    given: Sequence[str] = ()
+    added: Sequence[str] = ()
+
+    @property
+    def words(self) -> list[str]:
+        """All words; what was added stands in front."""
+        return [*self.added, *self.given]
+
+    def __iter__(self) -> Iterator[Flag]:
+        """Flag by flag, in the order of the words."""
+        words = self.words
+        starts = [i for i, word in enumerate(words) if i == 0 or word.startswith("--")]
+        for start, end in zip(starts, [*starts[1:], len(words)]):
+            name, equals, value = words[start].partition("=")
+            part = tuple(words[start:end])
+            if name.startswith("--"):
+                yield Flag(name, (value, *part[1:]) if equals else part[1:], part)
+            else:
+                yield Flag("", part, part)
+
+    def value(self, name: str) -> str | None:
+        """The value that argparse would take: the last one given; "" for a switch, None where the flag is absent."""
+        found = None
+        for flag in self:
+            if flag.name == name:
+                found = flag.values[0] if flag.values else ""
+        return found
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these flags is there."""
+        return any(flag.name in names for flag in self)
+
+    def with_defaults(self, defaults: Mapping[str, Default]) -> Flags:
+        """The flags with those defaults added whose flag is absent; :attr:`added` tells which these are."""
+        new: list[str] = []
+        for name, default in defaults.items():
+            if not self.has(name):
+                new += [name, *((default,) if isinstance(default, str) else default or ())]
+        return Flags(self.given, (*self.added, *new))
+
+    def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
+        """The flags with a function applied to the first value of each flag whose name ends so."""
+
+        def changed(words: Sequence[str]) -> list[str]:
+            result: list[str] = []
+            for flag in Flags(words):
+                if not flag.name.endswith(ending) or not flag.values:
+                    result += flag.words
+                elif "=" in flag.words[0]:
+                    result += [f"{flag.name}={replace(flag.values[0])}", *flag.words[1:]]
+                else:
+                    result += [flag.name, replace(flag.values[0]), *flag.words[2:]]
+            return result
+
+        return Flags(changed(self.given), changed(self.added))

@@ -1,0 +1,42 @@
+"""Options in a YAML file: the one reader of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from perturbations.errors import UsageError
+
+
+def read(path: str, *, flag: str, example: str) -> dict[str, Any]:
+    """The lines ``key: value`` of a file.
+
+    Args:
+        path: the file.
+        flag: the flag that named it, for messages.
+        example: what such a file holds, for messages.
+
+    Raises:
+        UsageError: for a file that is missing, is not YAML, gives a key twice, or holds something else.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML's own loader keeps the last of two equal keys without a word."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+            if twice is not None:
+                raise UsageError(f"{flag} {path}: the key {twice!r} is given twice. Keep one of them.")
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise UsageError(f"{flag} {path}: must hold lines such as {example}.")
+    return loaded
