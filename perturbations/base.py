@@ -133,5 +133,5 @@ class Perturbation(GateOptions, ABC):
         """Whether there is anything to do; where not, rollout and training are stock."""
         return self.rate > 0.0
 
-    def check_model(self, vocabulary: int) -> None:  # noqa: B027 (some perturbations fit any model)
+    def check_model(self, vocabulary: int) -> None:
         """Raises ``UsageError`` where an option does not fit a model with so many tokens."""

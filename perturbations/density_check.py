@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.step import Step
 
 
 def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
@@ -19,7 +20,7 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
 
 
 def density_problem(operator: Perturbation, step: Step, proposal: Proposal) -> tuple[str, str] | None:
-    """What is wrong with an operator's density at B positions, and the mend; None where nothing is.
+    """What is wrong with an operator's density at B positions, and how to fix it; None where nothing is.
 
     Args:
         operator: one with a density.

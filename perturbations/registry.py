@@ -15,7 +15,7 @@ from perturbations.options import nearest
 
 if TYPE_CHECKING:
     from perturbations.base import Perturbation
-    from perturbations.gates import Gate
+    from perturbations.gates.base import Gate
 
 _Class = TypeVar("_Class", bound=type)
 GATE_OPTION = "gate."
@@ -261,7 +261,14 @@ def _same(one: type, two: type) -> bool:
 operators = Registry(
     "perturbation", "perturbations.base:Perturbation", "perturbations.strategies", "ngrpo.perturbations"
 )
-gates = Registry("gate", "perturbations.gates:Gate", "perturbations.gating", "ngrpo.gates")
+gates = Registry("gate", "perturbations.gates.base:Gate", "perturbations.gates", "ngrpo.gates")
+
+buffers = Registry(
+    "replay buffer",
+    "perturbations.replay.buffers.base:ReplayBuffer",
+    "perturbations.replay.buffers",
+    "ngrpo.replay_buffers",
+)
 
 register, available = operators.register, operators.available
 get, address = operators.get, operators.address
@@ -275,6 +282,11 @@ def create(name: str, **options: Any) -> Perturbation:
 def register_gate(name: str) -> Any:
     """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
     return gates.register(name)
+
+
+def register_buffer(name: str) -> Any:
+    """Class decorator that gives a replay buffer its name; as :meth:`Registry.register`."""
+    return buffers.register(name)
 
 
 def create_gate(name: str, **options: Any) -> Gate:

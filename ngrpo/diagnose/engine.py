@@ -56,7 +56,7 @@ def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "aut
 
 
 def attached(llm: Any) -> Any:
-    """The worker's :class:`ngrpo.rollout.runner.AttachedPerturbation`, which is in this process."""
+    """The worker's :class:`ngrpo.rollout.attach.AttachedPerturbation`, which is in this process."""
     return llm.llm_engine.collective_rpc(lambda worker: worker.perturbation)[0]
 
 

@@ -43,7 +43,9 @@ def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
     return torch.where(of_own >= best - _TIE, own, tokens)
 
 
-def recorded_inputs(record: ReplayRecord, rows: np.ndarray, embeddings: ModelEmbeddings, module: nn.Module | None) -> Tensor:
+def recorded_inputs(
+    record: ReplayRecord, rows: np.ndarray, embeddings: ModelEmbeddings, module: nn.Module | None
+) -> Tensor:
     """The vectors that a rollout was fed at some perturbed positions.
 
     Args:
@@ -73,7 +75,10 @@ def recorded_inputs(record: ReplayRecord, rows: np.ndarray, embeddings: ModelEmb
 
 
 def shares_still_nearest(
-    records: Sequence[ReplayRecord], texts: Sequence[Sequence[int]], embeddings: ModelEmbeddings, module: nn.Module | None
+    records: Sequence[ReplayRecord],
+    texts: Sequence[Sequence[int]],
+    embeddings: ModelEmbeddings,
+    module: nn.Module | None,
 ) -> tuple[float | None, float | None]:
     """Shares of perturbed inputs whose nearest token is still the anchor, and still the token in the text.
 

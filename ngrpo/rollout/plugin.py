@@ -107,7 +107,7 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         operator = settings.read(self.vllm_config.additional_config)
         if operator is not None:
-            from ngrpo.rollout.runner import AttachedPerturbation
+            from ngrpo.rollout.attach import AttachedPerturbation
 
             self.perturbation = AttachedPerturbation(self.model_runner, operator)
             logger.info("perturbation %s is on: %s", operator.name, operator.fingerprint())

@@ -105,6 +105,11 @@ def grown(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     return np.concatenate([array, np.full((size - len(array), *array.shape[1:]), fill, dtype=array.dtype)])
 
 
+def _no_edits() -> dict[str, np.ndarray]:
+    ids = np.zeros((0, 1), dtype=np.int32)
+    return {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """What does not change while a request lives."""
@@ -188,8 +193,8 @@ class TrajectoryStore:
         """
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
-        record = ReplayRecord(t.seed, t.prompt_tokens, t.prompt_tokens + len(log_probs), **self._edits.read(t.slot))
-        return record, log_probs
+        parts = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
+        return ReplayRecord(t.seed, t.prompt_tokens, t.prompt_tokens + len(log_probs), **parts), log_probs
 
     def close(self, request_id: str) -> None:
         """Frees a request's slot."""

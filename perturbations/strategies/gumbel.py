@@ -61,7 +61,8 @@ class Gumbel(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with log p_i(θ) > −3 of −g_i(θ) − exp(−g_i(θ)), g_i(θ) = clamp(y_i − log p_i(θ), −1.5, 3).
 
-        y_i = τ_g log w_i + normalizer. A weight that float32 lost stands for a y below −5, whose g is clamped in any case.
+        y_i = τ_g log w_i + normalizer. A weight that float32 lost stands for a y below −5, whose g is clamped in any
+        case.
         """
         edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
         weights = edit.weights.clamp_min(torch.finfo(torch.float32).tiny)

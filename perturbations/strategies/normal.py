@@ -42,7 +42,10 @@ class Normal(TopTokens):
         draws = torch.where(probabilities > 0.0, draws, 0.0)
         normalizer = draws.sum(dim=-1)
         tokens = ids.gather(-1, draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        return Proposal(InputEdit(ids, draws / normalizer.unsqueeze(-1), normalizer=normalizer if self.has_density else None), tokens)
+        return Proposal(
+            InputEdit(ids, draws / normalizer.unsqueeze(-1), normalizer=normalizer if self.has_density else None),
+            tokens,
+        )
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the ids of log N(y_i; p_i(θ), 0.05²) with y_i clamped to p_i(θ) ± 0.15; y_i = w_i · normalizer."""

@@ -337,7 +337,7 @@ def test_options_that_do_not_go_together_are_refused(name: str, options: dict, w
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
 def test_default_density_is_the_token(operator: Perturbation) -> None:
     plain = create(operator.name)
-    assert not plain.has_density and not plain.keeps_total and operator.has_density
+    assert not plain.has_density and operator.has_density
 
 
 def test_an_operator_without_a_density_says_so() -> None:

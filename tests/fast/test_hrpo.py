@@ -213,10 +213,6 @@ class Scaled(Perturbation):
         values, ids = step.logits.topk(8, dim=-1)
         return Proposal(InputEdit(ids, torch.softmax(values, dim=-1)), step.sampled)
 
-    @property
-    def candidates(self) -> int:
-        return 8
-
     def module(self, hidden_size: int) -> nn.Module:
         return Scale(hidden_size)
 

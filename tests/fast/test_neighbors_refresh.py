@@ -9,7 +9,7 @@ from perturbations import create
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
-from perturbations.neighbors import Drift, ExactIndex, Neighborhood, Refresh, upkeep
+from perturbations.neighbors import Drift, ExactIndex, Neighborhood, Refresh
 
 # On a line, nearest by L2:          0→1  1→0  2→1   3→4   4→3
 START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
@@ -153,7 +153,7 @@ def test_another_k_starts_over() -> None:
 
 
 def test_at_most_so_many_tokens_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_WATCHED", 4)
+    monkeypatch.setattr("perturbations.neighbors.refresh._WATCHED", 4)
     embedding = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     watched = Neighborhood(lambda e, probe: ExactIndex(e), lambda: embedding, Refresh(1))
     watched.query(torch.arange(20, 40, 2), 2)  # ten tokens

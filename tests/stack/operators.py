@@ -22,14 +22,6 @@ class DenseShake(Perturbation):
         scale = self.strength * own.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         return Proposal(dense_edit(step.sampled, own + scale * noise), step.sampled)
 
-    @property
-    def candidates(self) -> int:
-        return 1
-
-    @property
-    def dense(self) -> bool:
-        return True
-
 
 @register("second-likeliest")
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +31,3 @@ class RunnerUp(Perturbation):
     def propose(self, step: Step) -> Proposal:
         tokens = step.logits.topk(2, dim=-1).indices[:, 1]
         return Proposal(InputEdit(tokens.unsqueeze(-1), torch.ones_like(step.logits[:, :1])), tokens)
-
-    @property
-    def candidates(self) -> int:
-        return 1

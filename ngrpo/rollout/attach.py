@@ -1,7 +1,7 @@
-"""Attaches the perturber to a vLLM V1 model runner (``v1/worker/gpu_model_runner.py``, vLLM 0.26 to 0.29).
+"""Attaches the perturber to a vLLM worker: what its two model runners have in common.
 
-Four bound methods of one runner instance are wrapped: ``_update_states`` (requests come and go), ``_preprocess``
-(the inputs are laid out), the sampler's ``sample`` (tokens are drawn), and the two ways of loading weights.
+The embedding's override is in place before anything is compiled, and each way of loading weights refreshes what was
+computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :mod:`runner_v2` beside this file.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ngrpo.parameters import load_saved
+from ngrpo.rollout import runner_v1, runner_v2
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RequestBook
-from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import learned
 from perturbations.base import Perturbation
-from perturbations.gates import TokenConditions, protected_tokens
 from perturbations.embeddings import ModelEmbeddings
+from perturbations.gates.default import BoundGate
 
 
 class AttachedPerturbation:
@@ -31,11 +29,12 @@ class AttachedPerturbation:
     def __init__(self, runner: Any, operator: Perturbation) -> None:
         """
         Args:
-            runner: a V1 ``GPUModelRunner`` or ``CPUModelRunner`` whose model is loaded and not yet compiled.
+            runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
             operator: an active operator.
         """
         self._runner = runner
-        self._tempered: tuple[Any, Tensor | None] = (None, None)
+        # The state that only V2 keeps; its class cannot be imported where Triton is missing.
+        self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
         embedding = find_input_embedding(model)
         self._override = InputOverride(
@@ -44,7 +43,7 @@ class AttachedPerturbation:
         self._hidden = embedding.embedding_dim
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
-        self._embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
+        self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
         self.replace(operator)
         self._wrap()
 
@@ -61,83 +60,21 @@ class AttachedPerturbation:
                 f"the perturbation cannot be replaced while {book.running} requests are running: wait for them."
             )
         operator.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, operator, self._hidden)
-        conditions = TokenConditions(
-            tokenizer.encode(operator.until) if operator.until is not None else [],
-            protected_tokens(operator.protect, tokenizer.vocabulary, self._vocabulary),
-            operator.entropy_min,
-            store.slots,
-            runner.device,
-        )
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len)
+        gate = BoundGate(operator, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device)
         self.module = _module(operator, self._hidden, runner)
         self.operator = operator
-        self._perturber = RolloutPerturber(
-            operator, store, conditions, self._embeddings, self._override, runner.device, self.module
+        self.perturber = RolloutPerturber(
+            operator, store, gate, self.embeddings, self._override, runner.device, self.module
         )
-        self.book = RequestBook(operator, store, self._perturber)
-
-    @property
-    def embeddings(self) -> ModelEmbeddings:
-        """The model's embeddings, as operators see them."""
-        return self._embeddings
+        self.book = RequestBook(operator, store, self.perturber)
 
     def _wrap(self) -> None:
         runner = self._runner
-        runner._update_states = self._after_update(runner._update_states)
-        runner._preprocess = self._before_preprocess(runner._preprocess)
-        runner.sampler.sample = self._in_place_of_sample(runner.sampler.sample)
+        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
         model = runner.get_model()
         model.load_weights = self._then_refresh(self._without_ours(model.load_weights))
         runner.reload_weights = self._then_refresh(runner.reload_weights)
-
-    def _after_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_states(scheduler_output: Any) -> Any:
-            result = original(scheduler_output)
-            self.book.update(scheduler_output)
-            return result
-
-        return update_states
-
-    def _before_preprocess(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def preprocess(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            runner = self._runner
-            batch, count = runner.input_batch, runner.input_batch.num_reqs
-            self._perturber.begin(
-                batch.req_ids[:count],
-                batch.num_computed_tokens_cpu[:count].astype(np.int64),
-                np.diff(runner.query_start_loc.np[: count + 1]).astype(np.int64),
-                runner.discard_request_mask.np[:count],
-            )
-            return original(scheduler_output, *args, **kwargs)
-
-        return preprocess
-
-    def _in_place_of_sample(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        sampler = self._runner.sampler
-
-        def sample(logits: Tensor, metadata: Any, logprobs_mode_override: str | None = None) -> Any:
-            if not self._perturber.busy:
-                return original(logits, metadata, logprobs_mode_override)
-            greedy = None
-            if not metadata.all_random:
-                greedy = logits.argmax(dim=-1)
-                if not metadata.all_greedy:
-                    greedy = torch.where(metadata.temperature < GREEDY_BELOW, greedy, -1)
-            temperature = self._temperature(metadata, logits)
-            scaled = logits if metadata.all_greedy else logits.div_(temperature.unsqueeze(-1))
-            drawable = _filtered(scaled, metadata)
-            tokens = self._perturber.finish(scaled, temperature, drawable, greedy)
-            return tokens, _processed(sampler, metadata, logprobs_mode_override, drawable)
-
-        return sample
-
-    def _temperature(self, metadata: Any, logits: Tensor) -> Tensor:
-        """(B,) float32, 1 for greedy rows. vLLM makes new metadata only when the batch changes."""
-        if self._tempered[0] is not metadata:
-            given = metadata.temperature
-            ours = logits.new_ones(len(logits)) if given is None else torch.where(given < GREEDY_BELOW, 1.0, given)
-            self._tempered = (metadata, ours)
-        return self._tempered[1]
 
     def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Every weight sync ends here, whatever way it comes: the operator's own parameters go to its module."""
@@ -161,7 +98,7 @@ class AttachedPerturbation:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._perturber.weights_changed()
+                self.perturber.weights_changed()
 
         return load
 
@@ -176,35 +113,6 @@ def _module(operator: Perturbation, hidden: int, runner: Any) -> nn.Module | Non
     module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
     load_saved(module, operator, config.model, config.revision)
     return module
-
-
-def _filtered(scaled: Tensor, metadata: Any) -> Tensor:
-    """Logits after min-p, top-k and top-p. The scaled logits themselves stay as they are: operators see those."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    processors = metadata.logitsprocs.argmax_invariant
-    unfiltered = metadata.top_k is None and metadata.top_p is None
-    if metadata.all_greedy or (unfiltered and not any(_in_use(p) for p in processors)):
-        return scaled
-    drawable = scaled.clone()
-    for processor in processors:
-        drawable = processor.apply(drawable)
-    return apply_top_k_top_p(drawable, metadata.top_k, metadata.top_p)
-
-
-def _in_use(processor: Any) -> bool:
-    """False for vLLM's own min-p where no request of the batch asks for it, which saves a copy of the logits."""
-    return getattr(processor, "min_p_count", 1) > 0
-
-
-def _processed(sampler: Any, metadata: Any, override: str | None, drawable: Tensor) -> Tensor | None:
-    """What vLLM's sampler returns beside the tokens, for its two processed log-probability modes."""
-    mode = override or sampler.logprobs_mode
-    if metadata.max_num_logprobs is None and not getattr(metadata, "logprob_token_ids", None):
-        return None
-    if mode == "processed_logits":
-        return drawable
-    return sampler.compute_logprobs(drawable) if mode == "processed_logprobs" else None
 
 
 def _embeddings(
