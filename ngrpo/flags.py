@@ -53,7 +53,7 @@ class TrainCommand:
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
         advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
-        sampling: ``ngrpo.trainer.sampling.create(**sampling)``, empty where rollouts have no masks of ours.
+        sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
         reproducible: whether the same seed is to give the same rollouts from run to run.
     """
 
@@ -219,9 +219,9 @@ def _switch(value: str | None) -> bool:
 def _sampling(options: dict[str, str]) -> dict[str, Any]:
     if not options:
         return {}
-    from ngrpo.trainer import sampling
+    from ngrpo.trainer import rollout_sampling
 
-    return sampling.create(**options).given()
+    return rollout_sampling.create(**options).given()
 
 
 def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:

@@ -111,9 +111,9 @@ def _advantage_notes(command: flags.TrainCommand) -> list[str]:
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
-    from ngrpo.trainer import sampling
+    from ngrpo.trainer import rollout_sampling
 
-    return sampling.described(sampling.create(**command.sampling), args)
+    return rollout_sampling.described(rollout_sampling.create(**command.sampling), args)
 
 
 def _run_folder(command: flags.TrainCommand) -> Path:

@@ -99,7 +99,7 @@ class Perturbation(GateOptions, ABC):
         """The learned parameters, for embeddings of D = ``hidden_size``; None where there are none.
 
         They live beside the model, train with it, are saved with it and follow each weight sync into the rollout:
-        see `perturbations.learned` for what the module must keep to.
+        see `perturbations.parameters` for what the module must keep to.
         """
         return None
 

@@ -11,28 +11,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ngrpo.parameters import load_saved
+from ngrpo.parameters_file import load_saved
 from ngrpo.rollout import runner_v1, runner_v2
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.requests import RequestBook
+from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import learned
+from perturbations import parameters
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
+from perturbations.replay.buffers.base import ReplayBuffer
 
 
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    def __init__(self, runner: Any, operator: Perturbation) -> None:
+    def __init__(self, runner: Any, operator: Perturbation, buffer: ReplayBuffer) -> None:
         """
         Args:
             runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
-            operator: an active operator.
+            operator: an active perturbation.
+            buffer: where records of finished requests wait to be taken.
         """
-        self._runner = runner
+        self._runner, self._buffer = runner, buffer
         # The state that only V2 keeps; its class cannot be imported where Triton is missing.
         self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
@@ -51,13 +53,13 @@ class AttachedPerturbation:
         """Puts another operator in place, between requests.
 
         Raises:
-            ValueError: while requests are running, or for an operator that does not fit the model.
+            UsageError: while requests are running, or for an operator that does not fit the model.
         """
         runner, tokenizer = self._runner, self._tokenizer
-        book = getattr(self, "book", None)
-        if book is not None and book.running:
+        running = self.requests.running if hasattr(self, "requests") else 0
+        if running:
             raise ValueError(
-                f"the perturbation cannot be replaced while {book.running} requests are running: wait for them."
+                f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
         operator.check_model(self._vocabulary)
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len)
@@ -67,7 +69,8 @@ class AttachedPerturbation:
         self.perturber = RolloutPerturber(
             operator, store, gate, self.embeddings, self._override, runner.device, self.module
         )
-        self.book = RequestBook(operator, store, self.perturber)
+        self._buffer.drop(self._buffer.names())
+        self.requests = RunningRequests(operator, store, self.perturber, self._buffer)
 
     def _wrap(self) -> None:
         runner = self._runner
@@ -81,14 +84,14 @@ class AttachedPerturbation:
 
         def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
             own: dict[str, Tensor] = {}
-            result = original(learned.split(weights, own), *args, **kwargs)
+            result = original(parameters.split(weights, own), *args, **kwargs)
             if own and self.module is None:
                 raise ValueError(
                     f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
                     f" {self.operator.name!r}."
                 )
             if own:
-                learned.load(self.module, own, whole=False)
+                parameters.load(self.module, own, whole=False)
             return result
 
         return load_weights

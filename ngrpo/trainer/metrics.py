@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 
 from ngrpo.trainer.run_settings import current_run
-from ngrpo.trainer.sidecar import Sidecar, unpack
+from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 
 SHIFT_SUM, SHIFT_COUNT = "perturbation/shift_sum", "perturbation/shift_count"
 
 
-def step_metrics(passengers: Sequence[Sidecar | None], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
+def step_metrics(records: Sequence[TrajectoryRecord | None], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
     """Summarises a batch of trajectories before the update.
 
     Args:
-        passengers: one per sample; samples without one are left out.
-        log_probs: log π of the trainer by position of the token, (T,) each, entry 0 unused.
+        records: one per sample; samples without one are left out.
+        log_probs: log π of the trainer by position of the token, (T,) each, NaN where no token is trained on. What a
+            record has beyond these T positions was cut off, and is not counted.
 
     Returns:
         ``rate``: perturbed positions per generated token. ``anchor_agreement``: share of perturbed positions whose
@@ -28,18 +29,19 @@ def step_metrics(passengers: Sequence[Sidecar | None], log_probs: Sequence[np.nd
     """
     generated = perturbed = agreed = size = 0
     after, elsewhere = [], []
-    for passenger, trainer in zip(passengers, log_probs):
-        if passenger is None:
+    for kept, trainer in zip(records, log_probs):
+        if kept is None:
             continue
-        record, rollout = passenger.record, passenger.log_probs[: len(trainer)]
-        tokens = np.flatnonzero(~np.isnan(rollout))
+        record, rollout = kept.replay.truncate(len(trainer)), kept.log_probs[: len(trainer)]
+        tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
         follows = np.isin(tokens - 1, record.positions)
         after.append(gap[follows])
         elsewhere.append(gap[~follows])
         generated += len(tokens)
-        perturbed += int(np.isin(record.positions, tokens).sum())
-        agreed += int(record.agreed.sum())
+        counted = np.isin(record.positions, tokens)
+        perturbed += int(counted.sum())
+        agreed += int(record.agreed[counted].sum())
         size += len(record.to_bytes())
     if not generated:
         return {}
@@ -58,14 +60,15 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
-        passengers, log_probs = [], []
+        records, log_probs = [], []
         for experience, of_tokens in zip(experiences, _token_log_probs(self, experiences)):
-            passengers.extend(unpack(experience.mm_train_inputs))
-            # Entry t of the log-probabilities is of token t + 1; masked entries are 0.
-            padded = np.pad(of_tokens.float().numpy(), ((0, 0), (1, 0)))
+            records.extend(unpack(experience.mm_train_inputs))
+            # Entry t of the log-probabilities and of their mask is of token t + 1.
+            trained = of_tokens.float().masked_fill(~experience.action_mask.cpu().bool(), float("nan"))
+            padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
             lengths = experience.attention_mask.sum(dim=-1).tolist()
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-        note_measures(self, step_metrics(passengers, log_probs))
+        note_measures(self, step_metrics(records, log_probs))
         return experiences
 
     return make_experience_batch

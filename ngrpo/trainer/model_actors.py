@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ngrpo.parameters import attach
-from ngrpo.trainer import sidecar
+from ngrpo.parameters_file import attach
+from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density import densities, token_log_probs
 from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
 from ngrpo.trainer.run_settings import current_run
-from perturbations.learned import attached
+from perturbations.parameters import attached
 from perturbations.replay_scope import ReplayScope
 
 
@@ -101,7 +101,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-            records = sidecar.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, operator = getattr(self, attribute), current_run().perturbation
             scope = replay_scope(model, measure=False)
             with scope(records, attention_mask), densities(operator, scope, model.temperature) as ours:
@@ -127,7 +127,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        records = sidecar.records(experience.mm_train_inputs, len(experience.sequences))
+        records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from ngrpo.rollout.records import check_installed, parse
 from ngrpo.rollout.settings import KEY, SEEDED_DRAWS
 from ngrpo.trainer.run_settings import current_run
-from ngrpo.trainer.sidecar import Sidecar
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.streams import trajectory_seed
@@ -26,19 +26,19 @@ class _Trajectory:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.sidecar: Sidecar | None = None
+        self.record: TrajectoryRecord | None = None
 
     def add(self, pair: Any, prompt: list[int], tokens: list[int]) -> None:
         record, log_probs = parse(pair)
         length = len(prompt) + len(tokens)
         by_position = np.full(length, np.nan, dtype=np.float32)
-        if self.sidecar is not None:
+        if self.record is not None:
             # The last token of a turn may have been re-tokenised away by the agent; positions rule.
-            known = self.sidecar.log_probs[: len(prompt)]
+            known = self.record.log_probs[: len(prompt)]
             by_position[: len(known)] = known
         # The engine may have computed a token or two past a stop string.
         by_position[len(prompt) :] = log_probs[: len(tokens)]
-        self.sidecar = Sidecar(record.truncate(length), by_position)
+        self.record = TrajectoryRecord(record.truncate(length), by_position)
 
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
@@ -63,8 +63,8 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _trajectory.reset(token)
-        if trajectory.sidecar is not None and current_run().perturbation is not None:
-            response["mm_train_inputs"] = trajectory.sidecar.pack()
+        if trajectory.record is not None and current_run().perturbation is not None:
+            response["mm_train_inputs"] = trajectory.record.pack()
         return response
 
 
@@ -95,16 +95,16 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
 
     trajectory = _trajectory.get()
     params, name = deepcopy(sampling_params), random_uuid()
-    wish = dict((params.extra_args or {}).get(KEY) or {})
+    arguments = dict((params.extra_args or {}).get(KEY) or {})
     if trajectory is not None:
-        wish = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": trajectory.number, **wish}
-        if trajectory.sidecar is not None:
-            wish["record"] = trajectory.sidecar.record.to_bytes()
-    params.extra_args = {**(params.extra_args or {}), KEY: wish}
+        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": trajectory.number, **arguments}
+        if trajectory.record is not None:
+            arguments["record"] = trajectory.record.replay.to_bytes()
+    params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
         output = partial
     taken = (await actor.llm.collective_rpc("perturbation_take", args=([name], None)))[0]
-    if trajectory is not None and wish.get("enabled", True):
+    if trajectory is not None and arguments.get("enabled", True):
         (pair,) = taken.values()
         trajectory.add(pair, list(prompt), list(output.outputs[0].token_ids))
     return output

@@ -217,12 +217,12 @@ SEAMS: tuple[Seam, ...] = (
     # ---- --sampling.* -----------------------------------------------------------------------------
     Seam(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.generate_samples",
-        "ngrpo.trainer.sampling:masked_rollouts", "sampling", "sha:6d3b87ed46f6",
+        "ngrpo.trainer.rollout_sampling:masked_rollouts", "sampling", "sha:6d3b87ed46f6",
         "openrlhf 0.11.2", "training rollouts, and not evaluation, are drawn with top-k and min-p",
     ),
     Seam(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplingParams",
-        "ngrpo.trainer.sampling:masked_params", "sampling", "import",
+        "ngrpo.trainer.rollout_sampling:masked_params", "sampling", "import",
         "openrlhf 0.11.2", "has no flag for top-k and min-p",
     ),
     Seam(

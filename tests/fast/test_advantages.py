@@ -12,7 +12,7 @@ import torch
 from ngrpo import flags, presets
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import launch, sampling
+from ngrpo.trainer import launch, rollout_sampling
 from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.advantages import ADVANTAGES, compute, create
 from ngrpo.trainer.run_settings import RunSettings, current_run
@@ -309,7 +309,7 @@ class TestWords:
 
     def test_sampling_for_the_results(self) -> None:
         args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
-        assert sampling.described(sampling.create(min_p="0.1"), args) == {
+        assert rollout_sampling.described(rollout_sampling.create(min_p="0.1"), args) == {
             "temperature": 0.7,
             "top_p": 1.0,
             "top_k": None,

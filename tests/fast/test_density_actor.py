@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.trainer.model_actors import replaying_actor, replaying_reference, replaying_training_step
-from ngrpo.trainer.sidecar import Sidecar
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations.registry import create
 from tests.fast.run import run_with
 from tests.fast.test_density import generator
@@ -63,7 +63,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, lis
     tokens, mask, records = batch(OPERATOR)
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    rides = [r and Sidecar(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
+    rides = [r and TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
     inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
     return inputs, mask, records
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from perturbations import InMemoryReplayBuffer, ReplayRecord, replaying
+from perturbations import FinishedTrajectory, ReplayRecord, registry, replaying
 from perturbations.replay_scope import flat_rows
 from perturbations.streams import Stream, keys, normal
 
@@ -89,17 +90,34 @@ def test_truncate() -> None:
     assert a_record().truncate(9000) == a_record()
 
 
-def test_buffer() -> None:
-    buffer = InMemoryReplayBuffer()
-    buffer.add("a", a_record(1))
-    buffer.add("b", a_record(2))
-    buffer.add("c", a_record(3))
-    buffer.discard(["c", "never there"])
-    assert len(buffer) == 2
-    assert list(buffer.take(["b"])) == ["b"]
-    with pytest.raises(KeyError, match="no replay record for \\['b'\\]"):
-        buffer.take(["b"])
-    assert list(buffer.take()) == ["a"] and len(buffer) == 0
+def finished(count: int) -> FinishedTrajectory:
+    return FinishedTrajectory(a_record(count), np.zeros(10, np.float32))
+
+
+def test_a_buffer_hands_over_once_and_drops() -> None:
+    buffer = registry.buffers.create("memory")
+    for name, count in (("a", 1), ("b", 2), ("c", 3), ("a", 4)):
+        buffer.add(name, finished(count))
+    buffer.drop(["c", "never there"])
+    assert buffer.names() == ["b", "a"]
+    assert len(buffer.take("a").record) == 4
+    with pytest.raises(KeyError):
+        buffer.take("a")
+    assert buffer.names() == ["b"] and len(buffer) == 1
+    assert registry.buffers.create(**buffer.spec()) == buffer == pickle.loads(pickle.dumps(buffer))
+
+
+def test_a_full_buffer_drops_the_oldest_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = finished(4)
+    assert one.size == 4 * (4 + 3 * 4 + 3 * 4 + 1) + 40
+    buffer = registry.buffers.create("memory", max_bytes=3 * one.size)
+    for i in range(9):
+        buffer.add(str(i), finished(4))
+        buffer.add(str(i), finished(4))  # what is replaced does not count twice
+    assert buffer.names() == ["6", "7", "8"]
+    assert len(caplog.records) == 1 and "max_bytes" in caplog.text
+    buffer.add("large", FinishedTrajectory(a_record(4), np.zeros(1000, np.float32)))
+    assert buffer.names() == ["large"], "the newest is kept in any case"
 
 
 def test_rows_by_hand() -> None:

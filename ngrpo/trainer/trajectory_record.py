@@ -1,6 +1,6 @@
-"""What rides with a sample through OpenRLHF: its replay record and the rollout's log-probabilities.
+"""What a sample carries through OpenRLHF: its replay record and the rollout's log-probabilities.
 
-OpenRLHF carries a dictionary per sample, ``mm_train_inputs``, from the rollout to the actor's forward, the
+OpenRLHF carries a dictionary for each sample, ``mm_train_inputs``, from the rollout to the actor's forward, the
 reference's forward and the training step. It is meant for images; text-only models ignore it.
 """
 
@@ -14,28 +14,28 @@ import numpy as np
 
 from perturbations.replay import ReplayRecord
 
-_RECORD, _LOG_PROBS = "perturbation_record", "perturbation_log_probs"
+_REPLAY, _LOG_PROBS = "perturbation_record", "perturbation_log_probs"
 
 
 @dataclass(frozen=True)
-class Sidecar:
-    """One sample's passenger.
+class TrajectoryRecord:
+    """What is kept of one sample's rollout.
 
     Attributes:
-        record: the perturbed inputs.
+        replay: the perturbed inputs.
         log_probs: log π at the rollout by position in the sequence, NaN where no token was generated, (T,) float32.
     """
 
-    record: ReplayRecord
+    replay: ReplayRecord
     log_probs: np.ndarray
 
     def pack(self) -> dict[str, bytes]:
         """As plain bytes: nothing that OpenRLHF would move to a device or pad."""
-        return {_RECORD: self.record.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
+        return {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
 
 
-def unpack(side_inputs: Sequence[Any] | None) -> list[Sidecar | None]:
-    """The passengers of a batch.
+def unpack(side_inputs: Sequence[Any] | None) -> list[TrajectoryRecord | None]:
+    """The records of a batch.
 
     Args:
         side_inputs: ``Experience.mm_train_inputs``: one dictionary or None per sample.
@@ -47,15 +47,14 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[Sidecar | None]:
 
 
 def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord | None]:
-    """The records of a batch, in order; all None where nothing rides along."""
-    passengers = unpack(side_inputs) or [None] * batch
-    return [None if p is None else p.record for p in passengers]
+    """The replay records of a batch, in order; all None where the samples carry nothing."""
+    return [None if found is None else found.replay for found in unpack(side_inputs) or [None] * batch]
 
 
-def _unpack_one(entry: Any) -> Sidecar | None:
-    if not entry or _RECORD not in entry:
+def _unpack_one(entry: Any) -> TrajectoryRecord | None:
+    if not entry or _REPLAY not in entry:
         return None
-    return Sidecar(
-        ReplayRecord.from_bytes(entry[_RECORD]),
+    return TrajectoryRecord(
+        ReplayRecord.from_bytes(entry[_REPLAY]),
         np.frombuffer(entry[_LOG_PROBS], dtype="<f4").astype(np.float32),
     )
