@@ -432,7 +432,7 @@ class TestCheck:
         assert cli.main(["check", "./mine.py:Mine"]) == 1
         out = capsys.readouterr().out
         assert "ok     a small model that it fits" in out and "WRONG  proposals for ordinary logits" in out
-        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "mend: Token ids must be in" in out
+        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix: Token ids must be in" in out
 
     @pytest.mark.parametrize(
         ("words", "code", "says"),
