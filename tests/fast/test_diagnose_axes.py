@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.diagnose import axes, inputs, statistics, table
+from ngrpo import bootstrap
+from ngrpo.arms import Arm, parse_arms
+from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
-from ngrpo.strategies import Strategy, parse_strategies
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings
 
@@ -43,10 +44,10 @@ PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": "What is 2 + 2?"},), "
 FACTS = {"anchor_nearest": None, "text_nearest": None, "tokens_per_second": 7.0}
 
 
-def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Strategy | None = None) -> Any:
-    groups = statistics.groups_of(samples)
-    stats = statistics.prompt_statistics(groups)
-    return statistics.strategy_row(strategy or Strategy("s", None), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
+def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Arm | None = None) -> Any:
+    groups = strategy_row.groups_of(samples)
+    stats = strategy_row.prompt_statistics(groups)
+    return strategy_row.strategy_row(strategy or Arm("s", id="s"), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
 
 
 TWO_GROUPS = [
@@ -128,16 +129,16 @@ def test_a_group_of_unparseable_answers_has_no_negative_diversity() -> None:
 
 
 def test_resamples_are_the_same_every_time_and_differ_by_seed() -> None:
-    assert (axes.resamples(5, 0) == axes.resamples(5, 0)).all()
-    assert (axes.resamples(5, 0) != axes.resamples(5, 1)).any()
-    assert axes.resamples(5, 0).shape == (axes.DRAWS, 5)
+    assert (bootstrap.resamples(5, 0) == bootstrap.resamples(5, 0)).all()
+    assert (bootstrap.resamples(5, 0) != bootstrap.resamples(5, 1)).any()
+    assert bootstrap.resamples(5, 0).shape == (bootstrap.DRAWS, 5)
 
 
 def test_the_interval_is_that_of_a_binomial() -> None:
     # 100 prompts, half with reward 1: the bootstrap mean is Binomial(100, 1/2)/100, whose 2.5% and 97.5% quantiles
     # are 40 and 60. The quantile over 2000 draws may miss by one.
     reward = np.array([0.0, 1.0] * 50)
-    low, high = axes.interval(reward[axes.resamples(100, 3)].mean(axis=1))
+    low, high = bootstrap.bounds(reward[bootstrap.resamples(100, 3)].mean(axis=1))
     assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
 
 
@@ -149,7 +150,7 @@ def test_the_difference_is_paired() -> None:
     # Prompts differ by far more than the strategies do, and every prompt gains the same: no noise is left.
     plain = [sample(g, m, [1, 2], "4", reward=r) for g, r in enumerate([0.0, 1.0]) for m in range(2)]
     better = [Sample(**{**vars(s), "reward": s.reward + 0.1}) for s in plain]
-    baseline = statistics.prompt_statistics(statistics.groups_of(plain))
+    baseline = strategy_row.prompt_statistics(strategy_row.groups_of(plain))
     found = row(better, baseline)
     assert found["difference"]["reward"] == {
         "value": pytest.approx(0.1), "low": pytest.approx(0.1), "high": pytest.approx(0.1), "within_noise": False
@@ -208,24 +209,24 @@ def test_a_sample_survives_its_line() -> None:
 
 
 def test_warnings() -> None:
-    (greedy,) = parse_strategies(None, (), ["neighbor rate=1"])
+    (greedy,) = parse_arms(None, (), ["neighbor rate=1"])
     same = [sample(0, i, [1, 2], "4", right=True) for i in range(2)]
-    (warning,) = table.warnings_of([row(same)], [greedy])
+    (warning,) = screen_table.warnings_of([row(same)], [greedy])
     assert "every group is one trajectory" in warning and "greedy decoding" in warning
     # Different tokens, all right, at the length limit.
     right = [sample(0, i, [1, 2 + i], "4", right=True) for i in range(2)]
-    found = table.warnings_of([row(right)], [Strategy("s", None)])
+    found = screen_table.warnings_of([row(right)], [Arm("s", id="s")])
     assert ["right" in found[0], "length limit" in found[1], len(found)] == [True, True, 2]
-    assert table.warnings_of([row(TWO_GROUPS)], [Strategy("s", None)]) == [found[1]]
+    assert screen_table.warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
 
 
 def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
-    lines = table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
+    lines = screen_table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
     assert "pass@2" in lines[0] and "–" in lines[1] and "0.333" in lines[1]
 
 
 def test_differences_in_words() -> None:
     found = {"value": 0.25, "low": -0.1, "high": 0.5, "within_noise": True}
     rows = [{"name": "none", "difference": None}, {"name": "soft", "difference": {"diversity": found}}]
-    line = table.differences({"baseline": "none", "strategies": rows})
+    line = screen_table.differences({"baseline": "none", "strategies": rows})
     assert line == "soft against none: diversity +0.250 (-0.100 to +0.500, within noise)"
