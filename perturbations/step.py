@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -90,6 +91,14 @@ class Positions:
     seeds: np.ndarray
     first: np.ndarray
     positions: np.ndarray
+
+    def keys(self, stream: streams.Stream) -> np.ndarray:
+        """The keys of a stream, (N,) int64."""
+        return streams.of_stream(self._mixed, stream)
+
+    @cached_property
+    def _mixed(self) -> np.ndarray:
+        return streams.of_positions(self.seeds, self.positions)
 
     @property
     def generated(self) -> np.ndarray:

@@ -166,16 +166,13 @@ class RolloutPerturber:
         """
         batch, self._batch = self._batch, None
         store = self._store
-        seeds = store.seeds[batch.slots]
-        keys = streams.keys(seeds, batch.next_positions, streams.Stream.TOKEN)
-        tokens, log_total = sample_tokens(drawable, scaled, self._upload(keys))
+        at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
+        tokens, log_total = sample_tokens(drawable, scaled, self._upload(at.keys(streams.Stream.TOKEN)))
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
 
         within = batch.sampled & (batch.next_positions < store.length)
-        gated = np.flatnonzero(within & store.perturbed[batch.slots])
-        at = Positions(seeds[gated], store.prompts[batch.slots[gated]], batch.next_positions[gated])
-        gated = gated[self._gate.selects(at)]
+        gated = np.flatnonzero(self._gate.selects(at) & within & store.perturbed[batch.slots])
         self._edits = edits = None
         positions = None
         if len(gated) or self._gate.tracks_tokens:

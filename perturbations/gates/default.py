@@ -46,8 +46,7 @@ class GateOptions(Options):
         since = positions.generated - self.burn_in
         selected = (since >= 0) & (since % self.every == 0)
         if self.rate < 1.0:  # a draw is below 1 in any case
-            keys = streams.keys(positions.seeds, positions.positions, streams.Stream.GATE)
-            selected &= (streams.uniform(torch.from_numpy(keys), 1).squeeze(-1) < self.rate).numpy()
+            selected &= streams.below(positions.keys(streams.Stream.GATE), self.rate)
         if self.gate is not None and selected.any():
             selected[selected] = self.gate.plan(positions.where(selected))
         return selected
