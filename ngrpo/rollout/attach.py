@@ -20,6 +20,7 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
+from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
 
@@ -58,7 +59,7 @@ class AttachedPerturbation:
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
         if running:
-            raise ValueError(
+            raise UsageError(
                 f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
         operator.check_model(self._vocabulary)
