@@ -18,6 +18,7 @@ from perturbations.options import nearest
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 SAMPLING = "--sampling"
+CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 CONFIG = f"{PERTURBATION}.config"
 MODEL_FLAG = "model_name_or_path"
@@ -27,7 +28,7 @@ _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K and {SAMPLING}.min_p P",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
 _NEEDS = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
@@ -54,7 +55,7 @@ class TrainCommand:
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
-        advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
+        advantage: ``ngrpo.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
         reproducible: whether the same seed is to give the same rollouts from run to run.
     """
@@ -143,7 +144,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
-        alone = name == REPRODUCIBLE or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
+        alone = name in (REPRODUCIBLE, CORRECT_MASK) or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
         ours[name] = value
@@ -176,7 +177,7 @@ def _advantage(ours: dict[str, Any]) -> dict[str, Any] | None:
         if options:
             raise UsageError(f"{ADVANTAGE}.{next(iter(options))} is given, but no advantage. Add {ADVANTAGE} NAME.")
         return None
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
     return advantages.create(ours[ADVANTAGE], **options).spec()
 
@@ -193,7 +194,7 @@ def _sampling(options: dict[str, str]) -> dict[str, Any]:
         return {}
     from ngrpo.trainer import rollout_sampling
 
-    return rollout_sampling.create(**options).given()
+    return rollout_sampling.create(**{name: value or "true" for name, value in options.items()}).given()
 
 
 def _perturbation(

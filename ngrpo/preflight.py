@@ -84,12 +84,13 @@ def check_stack() -> None:
         )
 
 
-def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
+def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None, *, corrects_sampling: bool = False) -> None:
     """Checks OpenRLHF flags that are missing, or that a perturbation cannot go with.
 
     Args:
         args: OpenRLHF's flags.
         spec: the perturbation, or None.
+        corrects_sampling: whether sampling masks are replayed, which what a perturbation refuses would break too.
 
     Raises:
         UsageError: with the flag, the reason and the mend.
@@ -100,10 +101,11 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
-    if spec is None:
+    if spec is None and not corrects_sampling:
         return
+    asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     correction = Flags(args).value("--algo.advantage.is_correction_level")
-    if correction not in (None, "off") and registry.create(**spec).has_density:
+    if correction not in (None, "off") and spec is not None and registry.create(**spec).has_density:
         raise UsageError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
             f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
@@ -114,8 +116,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         for part, turned_on, reason, mend in _REFUSED:
             if part in flag.name and turned_on(value):
                 raise UsageError(
-                    f"{flag.name} {value}".rstrip()
-                    + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
+                    f"{flag.name} {value}".rstrip() + f" cannot be used with {asked}: {reason}. Mend: {mend}."
                 )
 
 

@@ -68,10 +68,11 @@ def openrlhf_help() -> int:
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    preflight.check_flags(command.openrlhf_args, command.spec)
+    corrects = bool(command.sampling.get("correct_mask"))
+    preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
-    for note in _advantage_notes(command):
+    for note in (*_advantage_notes(command), *_sampling_notes(command)):
         report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
@@ -109,9 +110,15 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
 def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     if command.advantage is None:
         return []
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
-    return advantages.create(**command.advantage).notes(command.openrlhf_args)
+    return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
+
+
+def _sampling_notes(command: flags.TrainCommand) -> list[str]:
+    from ngrpo.trainer import rollout_sampling
+
+    return rollout_sampling.create(**command.sampling).notes(Flags(command.openrlhf_args))
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:

@@ -7,15 +7,11 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from perturbations import user_files
 from perturbations.errors import UsageError
 from perturbations.options import nearest
-
-if TYPE_CHECKING:
-    from perturbations.base import Perturbation
-    from perturbations.gates.base import Gate
 
 _Class = TypeVar("_Class", bound=type)
 GATE_OPTION = "gate."
@@ -36,7 +32,7 @@ class Registry:
         """
         Args:
             kind: the word for one, in messages.
-            base: ``module:Name`` of the class that all derive from; loaded when first needed.
+            base: ``package:Name`` under which users import the class that all derive from; loaded when first needed.
             tree: the package that holds one module per name, beside ``base.py`` and ``default.py``.
             group: entry point group of installed packages.
         """
@@ -211,8 +207,7 @@ class Registry:
         if not own:
             others = [k for k, v in classes.items() if v.__module__ == module.__name__]
             seen = f" It defines {', '.join(others)}." if others else " It defines no class."
-            home = base.__module__.partition(".")[0]
-            raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {home}.{base.__name__}.")
+            raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {self._base_name}.")
         raise UsageError(
             f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, own)} It holds: {', '.join(own)}."
         )
@@ -235,14 +230,17 @@ class Registry:
             ) from error
         base = self.base_class()
         if not (isinstance(cls, type) and issubclass(cls, base)):
-            home = base.__module__.partition(".")[0]
-            raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {home}.{base.__name__}.")
+            raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {self._base_name}.")
         return self._named(cls, name)
 
     def base_class(self) -> type:
         """The class that all of this kind derive from."""
         module, _, name = self.base.partition(":")
         return getattr(importlib.import_module(module), name)
+
+    @property
+    def _base_name(self) -> str:
+        return self.base.replace(":", ".")
 
     @staticmethod
     def _named(cls: type, name: str) -> type:
@@ -263,37 +261,13 @@ def _same(one: type, two: type) -> bool:
     return names[0] == names[1]
 
 
-operators = Registry(
-    "perturbation", "perturbations.base:Perturbation", "perturbations.strategies", "ngrpo.perturbations"
-)
-gates = Registry("gate", "perturbations.gates.base:Gate", "perturbations.gates", "ngrpo.gates")
-
+operators = Registry("perturbation", "perturbations:Perturbation", "perturbations.strategies", "ngrpo.perturbations")
+gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates")
 buffers = Registry(
-    "replay buffer",
-    "perturbations.replay.buffers.base:ReplayBuffer",
-    "perturbations.replay.buffers",
-    "ngrpo.replay_buffers",
+    "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
 )
 
-register, available = operators.register, operators.available
-get, address = operators.get, operators.address
-
-
-def create(name: str, **options: Any) -> Perturbation:
-    """Makes a perturbation, as :meth:`Registry.create`; ``gate`` is a gate or its name, its options are ``gate.…``."""
-    return operators.create(name, **options)
-
-
-def register_gate(name: str) -> Any:
-    """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
-    return gates.register(name)
-
-
-def register_buffer(name: str) -> Any:
-    """Class decorator that gives a replay buffer its name; as :meth:`Registry.register`."""
-    return buffers.register(name)
-
-
-def create_gate(name: str, **options: Any) -> Gate:
-    """Makes a gate, as :meth:`Registry.create`."""
-    return gates.create(name, **options)
+available, get, address = operators.available, operators.get, operators.address
+register, create = operators.register, operators.create
+register_gate, create_gate = gates.register, gates.create
+register_buffer = buffers.register

@@ -73,9 +73,211 @@ DENSITIES = [
     ),
 ]
 
-ADVANTAGES: list[Mutation] = []
+ADVANTAGES = [
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "    apart = rewards - rewards[:, :1]",
+        "    apart = rewards",
+        "test_advantages.py",
+        "group_norm: the float32 mean of equal rewards is not their value",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "correction=min(1, rewards.shape[1] - 1)",
+        "correction=0",
+        "test_advantages.py",
+        "group_norm: the deviation of a population",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "(apart - apart.mean(-1, keepdim=True))",
+        "apart",
+        "test_advantages.py",
+        "group_norm: the mean is not taken off",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        " / (deviation + 1e-9)",
+        "",
+        "test_advantages.py",
+        "group_norm: not divided by the deviation",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "(~rewards.isfinite()).nonzero()",
+        "rewards.isnan().nonzero()",
+        "test_advantages.py",
+        "an infinite reward is let through",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        "size = rewards.shape[1] + self.n",
+        "size = rewards.shape[1]",
+        "test_advantages.py",
+        "ngrpo: virtual answers are missing in the mean",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        " + self.n * mean.square()",
+        "",
+        "test_advantages.py",
+        "ngrpo: virtual answers are missing in the deviation",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        "(squares / (size - 1))",
+        "(squares / size)",
+        "test_advantages.py",
+        "ngrpo: the deviation of a population",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        ".sqrt() + 1e-6)",
+        ".sqrt() + 1e-9)",
+        "test_advantages.py",
+        "ngrpo: another epsilon",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        "(rewards - self.max_reward).clamp(max=0.0)",
+        "(rewards - 1.0).clamp(max=0.0)",
+        "test_advantages.py",
+        "ngrpo: max_reward is ignored",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        '("0.16", "0.24")',
+        '("0.24", "0.16")',
+        "test_advantages.py",
+        "ngrpo: the clip range the wrong way round",
+    ),
+    Mutation(
+        "ngrpo/advantages/psr.py",
+        "return rewards.clone()",
+        "return rewards - 1.0",
+        "test_advantages.py",
+        "psr: wrong answers count",
+    ),
+    Mutation(
+        "ngrpo/advantages/nsr.py",
+        "return rewards - 1.0",
+        "return rewards.clone()",
+        "test_advantages.py",
+        "nsr: correct answers count",
+    ),
+    Mutation(
+        "ngrpo/advantages/w_reinforce.py",
+        "self.lam * rewards, rewards - 1.0",
+        "rewards, rewards - 1.0",
+        "test_advantages.py",
+        "w_reinforce: λ is ignored",
+    ),
+    Mutation(
+        "ngrpo/advantages/w_reinforce.py",
+        "self.lam * rewards, rewards - 1.0",
+        "self.lam * rewards, rewards",
+        "test_advantages.py",
+        "w_reinforce: wrong answers do not count",
+    ),
+    Mutation(
+        "ngrpo/advantages/w_reinforce.py",
+        "rewards >= 1.0 - ROUNDING",
+        "rewards > 0.0",
+        "test_advantages.py",
+        "w_reinforce: a partly correct answer counts as correct",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "rewards + self.beta / (1.0 + counts.to(rewards.dtype)).sqrt()",
+        "rewards + 1.0 / (1.0 + counts.to(rewards.dtype)).sqrt()",
+        "test_advantages.py",
+        "copo: β is ignored",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "(1.0 + counts.to",
+        "(2.0 + counts.to",
+        "test_advantages.py",
+        "copo: 2 + N in place of 1 + N",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "(rewards.dtype)).sqrt()",
+        "(rewards.dtype))",
+        "test_advantages.py",
+        "copo: no square root",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "rewards + self.beta",
+        "rewards - self.beta",
+        "test_advantages.py",
+        "copo: the bonus punishes",
+    ),
+    Mutation(
+        "ngrpo/trainer/visits.py",
+        "return [self._seen[key] - 1 for key in keys]",
+        "return [self._seen[key] for key in keys]",
+        "test_advantages.py",
+        "copo: an answer counts itself",
+    ),
+    Mutation(
+        "ngrpo/trainer/metrics.py",
+        "agreed += int(record.agreed[counted].sum())",
+        "agreed += int(record.agreed.sum())",
+        "test_measures.py",
+        "anchor_agreement counts positions that its denominator leaves out",
+    ),
+]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES]
+_LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
+
+SAMPLING = [
+    Mutation(
+        _LOSS,
+        "return log_probs if correction is None else correction.replace(logits, labels, log_probs)",
+        "return log_probs if correction is None else (correction.replace(logits, labels, log_probs), log_probs)[1]",
+        _MASKED,
+        "sampling mask: the log-probability of the whole distribution",
+    ),
+    Mutation(
+        _LOSS,
+        "for part in (at[inside] - 1,",
+        "for part in (at[inside],",
+        _MASKED,
+        "sampling mask: a row too late",
+    ),
+    Mutation(
+        _LOSS,
+        "index_add(0, which, (scores - highest[which]).exp())",
+        "index_add(0, which, (scores - highest[which]).exp().detach())",
+        _MASKED,
+        "sampling mask: no gradient to the tokens left",
+    ),
+    Mutation(
+        _LOSS,
+        "return scores[drawn] - highest - total.log()",
+        "return scores[drawn] - total.log()",
+        _MASKED,
+        "sampling mask: the largest score is not put back",
+    ),
+    Mutation(
+        _STORE, "np.delete(every, ids) if cut else ids", "ids", _STORED, "sampling mask: tokens cut for tokens left"
+    ),
+    Mutation(
+        _STORE,
+        "cut = 2 * counts > self._size",
+        "cut = 2 * counts > 2 * self._size",
+        _STORED,
+        "sampling mask: not the smaller of the two sets",
+    ),
+    Mutation(
+        _STORE, "inside = ids < self._size", "inside = ids >= 0", _STORED, "sampling mask: ids beyond the vocabulary"
+    ),
+]
+
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *SAMPLING]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:

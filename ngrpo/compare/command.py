@@ -81,7 +81,8 @@ def _check(plan: Plan) -> None:
     for one in plan.runs()[: len(plan.arms)]:
         try:
             command = flags.parse(runs.train_words(plan, one, Path("run")))
-            preflight.check_flags(command.openrlhf_args, command.spec)
+            corrects = bool(command.sampling.get("correct_mask"))
+            preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
             flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
             if command.task is None:
                 preflight.check_files(command.openrlhf_args)

@@ -16,6 +16,8 @@ from ngrpo.rollout import runner_v1, runner_v2
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.sampling_mask import SamplingMaskStore
+from ngrpo.rollout.settings import SAMPLING_MASKS
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
@@ -67,8 +69,10 @@ class AttachedPerturbation:
         gate = BoundGate(operator, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device)
         self.module = _module(operator, self._hidden, runner)
         self.operator = operator
+        recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
+        masks = SamplingMaskStore(self._vocabulary) if recorded else None
         self.perturber = RolloutPerturber(
-            operator, store, gate, self.embeddings, self._override, runner.device, self.module
+            operator, store, gate, self.embeddings, self._override, runner.device, self.module, masks
         )
         self._buffer.drop(self._buffer.names())
         self.requests = RunningRequests(operator, store, self.perturber, self._buffer)

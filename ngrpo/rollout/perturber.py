@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.sample_tokens import sample_tokens
+from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore, pack
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import streams
 from perturbations.base import Perturbation
@@ -59,6 +60,7 @@ class _Note:
     log_probs: Tensor
     gated: np.ndarray
     edits: dict[str, Tensor]
+    left: tuple[Tensor, ...]
 
 
 class RolloutPerturber:
@@ -73,10 +75,11 @@ class RolloutPerturber:
         override: InputOverride,
         device: torch.device,
         module: nn.Module | None = None,
+        masks: SamplingMaskStore | None = None,
     ) -> None:
         self._operator, self._store, self._gate = operator, store, gate
         self._embeddings, self._override, self._device = embeddings, override, device
-        self._module = module
+        self._module, self._masks = module, masks
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._seeds = self._slot_tensor = self._prompts = torch.zeros(0, dtype=torch.int64)
@@ -167,7 +170,8 @@ class RolloutPerturber:
         batch, self._batch = self._batch, None
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
-        tokens, log_total = sample_tokens(drawable, scaled, self._upload(at.keys(streams.Stream.TOKEN)))
+        counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
+        tokens, log_total = sample_tokens(drawable, counted, self._upload(at.keys(streams.Stream.TOKEN)))
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
 
@@ -185,8 +189,9 @@ class RolloutPerturber:
             else:
                 kept = self._upload(np.flatnonzero(batch.sampled))
                 self._gate.observe(batch.slot_tensor[kept], positions[kept], tokens[kept])
-        log_probs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
-        self._note(batch, within, log_probs, gated, edits or {})
+        log_probs = counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
+        left = () if self._masks is None else pack(drawable)
+        self._note(batch, within, log_probs, gated, edits or {}, left)
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
         self._last_position[batch.slots[within]] = batch.next_positions[within]
@@ -253,16 +258,18 @@ class RolloutPerturber:
         log_probs: Tensor,
         gated: np.ndarray,
         edits: dict[str, Tensor],
+        left: tuple[Tensor, ...],
     ) -> None:
         ready = None
         if self._device.type == "cuda":
             log_probs = log_probs.to("cpu", non_blocking=True)
             edits = {name: part.to("cpu", non_blocking=True) for name, part in edits.items()}
+            left = tuple(part.to("cpu", non_blocking=True) for part in left)
             ready = torch.cuda.Event()
             ready.record()
         self._store.has_edits[batch.slots[gated]] = True
         rows = np.flatnonzero(within)
-        self._notes.append(_Note(ready, batch.slots, batch.next_positions, rows, log_probs, gated, edits))
+        self._notes.append(_Note(ready, batch.slots, batch.next_positions, rows, log_probs, gated, edits, left))
         self.drain(wait=False)
 
     def drain(self, wait: bool) -> None:
@@ -280,6 +287,9 @@ class RolloutPerturber:
     def _write(self, note: _Note) -> None:
         rows = note.rows
         self._store.write_tokens(note.slots[rows], note.positions[rows], note.log_probs.numpy()[rows])
+        if self._masks is not None:
+            bits, counts = (part.numpy()[rows] for part in note.left)
+            self._masks.write(note.slots[rows], note.positions[rows], bits, counts)
         if len(note.gated):
             parts = {name: part.numpy() for name, part in note.edits.items()}
             fed = parts.pop("fed")
@@ -298,11 +308,17 @@ class RolloutPerturber:
             self._gate.grow(self._store.slots)
         self._last_position[slot] = -1
         self._gate.reset(slot)
+        if self._masks is not None:
+            self._masks.clear(slot)
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
         if self._edits is not None:
             self._edits.positions[self._edits.slots == slot] = -1
+
+    def sampling_mask(self, slot: int) -> SamplingMask | None:
+        """Which tokens sampling left at the positions of a request, None where that is not recorded."""
+        return None if self._masks is None else self._masks.read(slot)
 
     def weights_changed(self) -> None:
         """New weights: neighbors and scales are computed again on their next use."""

@@ -15,7 +15,8 @@ from perturbations.replay import ReplayRecord
 from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
 from perturbations.streams import trajectory_seed
 
-Taken = tuple[bytes, bytes]
+# The record, the log-probabilities, and the tokens that sampling left, empty where these are not recorded.
+Taken = tuple[bytes, bytes, bytes]
 
 
 class RunningRequests:
@@ -76,9 +77,14 @@ class RunningRequests:
         if name in self._dropped:
             self._dropped.discard(name)
         else:
-            self._buffer.add(name, FinishedTrajectory(*self._store.record(name)))
+            self._buffer.add(name, self._extract(name))
         self._store.close(name)
         self._perturber.closed(trajectory.slot)
+
+    def _extract(self, name: str) -> FinishedTrajectory:
+        self._perturber.drain(wait=True)
+        mask = self._perturber.sampling_mask(self._store.live[name].slot)
+        return FinishedTrajectory(*self._store.record(name), b"" if mask is None else mask.to_bytes())
 
     def _matching(self, names: list[str]) -> list[str]:
         """Those held or alive whose internal or external request id is among the names."""
@@ -94,7 +100,8 @@ class RunningRequests:
             unfinished: internal ids of requests still running, left alone.
 
         Returns:
-            Internal request id to the record's bytes and the rollout's log-probabilities (float32 bytes).
+            Internal request id to the bytes of the record, of the rollout's log-probabilities (float32), and of its
+            :class:`SamplingMask`.
         """
         running, held = set(unfinished or ()), set(self._buffer.names())
         if names is None:
@@ -108,9 +115,8 @@ class RunningRequests:
             else:
                 # The scheduler tells of the end only with the next step; the record must not come a second time.
                 self._dropped.add(name)
-                self._perturber.drain(wait=True)
-                finished = FinishedTrajectory(*self._store.record(name))
-            taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes()
+                finished = self._extract(name)
+            taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes(), finished.sampling_mask
         return taken
 
     def drop(self, names: list[str]) -> None:

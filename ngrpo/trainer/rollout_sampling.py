@@ -1,4 +1,4 @@
-"""Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p``.
+"""Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p|correct_mask``.
 
 Temperature and top-p are OpenRLHF's own (``--rollout.temperature``, ``--rollout.top_p``). The functions at the end
 are the ``sampling`` rows of `ngrpo.trainer.seams`. Evaluation keeps its own sampling.
@@ -14,40 +14,52 @@ from typing import Any
 
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import current_run
-from perturbations.options import coerce, nearest, option
+from perturbations.errors import UsageError
+from perturbations.options import Options, nearest, option
 
+_BIAS = "Each log-probability is off by the logarithm of the probability that is left, and a baseline is not free."
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Options):
     """Masks of the rollout's token distribution; the defaults mask nothing."""
+
+    kind = "sampling"
 
     top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
     min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = coerce(type(self), field, getattr(self, field.name), what="sampling")
-            object.__setattr__(self, field.name, value)
+    correct_mask: bool = option(False, "take log-probabilities among the tokens that top-p, top-k and min-p left")
 
     def given(self) -> dict[str, Any]:
-        """The masks that are on."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        """The settings that are on."""
+        return {name: value for name, value in self.spec().items() if value not in (None, False)}
+
+    def notes(self, flags: Flags) -> list[str]:
+        """A warning where rollouts are drawn from a truncated distribution and the loss does not know."""
+        top_p = flags.value("--rollout.top_p")
+        cut = {name: value for name, value in self.given().items() if name != "correct_mask"}
+        cut |= {} if top_p is None or float(top_p) >= 1.0 else {"top_p": top_p}
+        if not cut or self.correct_mask:
+            return []
+        return [
+            f"rollouts are drawn from a truncated distribution ({', '.join(f'{k} {v}' for k, v in cut.items())}), but"
+            f" the loss is of the whole one. {_BIAS} Add --sampling.correct_mask."
+        ]
 
 
 def create(**options: Any) -> Sampling:
     """The sampling of some ``--sampling.<option>`` words.
 
     Raises:
-        ValueError: for an unknown option or a value out of range.
+        UsageError: for an unknown option or a value out of range.
     """
     known = [field.name for field in dataclasses.fields(Sampling)]
     for name in options:
         if name in _OPENRLHF:
-            raise ValueError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
+            raise UsageError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
         if name not in known:
-            raise ValueError(
+            raise UsageError(
                 f"unknown flag '--sampling.{name}'.{nearest(name, known)} Available:"
                 f" {', '.join('--sampling.' + k for k in known)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."
             )
@@ -55,9 +67,9 @@ def create(**options: Any) -> Sampling:
 
 
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
-    """All settings of the rollout's token sampling, for the results; None: not masked."""
+    """All settings of the rollout's token sampling, for the results; None: not cut."""
     values = {name: float(Flags(args).value(flag) or 1.0) for name, flag in _OPENRLHF.items()}
-    return {**values, **dataclasses.asdict(sampling)}
+    return {**values, **sampling.spec()}
 
 
 _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default=None)
@@ -65,7 +77,7 @@ _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default
 
 def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
     """Calls a samples generator's method while the masks are on."""
-    token = _masks.set(dict(current_run().sampling))
+    token = _masks.set({k: v for k, v in current_run().sampling.items() if k != "correct_mask"})
     try:
         return generate(generator, **kwargs)
     finally:

@@ -20,15 +20,18 @@ class FinishedTrajectory:
     Attributes:
         record: its perturbed inputs.
         log_probs: log π of each generated token at the rollout, (generated,) float32.
+        sampling_mask: the tokens that sampling left at each position, as the rollout packs them; empty where this is
+            not recorded.
     """
 
     record: ReplayRecord
     log_probs: np.ndarray
+    sampling_mask: bytes = b""
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        return self.record.size + self.log_probs.nbytes
+        return self.record.size + self.log_probs.nbytes + len(self.sampling_mask)
 
 
 @dataclass(frozen=True, kw_only=True)
