@@ -12,6 +12,7 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, records
 from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
+from perturbations.replay_scope import ReplayScope
 from tests.fast.test_replay import Embedder, small
 from tests.stack.operators import DenseShake
 
@@ -86,6 +87,11 @@ def test_a_scaled_embedding() -> None:
     record = dataclasses.replace(small([1]), weights=np.zeros((1, 2), np.float32), vectors=np.ones((1, 2), np.float32))
     with replaying(model, [record]):
         assert model(torch.tensor([[0, 5, 6]]))[0, 1].tolist() == [3, 3]
+    scope = ReplayScope(model.embedding)
+    with scope([record], None):
+        model(torch.tensor([[0, 5, 6]]))
+        seen, _ = scope.replayed(torch.zeros(3, 10), torch.zeros(3), 1.0)
+    assert seen.edit.vectors.tolist() == [[3, 3]], "a density sees what was fed"
 
 
 def test_realise_by_hand() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from perturbations import FinishedTrajectory, ReplayRecord, registry, replaying
+from perturbations import FinishedTrajectory, ReplayRecord, UsageError, registry, replaying
 from perturbations.replay_scope import flat_rows
 from perturbations.streams import Stream, keys, normal
 
@@ -118,6 +119,54 @@ def test_a_full_buffer_drops_the_oldest_and_warns_once(caplog: pytest.LogCapture
     assert len(caplog.records) == 1 and "max_bytes" in caplog.text
     buffer.add("large", FinishedTrajectory(a_record(4), np.zeros(1000, np.float32)))
     assert buffer.names() == ["large"], "the newest is kept in any case"
+
+
+BUFFER = """
+from dataclasses import dataclass
+from perturbations import ReplayBuffer, option, register_buffer
+
+@register_buffer("counting")
+@dataclass(frozen=True, kw_only=True)
+class Counting(ReplayBuffer):
+    most: int = option(2, "trajectories held", low=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "held", {})
+
+    def add(self, name, finished):
+        self.held[name] = finished
+
+    def names(self):
+        return list(self.held)
+
+    def take(self, name):
+        return self.held.pop(name)
+"""
+
+
+def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's configuration carries the file's text, so a worker elsewhere can make it."""
+    from ngrpo.rollout.settings import REPLAY_BUFFER, read_buffer
+
+    monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
+    (tmp_path / "mine.py").write_text(BUFFER)
+    spec = read_buffer({REPLAY_BUFFER: {"name": f"{tmp_path}/mine.py", "most": 3}}).spec()
+    (tmp_path / "mine.py").unlink()
+    buffer = read_buffer({REPLAY_BUFFER: spec})
+    assert type(buffer).__name__ == "Counting" and buffer.most == 3
+    for name in "abc":
+        buffer.add(name, finished(1))
+    buffer.drop(["b", "x"])
+    assert buffer.names() == ["a", "c"]
+    assert read_buffer(None).name == read_buffer({REPLAY_BUFFER: "memory"}).name == "memory"
+    for wrong, says in (
+        (3, "must be a name"),
+        ({"max_bytes": 1}, "must be a name"),
+        ("memry", "Did you mean 'memory'"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            read_buffer({REPLAY_BUFFER: wrong})
 
 
 def test_rows_by_hand() -> None:
