@@ -68,16 +68,26 @@ def test_nothing_is_recorded_where_nothing_is_cut(recording: Any) -> None:
 
 
 def test_masks_survive_preemption(smollm2: str, hf_model: Any) -> None:
-    llm = build_engine(
+    """A cache of eight blocks of 32 tokens, as in test_invariance: trajectories are computed again."""
+    small = build_engine(
         smollm2,
-        {"name": "neighbor", "rate": 0.3},
-        num_gpu_blocks_override=8,
-        max_num_seqs=4,
-        max_model_len=256,
+        None,
+        additional_config={"perturbation": {"name": "neighbor", "rate": 0.3}, "sampling_masks": True},
         logprobs_mode="processed_logprobs",
+        num_gpu_blocks_override=8,
+        block_size=32,
+        max_model_len=192,
+        enable_prefix_caching=False,
     )
-    llm.llm_engine.vllm_config.additional_config["sampling_masks"] = True
-    set_perturbation(llm, "neighbor", rate=0.3)
-    rollouts, masks = sample_with_masks(llm, chat_prompts(llm), max_tokens=60, top_p=0.9)
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    rollouts, masks = sample_with_masks(small, chat_prompts(small, copies=2), top_p=0.9)
+    assert len(preempted) >= 3
     processed = torch.tensor([lp for r in rollouts for lp in r.engine_log_probs])
     assert (trainer_log_probs(hf_model, rollouts, masks) - processed).abs().max() < 1e-4
