@@ -42,6 +42,12 @@ _REFUSED = (
         "use --ds.ring_attn_size 1",
     ),
     (
+        "ds.lora.rank",
+        lambda value: value != "0",
+        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know",
+        "leave it out and train the whole policy",
+    ),
+    (
         "train.partial_rollout_enable",
         lambda value: True,
         "a trajectory's records would be cut at the weight sync; not supported yet",

@@ -130,8 +130,8 @@ def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, flo
 def _run_folder(command: flags.TrainCommand) -> Path:
     if command.run_dir is not None:
         return Path(command.run_dir).expanduser()
-    operator = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{operator}"
+    perturbation = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{perturbation}"
 
 
 def _hardware_notes(hardware: str) -> list[str]:
