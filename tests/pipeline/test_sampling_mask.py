@@ -11,8 +11,8 @@ import pytest
 from tests.pipeline.harness import steps_of
 
 pytestmark = pytest.mark.stack
-# At this temperature the twenty likeliest tokens hold so little (on average exp(-0.56) in these prompts' answers) that a
-# trainer of the whole distribution would show a gap, and a vllm_kl, of 0.56.
+# At this temperature the twenty likeliest tokens hold so little, on average exp(-0.56) in answers to such prompts, that
+# a trainer of the whole distribution would show a gap, and a vllm_kl, of 0.56.
 TRUNCATED = ["--sampling.top_k", "20", "--rollout.temperature", "1.5", "--sampling.correct_mask"]
 
 
