@@ -54,7 +54,7 @@ class TrainCommand:
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
-        advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
+        advantage: ``ngrpo.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
         reproducible: whether the same seed is to give the same rollouts from run to run.
     """
@@ -176,7 +176,7 @@ def _advantage(ours: dict[str, Any]) -> dict[str, Any] | None:
         if options:
             raise UsageError(f"{ADVANTAGE}.{next(iter(options))} is given, but no advantage. Add {ADVANTAGE} NAME.")
         return None
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
     return advantages.create(ours[ADVANTAGE], **options).spec()
 

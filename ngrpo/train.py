@@ -109,9 +109,9 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
 def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     if command.advantage is None:
         return []
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
-    return advantages.create(**command.advantage).notes(command.openrlhf_args)
+    return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
