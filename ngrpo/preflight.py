@@ -14,39 +14,16 @@ from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.errors import UsageError
 
-# Settings under which a perturbed run would be wrong without a word: part of a flag's name, whether a value
-# turns it on, why, and the mend.
+# Settings under which a perturbed run would be wrong without a word: part of a flag's name, the values that are
+# harmless, why, and what to do.
+_OFF = ("0", "false", "none")
+_DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
 _REFUSED = (
-    (
-        "pipeline_parallel",
-        lambda value: value != "1",
-        "the rollout edits the input embedding on one stage only",
-        "use tensor parallelism (--vllm.tensor_parallel_size) and leave it out",
-    ),
-    (
-        "speculative",
-        lambda value: value.lower() not in ("0", "false", "none"),
-        "drafted tokens are accepted without ever being fed as mixtures",
-        "leave it out",
-    ),
-    (
-        "draft_model",
-        lambda value: value.lower() != "none",
-        "drafted tokens are accepted without ever being fed as mixtures",
-        "leave it out",
-    ),
-    (
-        "ds.ring_attn_size",
-        lambda value: value != "1",
-        "the replay does not split records over a ring yet",
-        "use --ds.ring_attn_size 1",
-    ),
-    (
-        "train.partial_rollout_enable",
-        lambda value: True,
-        "a trajectory's records would be cut at the weight sync; not supported yet",
-        "leave it out (--train.async_enable alone is another setting)",
-    ),
+    ("pipeline_parallel", ("1",), "the rollout edits the input on one stage only", "use --vllm.tensor_parallel_size"),
+    ("speculative", _OFF, _DRAFTED, "leave it out"),
+    ("draft_model", _OFF, _DRAFTED, "leave it out"),
+    ("ds.ring_attn_size", ("1",), "the replay does not split records over a ring yet", "use --ds.ring_attn_size 1"),
+    ("partial_rollout", (), "records would be cut at the weight sync", "leave it out (not --train.async_enable)"),
 )
 
 # Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
@@ -92,7 +69,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         spec: the perturbation, or None.
 
     Raises:
-        UsageError: with the flag, the reason and the mend.
+        UsageError: with the flag, the reason and what to do.
     """
     if not Flags(args).value("--actor.model_name_or_path"):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
@@ -106,16 +83,16 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
     if correction not in (None, "off") and registry.create(**spec).has_density:
         raise UsageError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
-            f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
+            f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Fix: leave it"
             " out, or --perturbation.density token."
         )
     for flag in Flags(args):
         value = flag.values[0] if flag.values else ""
-        for part, turned_on, reason, mend in _REFUSED:
-            if part in flag.name and turned_on(value):
+        for part, harmless, reason, instead in _REFUSED:
+            if part in flag.name and value.lower() not in harmless:
+                given = f"{flag.name} {value}".rstrip()
                 raise UsageError(
-                    f"{flag.name} {value}".rstrip()
-                    + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
+                    f"{given} cannot be used with --perturbation {spec['name']}: {reason}. Fix: {instead}."
                 )
 
 

@@ -1,4 +1,32 @@
-"""`ngrpo train`: check everything, launch OpenRLHF, sum up."""
+"""usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [--advantage NAME] [--preset NAME]
+                   [flags of OpenRLHF ...]
+
+Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below; every other word goes to
+OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
+
+  --perturbation NAME            see below; your own: ./file.py:Name, package.module:Name    [none: stock OpenRLHF]
+  --perturbation.<option> VALUE  an option of the perturbation, see below; a switch may stand alone
+  --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
+  --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
+  --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
+                                 ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
+  --advantage.<option> VALUE     an option of the advantage
+  --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
+  --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
+  --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
+                                 (temperature and top-p: --rollout.temperature, --rollout.top_p)
+  --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
+  --model NAME                   = --actor.model_name_or_path; packaged models: smollm2-135m
+  --task NAME                    dataset and reward where you give none: arithmetic, math:FILE, reasoning_gym:DATASET
+  --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]
+  --run-dir DIR                  model, checkpoints, TensorBoard log, summary.json [runs/<time>-<perturbation>]
+  --log-file FILE                what the engines print goes there, a few lines of progress to the screen
+
+examples
+  ngrpo train --perturbation neighbor --perturbation.rate 0.1 --perturbation.k 3 --model smollm2-135m \\
+      --task arithmetic --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4
+  ngrpo train --perturbation.config neighbor.yaml --perturbation.rate 0.15 ...
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
 )
 def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
     preflight.check_flags([*MODEL, *words], None)
-    with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Mend: "):
+    with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Fix: "):
         preflight.check_flags([*MODEL, *words], SPEC)
 
 
