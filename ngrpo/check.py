@@ -18,7 +18,7 @@ from perturbations.errors import UsageError
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints one line per check, and what is wrong and how to mend it where one fails.
+    """Prints one line per check, and what is wrong and how to fix it where one fails.
 
     Args:
         words: everything after ``ngrpo check``.

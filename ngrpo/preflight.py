@@ -1,4 +1,4 @@
-"""Checks before any model loads: each problem is one message with the value, what is allowed and the mend."""
+"""Checks before any model loads: each problem is one message with the value, what is allowed and what to do."""
 
 from __future__ import annotations
 

@@ -184,9 +184,9 @@ class TestRegistry:
 
     def test_a_users_own_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        Path("mine.py").write_text(MINE)
-        command = flags.parse(["--advantage", "./mine.py:Halved", "--advantage.factor", "0.25"])
-        Path("mine.py").unlink()  # a Ray worker on another machine has no such file
+        Path("halved.py").write_text(MINE)
+        command = flags.parse(["--advantage", "./halved.py:Halved", "--advantage.factor", "0.25"])
+        Path("halved.py").unlink()  # a Ray worker on another machine has no such file
         run_with(monkeypatch, advantage_spec=command.settings.advantage_spec)
         close(current_run().advantage.compute(REWARDS[:1]), [[0.25, 0.0, 0.0, 0.0]])
         with pytest.raises(UsageError, match="greater than 0"):

@@ -24,8 +24,8 @@ FLOORS = (
     ("perturbations",),
     ("ngrpo", "ngrpo.openrlhf_flags", "ngrpo.yaml_file", "ngrpo.versions", "ngrpo.result_folder", "ngrpo.bootstrap"),
     ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress"),
-    ("ngrpo.answers", "ngrpo.datafiles"),
-    ("ngrpo.hardware", "ngrpo.rollout", "ngrpo.advantages"),
+    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages"),
+    ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer",),
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
