@@ -100,8 +100,6 @@ def _sorted(words: Sequence[str]) -> _Given:
         elif name in _SINGLE or name in _REPEATED:
             if not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
-            if name in given.single:
-                raise UsageError(f"{flag.name} is given twice; keep one.")
             if name in _REPEATED:
                 given.repeated[name].append(value)
             else:

@@ -167,6 +167,14 @@ class TestMain:
         assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
         assert "ngrpo: error:" not in error
 
+    def test_a_module_of_the_users_that_fails_is_no_bug_of_ours(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "divides.py").write_text("1 / 0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert cli.main(["train", "--perturbation", "divides:Mine"]) == 2
+        assert "cannot load 'divides:Mine' (division by zero)" in capsys.readouterr().err
+
     def test_output_that_nobody_reads_to_the_end_is_no_bug(self) -> None:
         line = f"{sys.executable} -m ngrpo.cli train --help | head -1"
         done = subprocess.run(line, shell=True, capture_output=True, text=True)
