@@ -20,6 +20,7 @@ from perturbations.options import nearest
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 SAMPLING = "--sampling"
+CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 CONFIG = f"{PERTURBATION}.config"
 MODEL_FLAG = "model_name_or_path"
@@ -29,7 +30,7 @@ _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K and {SAMPLING}.min_p P",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
 _NEEDS = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
@@ -91,7 +92,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
     if config:
         options = yaml_file.read(config, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
     in_file = str(options.pop("reproducible", False))
-    reproducible = _switch(ours.get(REPRODUCIBLE, in_file) or "true")
+    reproducible = _switch(ours.get(REPRODUCIBLE, in_file))
     spec, notes = _perturbation(ours, options, config)
     if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
@@ -147,10 +148,10 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
-        alone = name == REPRODUCIBLE or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
+        alone = name in (REPRODUCIBLE, CORRECT_MASK) or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
-        ours[name] = value
+        ours[name] = "true" if value is None and name in (REPRODUCIBLE, CORRECT_MASK) else value
     return ours, rest
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ngrpo import versions
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -61,12 +62,12 @@ def check_stack() -> None:
         )
 
 
-def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
-    """Checks OpenRLHF flags that are missing, or that a perturbation cannot go with.
+def check_flags(args: Sequence[str], settings: RunSettings) -> None:
+    """Checks OpenRLHF flags that are missing, or that the run's settings cannot go with.
 
     Args:
         args: OpenRLHF's flags.
-        spec: the perturbation, or None.
+        settings: what is asked of the run; a correction of the sampling mask is replayed as a perturbation is.
 
     Raises:
         UsageError: with the flag, the reason and what to do.
@@ -77,13 +78,15 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
-    if spec is None:
+    spec = settings.perturbation_spec
+    if spec is None and not settings.corrects_sampling:
         return
+    asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     correction = Flags(args).value("--algo.advantage.is_correction_level")
-    if correction not in (None, "off") and registry.create(**spec).has_density:
+    if correction not in (None, "off") and settings.perturbation and settings.perturbation.has_density:
         raise UsageError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
-            f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Fix: leave it"
+            f" {settings.perturbation.name}: it compares with the rollout's log-probabilities, which are the tokens'. Fix: leave it"
             " out, or --perturbation.density token."
         )
     for flag in Flags(args):
@@ -91,9 +94,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         for part, harmless, reason, instead in _REFUSED:
             if part in flag.name and value.lower() not in harmless:
                 given = f"{flag.name} {value}".rstrip()
-                raise UsageError(
-                    f"{given} cannot be used with --perturbation {spec['name']}: {reason}. Fix: {instead}."
-                )
+                raise UsageError(f"{given} cannot be used with {asked}: {reason}. Fix: {instead}.")
 
 
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:

@@ -14,6 +14,7 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
+  --sampling.correct_mask        take log-probabilities among the tokens that top-p, top-k and min-p left
                                  (temperature and top-p: --rollout.temperature, --rollout.top_p)
   --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
   --model NAME                   = --actor.model_name_or_path; packaged models: smollm2-135m
@@ -41,6 +42,7 @@ from pathlib import Path
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
@@ -87,12 +89,13 @@ def openrlhf_help() -> int:
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    preflight.check_flags(command.openrlhf_args, command.spec)
-    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     settings = command.settings
+    preflight.check_flags(command.openrlhf_args, settings)
+    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, settings.advantage)
-    for note in settings.advantage.notes(given) if settings.advantage else ():
-        report(f"warning: {note}")
+    for part in (settings.advantage, rollout_sampling.create(**settings.sampling)):
+        for note in part.notes(given) if part is not None else ():
+            report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
     preflight.check_files(complete.words)

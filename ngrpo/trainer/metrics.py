@@ -79,7 +79,8 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     """log π of the tokens in each batch; where an operator has a density, the actor kept them beside it."""
     own = [experience.action_log_probs for experience in experiences]
-    if not current_run().perturbation.has_density:
+    perturbation = current_run().perturbation
+    if perturbation is None or not perturbation.has_density:
         return own
     import ray
 

@@ -284,7 +284,8 @@ class TestRun:
         assert "--algo.dynamic_filtering_range -1000000 1" in capsys.readouterr().out
         written = json.loads(Path("r/summary.json").read_text())
         assert written["advantage"] == advantage
-        assert written["sampling"] == {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1}
+        sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1, "correct_mask": False}
+        assert written["sampling"] == sampling
 
     def test_nothing_is_launched_or_written_on_bad_input(self, launched: list, tmp_path: Path) -> None:
         for line in (
