@@ -86,8 +86,8 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
     if correction not in (None, "off") and settings.perturbation and settings.perturbation.has_density:
         raise UsageError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
-            f" {settings.perturbation.name}: it compares with the rollout's log-probabilities, which are the tokens'. Fix: leave"
-            " it out, or --perturbation.density token."
+            f" {settings.perturbation.name}: it compares with the rollout's log-probabilities, which are the tokens'."
+            " Fix: leave it out, or --perturbation.density token."
         )
     for flag in Flags(args):
         value = flag.values[0] if flag.values else ""

@@ -191,7 +191,7 @@ class TestFlags:
         settings = RunSettings(sampling=command.settings.sampling)
         assert settings.conditions == ("sampling", "sampling_mask")
         off = flags.parse(["--sampling.correct_mask", "false"])
-        assert off.settings.sampling == {} and RunSettings(sampling=off.sampling).conditions == ()
+        assert off.settings.sampling == {} and off.settings.conditions == ()
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])
     def test_no_warning_without_truncation(self, args: list[str]) -> None:
