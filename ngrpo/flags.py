@@ -33,7 +33,7 @@ _ROOTS = {
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
-_NEEDS = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
+_NEEDS = {PERTURBATION: "a perturbation's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
     "--hardware": "hardware",
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         The command, with the perturbation's options checked. Nothing has been loaded or written.
 
     Raises:
-        UsageError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
+        UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
     """
     ours, rest = _sorted(words)
     options: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def _perturbation(
             first = next(iter(options))
             hint, line = (nearest(first, ["name"]), f" or a line name: NAME in {config}") if config else ("", "")
             raise UsageError(
-                f"perturbation option {first!r} is given, but no operator.{hint} Add {PERTURBATION} NAME{line}"
+                f"perturbation option {first!r} is given, but no perturbation.{hint} Add {PERTURBATION} NAME{line}"
                 " (see: ngrpo list)."
             )
         return None, []

@@ -125,8 +125,8 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
 def _run_folder(command: flags.TrainCommand) -> Path:
     if command.run_dir is not None:
         return Path(command.run_dir).expanduser()
-    operator = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{operator}"
+    name = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
 def _hardware_notes(hardware: str) -> list[str]:

@@ -3,9 +3,9 @@
 Trains every strategy with every seed under the same trainer, data order and budget, evaluates each, and writes
 results.json, results.csv and report.html. What has finished is kept: the same command goes on where it stopped.
 
-  --perturbations A,B        operators, with options after colons: none,neighbor:rate=0.2,gumbel
+  --perturbations A,B        perturbations, with options after colons: none,neighbor:rate=0.2,gumbel
   --strategy 'A x=1 --f=2'   one strategy: options, base=PRESET, advantage=NAME, and flags of its own; repeatable
-  --sweep KEY=V,W            one run per value: perturbation.rate=0.05,0.1 for every operator that has the option,
+  --sweep KEY=V,W            one run per value: perturbation.rate=0.05,0.1 for each perturbation that has it,
                              or any flag of ngrpo train (rollout.temperature=0.8,1.2) for all; repeatable
   --base P,Q                 base algorithms: grpo, gspo, dapo
   --seeds 0,1,2              seeds [0]
