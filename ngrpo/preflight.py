@@ -24,6 +24,7 @@ _REFUSED = (
     ("speculative", _OFF, _DRAFTED, "leave it out"),
     ("draft_model", _OFF, _DRAFTED, "leave it out"),
     ("ds.ring_attn_size", ("1",), "the replay does not split records over a ring yet", "use --ds.ring_attn_size 1"),
+    ("ds.lora.rank", ("0",), "OpenRLHF syncs its weights under names that vLLM does not know", "train without LoRA"),
     ("partial_rollout", (), "records would be cut at the weight sync", "leave it out (not --train.async_enable)"),
 )
 

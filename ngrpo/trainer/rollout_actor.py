@@ -18,6 +18,7 @@ from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
 
@@ -80,14 +81,14 @@ def engine_perturbation(seed: int) -> Perturbation:
     return registry.create(**{**spec, "seed": mixed})
 
 
-async def confirm(actor: Any, operator: Perturbation) -> None:
-    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this operator."""
+async def confirm(actor: Any, perturbation: Perturbation) -> None:
+    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation."""
     try:
         fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
     except Exception:
         # vLLM answers a method that its workers lack with an error of its own.
         fingerprints = [""]
-    check_installed(fingerprints, operator.fingerprint())
+    check_installed(fingerprints, perturbation.fingerprint())
 
 
 async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
@@ -134,7 +135,7 @@ def perturbed_engine(plain: type) -> type:
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
             if multi_modal_data:
-                raise ValueError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
+                raise UsageError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
             return await generate(self, prompt_token_ids, sampling_params)
 
         async def perturbation_drift(self) -> Any:

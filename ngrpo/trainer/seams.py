@@ -146,7 +146,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "openrlhf.models.actor", "Actor.__init__", "ngrpo.trainer.model_actors:with_parameters", "perturbation",
         "sha:ed617cb47dde",
-        "openrlhf 0.11.2", "an operator's learned parameters join the model before DeepSpeed wraps it",
+        "openrlhf 0.11.2", "a perturbation's learned parameters join the model before DeepSpeed wraps it",
     ),
     Seam(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy._get_model_parameters",
@@ -164,7 +164,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density_loss:with_densities", "perturbation",
-        "import", "openrlhf 0.11.2", "at perturbed positions an operator's density takes the token's place",
+        "import", "openrlhf 0.11.2", "at perturbed positions a perturbation's density takes the token's place",
     ),
     Seam(
         "openrlhf.models.actor", "Actor.forward", None, "perturbation or sampling_mask", "sha:65d2a2a0e02a",

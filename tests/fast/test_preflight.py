@@ -66,6 +66,7 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
         ["--vllm.draft_model", "m"],
         ["--ds.ring_attn_size", "2"],
         ["--train.partial_rollout_enable"],
+        ["--ds.lora.rank", "8"],
     ],
 )
 def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
@@ -79,6 +80,7 @@ def test_harmless_values_pass() -> None:
         "--vllm.pipeline_parallel_size",
         "1",
         "--ds.ring_attn_size=1",
+        "--ds.lora.rank=0",
         "--vllm.speculative_config",
         "none",
     ]
