@@ -161,6 +161,7 @@ def test_a_run_is_another_when_any_word_of_it_changes() -> None:
         (["--perturbation", "none"], "--perturbations, --strategy"),
         (["--perturbations", "none", "neighbor"], "'neighbor' is one too many"),
         (["none"], "unexpected word 'none'"),
+        (["--perturbations", "none", "--stock", "yes"], "--stock yes: it stands alone"),
         (["--perturbatons", "none"], "Did you mean '--perturbations'"),
         (["--perturbations", "none", "--sweep", "rollout.temperature"], "KEY=VALUE,VALUE"),
         (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),
