@@ -153,24 +153,6 @@ class TestGroupsOfEqualValues:
         close(compute("group_norm", REWARDS[:1] + 1024.0), [[1.5, -0.5, -0.5, -0.5]], 1e-8)
 
 
-MINE = """
-from dataclasses import dataclass
-
-from ngrpo.advantages import Advantage
-from perturbations import option
-
-
-@dataclass(frozen=True, kw_only=True)
-class Halved(Advantage):
-    \"\"\"Rewards times a factor.\"\"\"
-
-    factor: float = option(0.5, "the factor", above=0.0)
-
-    def formula(self, rewards, counts):
-        return self.factor * rewards
-"""
-
-
 class TestRegistry:
     def test_each_stands_in_the_file_of_its_name(self) -> None:
         folder = Path(registry.get("copo").__module__.replace(".", "/")).parent
@@ -183,14 +165,16 @@ class TestRegistry:
         assert create(**json.loads(json.dumps(made.spec()))) == made == pickle.loads(pickle.dumps(made))
 
     def test_a_users_own_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The one of docs/advantages.md: (1 - 1/4) and (0 - 1/4), halved."""
+        text = (ROOT / "docs" / "advantages.md").read_text(encoding="utf-8").partition("```python\n")[2]
         monkeypatch.chdir(tmp_path)
-        Path("halved.py").write_text(MINE)
-        command = flags.parse(["--advantage", "./halved.py:Halved", "--advantage.factor", "0.25"])
-        Path("halved.py").unlink()  # a Ray worker on another machine has no such file
+        Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
+        command = flags.parse(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
+        Path("centered.py").unlink()  # a Ray worker on another machine has no such file
         run_with(monkeypatch, advantage_spec=command.settings.advantage_spec)
-        close(current_run().advantage.compute(REWARDS[:1]), [[0.25, 0.0, 0.0, 0.0]])
+        close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])
         with pytest.raises(UsageError, match="greater than 0"):
-            create(**{**command.settings.advantage_spec, "factor": 0})
+            create(**{**command.settings.advantage_spec, "scale": 0})
 
     def test_another_class_is_refused(self) -> None:
         with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.advantages\.Advantage"):
