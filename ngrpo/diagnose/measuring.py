@@ -84,7 +84,7 @@ def sample_strategy(
     answers = [answer.tokens for answer in found]
     records = [answer.record for answer in found]
     here = attached(llm)
-    shares = inputs.shares_still_nearest(records, answers, here.geometry, here.module)
+    shares = inputs.shares_still_nearest(records, answers, here.embeddings, here.module)
     losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)
     samples = []
     for answer, loss in zip(found, losses):

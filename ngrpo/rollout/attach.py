@@ -13,28 +13,31 @@ from torch import Tensor, nn
 
 from ngrpo.parameters_file import load_saved
 from ngrpo.rollout import runner_v1, runner_v2
-from ngrpo.rollout.embedding import InputOverride, find_input_embedding
+from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.requests import RequestBook
+from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
-from perturbations.gates import TokenConditions, protected_tokens
-from perturbations.geometry import Geometry
+from perturbations.embeddings import ModelEmbeddings
+from perturbations.errors import UsageError
+from perturbations.gates.default import BoundGate
+from perturbations.replay.buffers.base import ReplayBuffer
 
 
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    def __init__(self, runner: Any, operator: Perturbation) -> None:
+    def __init__(self, runner: Any, operator: Perturbation, buffer: ReplayBuffer) -> None:
         """
         Args:
             runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
-            operator: an active operator.
+            operator: an active perturbation.
+            buffer: where records of finished requests wait to be taken.
         """
-        self._runner = runner
+        self._runner, self._buffer = runner, buffer
         # The state that only V2 keeps; its class cannot be imported where Triton is missing.
         self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
@@ -45,7 +48,7 @@ class AttachedPerturbation:
         self._hidden = embedding.embedding_dim
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
-        self._geometry = _geometry(model, embedding, self._override, self._vocabulary, self._tokenizer)
+        self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
         self.replace(operator)
         self._wrap()
 
@@ -53,36 +56,26 @@ class AttachedPerturbation:
         """Puts another operator in place, between requests.
 
         Raises:
-            ValueError: while requests are running, or for an operator that does not fit the model.
+            UsageError: while requests are running, or for an operator that does not fit the model.
         """
         runner, tokenizer = self._runner, self._tokenizer
-        book = getattr(self, "book", None)
-        if book is not None and book.running:
-            raise ValueError(
-                f"the perturbation cannot be replaced while {book.running} requests are running: wait for them."
+        running = self.requests.running if hasattr(self, "requests") else 0
+        if running:
+            raise UsageError(
+                f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
         operator.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, operator, self._hidden)
-        conditions = TokenConditions(
-            tokenizer.encode(operator.until) if operator.until is not None else [],
-            protected_tokens(operator.protect, tokenizer.vocabulary, self._vocabulary),
-            operator.entropy_min,
-            store.slots,
-            runner.device,
-        )
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len)
+        gate = BoundGate(operator, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device)
         self.module = _module(operator, self._hidden, runner)
         self.operator = operator
         recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
         masks = SamplingMaskStore(self._vocabulary) if recorded else None
         self.perturber = RolloutPerturber(
-            operator, store, conditions, self._geometry, self._override, runner.device, self.module, masks
+            operator, store, gate, self.embeddings, self._override, runner.device, self.module, masks
         )
-        self.book = RequestBook(operator, store, self.perturber)
-
-    @property
-    def geometry(self) -> Geometry:
-        """The model's embeddings, as operators see them."""
-        return self._geometry
+        self._buffer.drop(self._buffer.names())
+        self.requests = RunningRequests(operator, store, self.perturber, self._buffer)
 
     def _wrap(self) -> None:
         runner = self._runner
@@ -130,9 +123,9 @@ def _module(operator: Perturbation, hidden: int, runner: Any) -> nn.Module | Non
     return module
 
 
-def _geometry(
+def _embeddings(
     model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
-) -> Geometry:
+) -> ModelEmbeddings:
     def whole(module: Any) -> Tensor:
         weight = module.weight.data
         if module.tp_size > 1:
@@ -143,7 +136,7 @@ def _geometry(
 
     head = getattr(model, "lm_head", None)
     separate = head is not None and head is not embedding and head.weight is not embedding.weight
-    return Geometry(
+    return ModelEmbeddings(
         override.lookup,
         lambda: whole(embedding),
         (lambda: whole(head)) if separate else None,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.rollout.sampling import GREEDY_BELOW
+from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 
 if TYPE_CHECKING:
     from ngrpo.rollout.attach import AttachedPerturbation
@@ -29,7 +29,7 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
 def _update_states(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
     def update_states(scheduler_output: Any) -> Any:
         result = original(scheduler_output)
-        perturbation.book.update(scheduler_output)
+        perturbation.requests.update(scheduler_output)
         return result
 
     return update_states

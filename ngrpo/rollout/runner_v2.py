@@ -43,7 +43,7 @@ def _add_requests(original: Callable[..., Any], perturbation: AttachedPerturbati
 
     def add_requests(scheduler_output: Any) -> Any:
         result = original(scheduler_output)
-        perturbation.book.update(scheduler_output)
+        perturbation.requests.update(scheduler_output)
         return result
 
     return add_requests

@@ -8,10 +8,13 @@ from typing import Any
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
+from perturbations.replay.buffers.base import ReplayBuffer
 
 KEY = "perturbation"
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
 LENGTHS = "perturbation_lengths"
+REPLAY_BUFFER = "perturbation_replay_buffer"
+"""Key of ``additional_config``: the replay buffer of each worker, by name or as a dictionary with name and options."""
 SEEDED_DRAWS = "seeded_draws"
 """Key of ``additional_config``: draw every token from a counter-based stream, also where nothing is perturbed.
 
@@ -48,6 +51,31 @@ def read(additional_config: Any) -> Perturbation | None:
         )
     operator = registry.create(**spec)
     return operator if operator.active or seeded else None
+
+
+def read_buffer(additional_config: Any) -> ReplayBuffer:
+    """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none.
+
+    Raises:
+        UsageError: for anything that is not a valid name or spec.
+    """
+    given = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
+    spec = {"name": given or "memory"} if given is None or isinstance(given, str) else given
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise UsageError(
+            f"additional_config[{REPLAY_BUFFER!r}]={given!r}: must be a name ({', '.join(registry.buffers.available())}"
+            " or ./file.py:Name), or a dictionary with a 'name' and options."
+        )
+    return registry.buffers.create(**spec)
+
+
+def request_arguments(params: Any) -> dict[str, Any]:
+    """What a request says about its perturbation, in ``SamplingParams.extra_args["perturbation"]``.
+
+    ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
+    earlier turns.
+    """
+    return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 
 
 def check_engine(config: Any, operator: Perturbation) -> None:

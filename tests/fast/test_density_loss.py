@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ngrpo.preflight import check_flags
 from ngrpo.trainer.density_loss import densities, token_log_probs, with_densities
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit
@@ -31,18 +32,18 @@ def record_of(operator: Perturbation, step: Step, prompt: int = 5) -> ReplayReco
         edit.weights.numpy(),
         None if edit.sigma is None else edit.sigma.numpy(),
         np.ones(len(step.seeds), dtype=bool),
-        total=None if edit.total is None else edit.total.numpy(),
+        normalizer=None if edit.normalizer is None else edit.normalizer.numpy(),
     )
 
 
-def test_a_density_costs_four_bytes_per_position_and_one_per_record() -> None:
+def test_a_density_costs_four_bytes_per_position() -> None:
     step = a_step(likely(10))
-    with_total, without = record_of(create("gumbel", density="gumbel"), step), record_of(create("gumbel"), step)
-    assert len(with_total.to_bytes()) == len(without.to_bytes()) + 4 * 10 + 1
-    again = ReplayRecord.from_bytes(with_total.to_bytes())
-    assert np.array_equal(again.total, with_total.total) and again == with_total
-    assert ReplayRecord.from_bytes(without.to_bytes()).total is None
-    assert np.array_equal(with_total.truncate(9).total, with_total.total[:4])
+    with_normalizer, without = record_of(create("gumbel", density="gumbel"), step), record_of(create("gumbel"), step)
+    assert len(with_normalizer.to_bytes()) == len(without.to_bytes()) + 4 * 10
+    again = ReplayRecord.from_bytes(with_normalizer.to_bytes())
+    assert np.array_equal(again.normalizer, with_normalizer.normalizer) and again == with_normalizer
+    assert ReplayRecord.from_bytes(without.to_bytes()).normalizer is None
+    assert np.array_equal(with_normalizer.truncate(9).normalizer, with_normalizer.normalizer[:4])
 
 
 class Model(nn.Module):
@@ -112,7 +113,7 @@ def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, pa
                 torch.from_numpy(record.weights[i : i + 1]),
                 None if record.sigma is None else torch.from_numpy(record.sigma[i : i + 1]),
                 None,
-                None if record.total is None else torch.from_numpy(record.total[i : i + 1]),
+                None if record.normalizer is None else torch.from_numpy(record.normalizer[i : i + 1]),
             )
             row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
             alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding)
@@ -198,8 +199,8 @@ def test_importance_correction_does_not_go_with_a_density(density: str) -> None:
     flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level", "token"]
     spec = create("gumbel", density=density).spec()
     if density == "token":
-        check_flags(flags, spec)
+        check_flags(flags, RunSettings(perturbation_spec=spec))
         return
     with pytest.raises(ValueError, match="is_correction_level token cannot be used with the density"):
-        check_flags(flags, spec)
-    check_flags([*flags[:3], "off"], spec)
+        check_flags(flags, RunSettings(perturbation_spec=spec))
+    check_flags([*flags[:3], "off"], RunSettings(perturbation_spec=spec))

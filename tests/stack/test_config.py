@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import settings
-from ngrpo.rollout.embedding import find_input_embedding
+from ngrpo.rollout.input_override import find_input_embedding
 from perturbations import create
 from perturbations.errors import UsageError
 
