@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from perturbations.errors import UsageError
-
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
 # Answers of an engine whose records nobody takes; no training step is this large.
@@ -95,18 +93,13 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _v1_when_perturbed(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """The adapter for V2 (`ngrpo.rollout.runner_v2`) has not been run yet; an explicit choice of V2 is refused."""
+    """V2 only where it is asked for by name: its adapter has been shown exact on a CPU, but has not run on CUDA."""
 
     def use_v2_model_runner(self: Any) -> bool:
         from ngrpo.rollout import settings
 
-        if settings.read(self.additional_config) is None:
-            return original(self)
-        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-            raise UsageError(
-                "VLLM_USE_V2_MODEL_RUNNER=1: perturbations run in vLLM's V1 model runner. Unset it, or set it to 0."
-            )
-        return False
+        chosen = "VLLM_USE_V2_MODEL_RUNNER" in os.environ
+        return original(self) if chosen or settings.read(self.additional_config) is None else False
 
     return use_v2_model_runner
 

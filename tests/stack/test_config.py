@@ -102,8 +102,20 @@ def test_a_quantised_embedding_is_refused() -> None:
         find_input_embedding(model)
 
 
-def test_the_v2_runner_is_refused_by_name(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_model_runner_is_v1_unless_v2_is_asked_for(
+    smollm2: str, monkeypatch: pytest.MonkeyPatch, triton: bool
+) -> None:
+    import vllm.config.vllm as vllm_config
+
+    monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
+    assert config(smollm2, None).use_v2_model_runner is triton, "what vLLM chooses"
     assert config(smollm2).use_v2_model_runner is False
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is False
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
-        _ = config(smollm2).use_v2_model_runner
+    if triton:
+        assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is True
+    else:
+        with pytest.raises(ValueError, match="requires Triton"):
+            config(smollm2)
