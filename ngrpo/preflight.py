@@ -12,6 +12,8 @@ from typing import Any
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
+from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 
 OPENRLHF = "0.11.2"
 VLLM = ((0, 26), (0, 29))
@@ -104,13 +106,7 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     if spec is None:
         return
-    correction = Flags(args).value("--algo.advantage.is_correction_level")
-    if correction not in (None, "off") and registry.create(**spec).has_density:
-        raise ValueError(
-            f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
-            f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
-            " out, or --perturbation.density token."
-        )
+    _check_density(Flags(args), registry.create(**spec))
     for word in args:
         flag = word.partition("=")[0]
         if not flag.startswith("--"):
@@ -122,6 +118,55 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
                     f"{flag} {value}".rstrip()
                     + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
                 )
+
+
+# OpenRLHF 0.11.2's defaults, from the parser in openrlhf/cli/train_ppo_ray.py.
+BATCH_DEFAULTS = {
+    "--rollout.batch_size": 1024,
+    "--rollout.n_samples_per_prompt": 1,
+    "--train.batch_size": 128,
+    "--train.max_epochs": 1,
+}
+
+
+def _check_density(given: Flags, operator: Perturbation) -> None:
+    """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
+    if not operator.has_density:
+        return
+    subject = f"the density of --perturbation {operator.name}"
+    correction = given.value("--algo.advantage.is_correction_level")
+    if correction not in (None, "off"):
+        raise UsageError(
+            f"--algo.advantage.is_correction_level {correction} cannot be used with {subject}: it compares with the"
+            " rollout's log-probabilities, which are the tokens'. Leave it out, or add --perturbation.density token."
+        )
+    if not operator.density_of_vector:
+        return
+    reason = (
+        "it is of the fed vector, whose policy ratio is unbounded, so each rollout is used for one update at the policy"
+        " that drew it"
+    )
+    if given.has("--train.async_enable"):
+        raise UsageError(
+            f"--train.async_enable cannot be used with {subject}: {reason}. Leave it out, or add --perturbation.density"
+            " token."
+        )
+    try:
+        sizes = {name: int(given.value(name) or default) for name, default in BATCH_DEFAULTS.items()}
+    except ValueError:
+        return  # OpenRLHF's own parser names the flag whose value is not a number
+    prompts, answers, batch, epochs = sizes.values()
+    if epochs > 1:
+        raise UsageError(
+            f"--train.max_epochs {epochs} cannot be used with {subject}: {reason}. Set --train.max_epochs 1, or add"
+            " --perturbation.density token."
+        )
+    if batch < prompts * answers:
+        raise UsageError(
+            f"--train.batch_size {batch} cannot be used with {subject}: {reason}, and a rollout has {prompts * answers}"
+            f" samples (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt {answers}). Set"
+            f" --train.batch_size {prompts * answers}, or add --perturbation.density token."
+        )
 
 
 def check_files(args: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ GUMBEL_MASK = -3.0
 DIRICHLET_RANGE = (-5.0, 3.0)
 DIRICHLET_MASK = 0.05
 NORMAL_SIGMA, NORMAL_REACH = 0.05, 0.15
+NORMAL_MASK = 0.05
 
 
 def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
@@ -26,32 +27,16 @@ def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
     Args:
         x: (N, D).
         mean: (N, D).
-        sigma: σ > 0, (N,).
-
-    Returns:
-        (N,).
-    """
-    constant = x.shape[-1] * (torch.log(sigma) + 0.5 * math.log(2.0 * math.pi))
-    return -(x - mean).square().sum(dim=-1) / (2.0 * sigma.square()) - constant
-
-
-def gaussian_ratio(x: Tensor, mean: Tensor, sigma: Tensor, origin: Tensor) -> Tensor:
-    """log N(x; mean, σ² I) − log N(x; origin, σ² I) = ⟨mean − origin, 2x − mean − origin⟩ / (2σ²).
-
-    The difference of the two densities themselves would be a difference of two numbers near D/2 and lose digits
-    where a policy ratio needs them.
-
-    Args:
-        x: (N, D).
-        mean: (N, D).
         sigma: σ ≥ 0, (N,). At 0 nothing was drawn, and the result is 0.
-        origin: (N, D).
 
     Returns:
         (N,).
     """
-    product = ((mean - origin) * (2.0 * x - mean - origin)).sum(dim=-1)
-    return torch.where(sigma > 0.0, product / (2.0 * sigma.square()).clamp_min(1e-30), 0.0)
+    drawn = sigma > 0.0
+    scale = torch.where(drawn, sigma, 1.0)
+    constant = x.shape[-1] * (torch.log(scale) + 0.5 * math.log(2.0 * math.pi))
+    log_density = -(x - mean).square().sum(dim=-1) / (2.0 * scale.square()) - constant
+    return torch.where(drawn, log_density, 0.0)
 
 
 def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
@@ -89,7 +74,7 @@ def dirichlet(log_draws: Tensor, probabilities: Tensor, alpha: float, kept: Tens
 
 
 def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
-    """log N(y_i; p_i, 0.05²) with y_i clamped to p_i ± 0.15, mean over the candidates.
+    """log N(y_i; p_i, 0.05²) with y_i clamped to p_i ± 0.15, mean over p_i > 0.05.
 
     Args:
         draws: y, (N, K).
@@ -97,11 +82,11 @@ def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
         kept: as in :func:`gumbel`.
 
     Returns:
-        (N,).
+        (N,): 0 where no candidate is that likely.
     """
     distance = (draws - probabilities).clamp(-NORMAL_REACH, NORMAL_REACH) / NORMAL_SIGMA
     terms = -0.5 * distance.square() - math.log(NORMAL_SIGMA * math.sqrt(2.0 * math.pi))
-    return _mean(terms, kept)
+    return _mean(terms, kept & (probabilities > NORMAL_MASK))
 
 
 def _mean(terms: Tensor, used: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.learned import attached
+from perturbations.replay import ReplayRecord
 from perturbations.replay_scope import ReplayScope
 
 
@@ -87,12 +88,26 @@ def run_operator() -> Perturbation:
     return registry.create(**json.loads(os.environ[SPEC]))
 
 
-def replay_scope(model: Any, measure: bool = True) -> ReplayScope:
+def replay_scope(model: Any, operator: Perturbation, measure: bool = True) -> ReplayScope:
     """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
     model = model.model
     while hasattr(model, "module"):
         model = model.module
-    return ReplayScope(model.get_input_embeddings(), measure, attached(model))
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), operator)
+
+
+def _all_records(side_inputs: Any, batch: int) -> list[ReplayRecord]:
+    """The records of a training batch, of which every sample has one, though it may hold no position."""
+    records = sidecar.records(side_inputs, batch)
+    missing = [i for i, record in enumerate(records) if record is None]
+    if missing or len(records) != batch:
+        raise RuntimeError(
+            f"{len(missing) or batch - len(records)} of {batch} samples have no replay record (the first:"
+            f" {missing[:5]}). Each sample of a perturbed run brings its own in mm_train_inputs; without it the model"
+            " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
+            " returns."
+        )
+    return records
 
 
 def replaying_actor(plain: type) -> type:
@@ -110,14 +125,13 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-            records = sidecar.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            records = _all_records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, operator = getattr(self, attribute), run_operator()
-            scope = replay_scope(model, measure=False)
-            with scope(records, attention_mask), densities(operator, scope, model.temperature) as ours:
+            scope = replay_scope(model, operator, measure=False)
+            with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
             if operator.has_density and attribute == "actor":
-                replaced = None if ours is None else ours.tokens
-                kept = token_log_probs(log_probs, records, replaced, attention_mask)
+                kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
                 self._tokens = [*getattr(self, "_tokens", ()), kept]
             return log_probs
 
@@ -136,13 +150,13 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        records = sidecar.records(experience.mm_train_inputs, len(experience.sequences))
+        records, operator = _all_records(experience.mm_train_inputs, len(experience.sequences)), run_operator()
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
-            scope = replay_scope(self.actor)
+            scope = replay_scope(self.actor, operator)
             replay = scope(records, experience.attention_mask)
-            with replay as stats, densities(run_operator(), scope, self.actor.temperature):
+            with replay as stats, densities(scope, self.actor.temperature):
                 result = original(self, experience, *args, **kwargs)
         finally:
             self.actor_loss_fn = loss_fn
@@ -160,7 +174,10 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RatioProbe:
-    """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens."""
+    """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens.
+
+    The log-ratio is clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
+    """
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
@@ -168,6 +185,6 @@ class _RatioProbe:
 
     def __call__(self, log_probs: Any, old_log_probs: Any, *args: Any, action_mask: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            ratio = (log_probs - old_log_probs).float().exp()
+            ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
         return self._loss_fn(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)

@@ -45,7 +45,10 @@ class Normal(Perturbation):
         return Proposal(InputEdit(ids, draws / total.unsqueeze(-1), total=total if self.keeps_total else None), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """Mean over the ids of log N(y_i; p_i(θ), 0.05²) with y_i clamped to p_i(θ) ± 0.15; y_i = w_i · total."""
+        """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15.
+
+        y_i = w_i · total.
+        """
         edit = replayed.edit
         kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
