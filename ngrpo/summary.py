@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import time
@@ -15,6 +14,7 @@ from ngrpo import __version__
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.preflight import installed_version, vllm_version
+from ngrpo.result_folder import write_json
 from perturbations import registry
 
 _PREFIX = "train/"
@@ -86,8 +86,7 @@ def finish(
         "openrlhf_args": list(args),
         "scalars": scalars,
     }
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(place, summary)
     return table(summary)
 
 

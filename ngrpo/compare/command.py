@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ngrpo import flags, models, preflight, presets
 from ngrpo.compare import arguments, results, runs, screen
-from ngrpo.compare.folder import DiskFull, Folder, disk_errors
+from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
@@ -27,7 +27,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         report: called with each line for the user that is neither progress nor result.
 
     Returns:
-        0; 1 where a run failed or the disk is full.
+        0; 1 where a run failed.
 
     Raises:
         ValueError: for bad input, before anything starts.
@@ -39,16 +39,11 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     for note in plan.notes:
         report(f"warning: {note}")
     _check(plan)
-    folder = Folder(out)
     command = ["ngrpo", "compare", *words]
-    with folder.locked() as lock:
-        folder.claim(plan)
+    with ComparisonFolder.opened(out, report) as folder:
+        folder.claim(plan.common())
         try:
-            with disk_errors(out):
-                return _work(plan, folder, lock, command, report)
-        except DiskFull as error:
-            report(f"error: {error}")
-            return 1
+            return _work(plan, folder, command, report)
         except KeyboardInterrupt:
             report(f"interrupted; finished runs are kept. Go on with: {shlex.join(command)}")
             raise
@@ -73,8 +68,9 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
 
 
-def _work(plan: Plan, folder: Folder, lock: int, command: list[str], report: Callable[[str], None]) -> int:
-    created = _created(folder)
+def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:
+    earlier = folder.read("results.json") or {}
+    created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
     waiting = [one for one in everything if folder.status(one, runs.identity(plan, one))["status"] != "done"]
     view = screen.Screen(len(everything), int(Flags(plan.shared).value("--rollout.batch_size") or _DEFAULT_BATCH))
@@ -82,13 +78,13 @@ def _work(plan: Plan, folder: Folder, lock: int, command: list[str], report: Cal
         view.note(f"{len(everything) - len(waiting)} of {len(everything)} runs are finished and kept")
     model = models.resolve(plan.model, report=report)
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
-    _before(plan, folder, lock, model, view)
+    _before(plan, folder, model, view)
     for one in waiting:
         folder.need(int(1.5 * size) + _SPARE)
         view.begin(everything.index(one) + 1, one)
-        record = runs.execute(plan, one, folder, lock, view.step)
-        place = folder.run_folder(one) / "evaluation" / "evaluation.json"
-        view.end(record, results.json_file(place) if record["status"] == "done" else None)
+        record = runs.execute(plan, one, folder, view.step)
+        evaluated = folder.read(f"runs/{one.id}/evaluation/evaluation.json") if record["status"] == "done" else None
+        view.end(record, evaluated)
         results.write(results.collect(plan, folder, command, created), folder)
     final = results.collect(plan, folder, command, created)
     results.write(final, folder)
@@ -100,7 +96,7 @@ def _work(plan: Plan, folder: Folder, lock: int, command: list[str], report: Cal
     return 1 if failed else 0
 
 
-def _before(plan: Plan, folder: Folder, lock: int, model: str, view: screen.Screen) -> None:
+def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Screen) -> None:
     """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
     steps = []
     if plan.evaluation is not None:
@@ -111,14 +107,9 @@ def _before(plan: Plan, folder: Folder, lock: int, model: str, view: screen.Scre
         steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
     for name, what, words in steps:
         done = "evaluation.json" if name == "untrained" else "diagnosis.json"
-        if results.json_file(folder.path / name / done) is not None:
+        if folder.read(f"{name}/{done}") is not None:
             continue
         view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
-        problem = runs.command(words, folder.path / f"{name}.log", lock)
+        problem = runs.command(words, folder.path / f"{name}.log", folder.lock)
         if problem is not None:
             view.note(f"  left out: {problem.splitlines()[0]} (log: {name}.log)")
-
-
-def _created(folder: Folder) -> str:
-    earlier = results.json_file(folder.path / "results.json")
-    return (earlier or {}).get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ngrpo.compare import statistics
-from ngrpo.compare.folder import Folder, write_json, write_text
+from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Arm, Plan, Run
 from ngrpo.compare.runs import identity
+from ngrpo.result_folder import write_text
 
 FORMAT = 1
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 
 
-def collect(plan: Plan, folder: Folder, command: Sequence[str], created: str) -> dict[str, Any]:
+def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], created: str) -> dict[str, Any]:
     """Reads what the runs left.
 
     Args:
@@ -37,7 +36,7 @@ def collect(plan: Plan, folder: Folder, command: Sequence[str], created: str) ->
     from ngrpo.summary import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
-    summaries = [json_file(folder.path / "runs" / run["id"] / "summary.json") for run in runs]
+    summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
     result = {
         "format": FORMAT,
         "created": created,
@@ -51,18 +50,18 @@ def collect(plan: Plan, folder: Folder, command: Sequence[str], created: str) ->
         "openrlhf_args": list(plan.shared),
         "strategies": [_strategy(arm) for arm in plan.arms],
         "runs": runs,
-        "untrained": json_file(folder.path / "untrained" / "evaluation.json"),
+        "untrained": folder.read("untrained/evaluation.json"),
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
-        "diagnosis": _named(json_file(folder.path / "diagnosis" / "diagnosis.json"), plan.arms),
+        "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
     return _finite(result)
 
 
-def write(results: Mapping[str, Any], folder: Folder) -> None:
+def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
     """Writes ``results.json``, ``results.csv`` and ``report.html``."""
     from ngrpo.report import write_report
 
-    write_json(folder.path / "results.json", results)
+    folder.write("results.json", results)
     write_text(folder.path / "results.csv", as_csv(results))
     write_report(dict(results), folder.path / "report.html")
 
@@ -99,14 +98,6 @@ def as_csv(results: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-def json_file(place: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None where there is none, or it was cut short."""
-    try:
-        return json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _strategy(arm: Arm) -> dict[str, Any]:
     # The text of an operator from a file is code, and long; the file's name and hash are in the run's own summary.
     spec = None if arm.spec is None else {k: v for k, v in arm.spec.items() if not k.endswith("source")}
@@ -139,10 +130,10 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
     return {**diagnosis, "strategies": strategies, "samples": samples, "embedding_map": picture}
 
 
-def _run(plan: Plan, run: Run, folder: Folder) -> dict[str, Any]:
-    state, place = folder.status(run, identity(plan, run)), folder.run_folder(run)
+def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
+    state, place = folder.status(run, identity(plan, run)), f"runs/{run.id}"
     done = state["status"] == "done"
-    summary = json_file(place / "summary.json") if done else None
+    summary = (folder.read(f"{place}/summary.json") if done else None) or {}
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -152,11 +143,11 @@ def _run(plan: Plan, run: Run, folder: Folder) -> dict[str, Any]:
         "log": state.get("log"),
         "seconds": state.get("seconds"),
         "peak_memory_bytes": state.get("peak_memory_bytes"),
-        "perturbation": (summary or {}).get("perturbation"),
-        "advantage": (summary or {}).get("advantage"),
-        "sampling": (summary or {}).get("sampling"),
-        "steps": (summary or {}).get("steps", []),
-        "evaluation": json_file(place / "evaluation" / "evaluation.json") if done else None,
+        "perturbation": summary.get("perturbation"),
+        "advantage": summary.get("advantage"),
+        "sampling": summary.get("sampling"),
+        "steps": summary.get("steps", []),
+        "evaluation": folder.read(f"{place}/evaluation/evaluation.json") if done else None,
     }
 
 

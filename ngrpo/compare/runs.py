@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.compare.folder import Folder
+from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Arm, Plan, Run, fingerprint
 from ngrpo.progress import StepLine, read_step, read_total
+from ngrpo.result_folder import writing
 
 _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
 _POLL_SECONDS = 0.5
@@ -52,31 +53,31 @@ def identity(plan: Plan, run: Run) -> str:
     return fingerprint([train_words(plan, run, Path()), evaluation, versions()])
 
 
-def execute(plan: Plan, run: Run, folder: Folder, lock: int, on_step: OnStep) -> dict[str, Any]:
+def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
     """Trains and evaluates, and writes how it ended.
 
     Args:
         plan: the comparison.
         run: one of its runs.
-        folder: the comparison's folder.
-        lock: its lock, kept by the children: a comparison that was killed is not started twice over their heads.
+        folder: the comparison's folder. Its lock is kept by the children: a comparison that was killed is not started
+            twice over their heads.
         on_step: called with each training step and the number of prompts of the whole run, if known.
 
     Returns:
         The content of ``run.json``: ``status``, ``error``, ``seconds``, ``peak_memory_bytes``, ``log``.
 
     Raises:
-        ngrpo.compare.folder.DiskFull: the run is left pending.
+        ngrpo.result_folder.CannotWrite: where the disk is full; the run is left pending.
     """
     place, began = folder.fresh(run), time.time()
     log = place / "train.log"
     record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
     peak: int | None = None
     try:
-        peak = _run(["train", *train_words(plan, run, place)], log, lock, on_step)
+        peak = _run(["train", *train_words(plan, run, place)], log, folder.lock, on_step)
         if plan.evaluation is not None:
             log = place / "eval.log"
-            _run(["eval", *eval_words(plan, str(place / "model"), place / "evaluation", run.arm)], log, lock)
+            _run(["eval", *eval_words(plan, str(place / "model"), place / "evaluation", run.arm)], log, folder.lock)
         record["status"] = "done"
     except _CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
@@ -105,8 +106,10 @@ class _CommandFailed(RuntimeError):
 
 def _run(words: Sequence[str], log: Path, lock: int, on_step: OnStep | None = None) -> int | None:
     """Runs one command and returns the most memory that it and its processes held, in bytes."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
+    with writing(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = log.open("wb")
+    with output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ngrpo.cli", *words],
             stdout=output,

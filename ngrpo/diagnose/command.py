@@ -56,9 +56,9 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
     _check_model(given.model, strategies, report)
 
-    from ngrpo.diagnose.diagnosis import MapWish, diagnose
+    from ngrpo.diagnose.diagnosis import diagnose
+    from ngrpo.diagnose.diagnosis_folder import REPORT
     from ngrpo.diagnose.engine import Sampling
-    from ngrpo.diagnose.folder import REPORT
     from ngrpo.diagnose.table import differences, table
 
     if len(problems) < given.prompts:
@@ -71,7 +71,8 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         out=out,
         sampling=Sampling(given.group, given.max_tokens, given.temperature, given.top_p, given.seed),
         dataset=dataset,
-        map_wish=MapWish(given.tokens) if given.embedding_map else None,
+        with_map=given.embedding_map,
+        map_words=given.tokens,
         hardware=given.hardware,
         dtype=given.dtype,
         report=report,

@@ -6,13 +6,13 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.diagnose import answers, embedding_map, engine, statistics, table
+from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
 from ngrpo.diagnose.engine import Sampling
-from ngrpo.diagnose.folder import DIAGNOSIS, REPORT, Folder, opened
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from ngrpo.strategies import Strategy
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class MapWish:
-    """The embedding map: which words (commas between them), or None for the usual ones."""
-
-    words: str | None = None
 
 
 def diagnose(
@@ -37,7 +30,8 @@ def diagnose(
     out: str | Path,
     sampling: Sampling | None = None,
     dataset: str = "problems",
-    map_wish: MapWish | None = None,
+    with_map: bool = False,
+    map_words: str | None = None,
     hardware: str = "auto",
     dtype: str = "auto",
     llm: Any = None,
@@ -55,7 +49,8 @@ def diagnose(
         out: the folder.
         sampling: group size, length, temperature, seed.
         dataset: what the problems are called in the result.
-        map_wish: make the embedding map too.
+        with_map: make the embedding map too.
+        map_words: the words of the map, with commas between them; None: ten usual ones.
         hardware: a hardware profile.
         dtype: of the model, as vLLM takes it.
         llm: a live engine of :func:`ngrpo.diagnose.engine.build` with room for these prompts, instead of a new one.
@@ -77,24 +72,25 @@ def diagnose(
         "dtype": dtype,
     }
     began = time.time()
-    with opened(Path(out).expanduser(), settings) as folder:
+    with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:
+        folder.claim(settings)
         _check_kept(folder, strategies)
         missing = [strategy for strategy in strategies if strategy.id not in folder.finished]
-        wish = None if map_wish is None else {"words": map_wish.words, "specs": [s.spec for s in strategies]}
-        map_missing = wish is not None and (folder.embedding_map or {}).get("wish") != wish
+        asked = {"words": map_words, "specs": [s.spec for s in strategies]}
+        map_missing = with_map and (folder.read(MAP) or {}).get("asked") != asked
         tokenizer = _tokenizer(model, llm, report)
         if missing or map_missing:
-            tokens = embedding_map.choose_tokens(tokenizer, map_wish.words) if map_wish else []
+            tokens = embedding_map.choose_tokens(tokenizer, map_words) if with_map else []
             llm = llm or _start(model, problems, sampling, tokenizer, hardware, dtype, bool(tokens), report)
             for strategy in missing:
                 _add(folder, llm, strategy, problems, sampling, report)
             if map_missing:
                 report("embedding map")
                 made = embedding_map.make(llm, strategies, tokens, sampling.seed)
-                folder.keep_embedding_map(wish, made)
-        result = _result(folder, settings, problems, strategies, sampling, tokenizer, wish is not None)
+                folder.write(MAP, {"asked": asked, "map": made})
+        result = _result(folder, settings, problems, strategies, sampling, tokenizer, with_map)
         result["seconds"] = round(time.time() - began, 1)
-        folder.write(DIAGNOSIS, [json.dumps(result, indent=1, ensure_ascii=False) + "\n"])
+        folder.write(DIAGNOSIS, result)
         from ngrpo.report import write_diagnosis
 
         write_diagnosis(result, folder.path / REPORT)
@@ -113,7 +109,7 @@ def _check(problems: Sequence[Problem], strategies: Sequence[Strategy]) -> None:
         score(problem, problem.answer)
 
 
-def _check_kept(folder: Folder, strategies: Sequence[Strategy]) -> None:
+def _check_kept(folder: DiagnosisFolder, strategies: Sequence[Strategy]) -> None:
     for strategy in strategies:
         kept = folder.finished.get(strategy.id)
         if kept is not None and kept["perturbation"] != strategy.spec:
@@ -161,7 +157,12 @@ def _start(
 
 
 def _add(
-    folder: Folder, llm: Any, strategy: Strategy, problems: Sequence[Problem], sampling: Sampling, report: Report
+    folder: DiagnosisFolder,
+    llm: Any,
+    strategy: Strategy,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    report: Report,
 ) -> None:
     began = time.time()
     report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} answers")
@@ -173,7 +174,7 @@ def _add(
 
 
 def _result(
-    folder: Folder,
+    folder: DiagnosisFolder,
     settings: dict[str, Any],
     problems: Sequence[Problem],
     strategies: Sequence[Strategy],
@@ -213,5 +214,5 @@ def _result(
         "strategies": rows,
         "warnings": table.warnings_of(rows, strategies),
         "samples": answers.side_by_side(problems, groups, tokenizer),
-        "embedding_map": (folder.embedding_map or {}).get("map") if with_map else None,
+        "embedding_map": folder.read(MAP)["map"] if with_map else None,
     }

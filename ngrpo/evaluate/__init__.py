@@ -6,41 +6,21 @@ Importing this loads nothing heavy; each name is imported on first use.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ngrpo.evaluate.engine import Sampling
-    from ngrpo.evaluate.estimators import mean_at_n, pass_at_k
-    from ngrpo.evaluate.problem import Problem, Verdict
-    from ngrpo.evaluate.problems import load_problems, load_task
-    from ngrpo.evaluate.sampling import evaluate, rescore
-    from ngrpo.evaluate.scoring import score
-
-__all__ = [
-    "Problem",
-    "Sampling",
-    "Verdict",
-    "evaluate",
-    "load_problems",
-    "load_task",
-    "mean_at_n",
-    "pass_at_k",
-    "rescore",
-    "score",
-]
+from typing import Any
 
 _HOMES = {
     "Problem": "problem",
     "Sampling": "engine",
     "Verdict": "problem",
-    "evaluate": "sampling",
+    "evaluate": "evaluation",
     "load_problems": "problems",
     "load_task": "problems",
     "mean_at_n": "estimators",
     "pass_at_k": "estimators",
-    "rescore": "sampling",
+    "rescore": "evaluation",
     "score": "scoring",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -51,8 +51,8 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if "-h" in words or "--help" in words:
         print(_parser().format_help(), end="")
         return 0
-    from ngrpo.evaluate.results import table
-    from ngrpo.evaluate.sampling import rescore
+    from ngrpo.evaluate.evaluation import rescore
+    from ngrpo.evaluate.outcome import table
 
     given, command, engine_options = _read(words)
     for note in command.notes:
@@ -103,7 +103,7 @@ def _evaluate(
     given: argparse.Namespace, command: Any, folder: Path, engine_options: dict[str, Any], report: Callable[[str], None]
 ) -> dict[str, Any]:
     from ngrpo import models
-    from ngrpo.evaluate.sampling import evaluate
+    from ngrpo.evaluate.evaluation import evaluate
 
     sampling = _sampling(given)
     problems = _problems(given, command, report)
@@ -131,7 +131,7 @@ def _sampling(given: argparse.Namespace) -> Sampling:
     """How to draw, with every setting checked, and the model's name with it."""
     from ngrpo import models
     from ngrpo.evaluate.engine import Sampling
-    from ngrpo.evaluate.results import checked_ks
+    from ngrpo.evaluate.outcome import checked_ks
 
     if not given.model:
         raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from ngrpo.report import curves, embedding, headline, picture, provenance, sampl
 from ngrpo.report.load import check
 from ngrpo.report.marks import all_series
 from ngrpo.report.values import escape
+from ngrpo.result_folder import write_text
 
 Section = tuple[str, str, str]
 
@@ -45,7 +43,7 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         ("runs", "Runs", provenance.all_runs(results)),
         ("made", "How it was made", provenance.made(results)),
     ]
-    _write(path, _page("Comparison", title, headline.comparison_headline(results, series), sections))
+    write_text(path, _page("Comparison", title, headline.comparison_headline(results, series), sections))
 
 
 def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
@@ -61,7 +59,7 @@ def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
         ("map", "Embedding map", embedding.embedding_map(diagnosis, series)),
         ("made", "How it was made", provenance.made(diagnosis)),
     ]
-    _write(path, _page("Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections))
+    write_text(path, _page("Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections))
 
 
 def _page(kind: str, title: str, headline: str, sections: list[Section]) -> str:
@@ -83,25 +81,3 @@ def _page(kind: str, title: str, headline: str, sections: list[Section]) -> str:
         f'<nav aria-label="Sections"><ul>{nav}</ul></nav></header>\n{body}\n</main>\n'
         f'<div id="tip" role="tooltip" hidden></div>\n<script>{script}</script>\n</body>\n</html>\n'
     )
-
-
-def _write(path: Path, page: str) -> None:
-    """Replaces the file in one step, so that a full disk leaves the old report as it was."""
-    half = None
-    try:
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            half = file.name
-            file.write(page.encode("utf-8"))
-        os.chmod(half, 0o666 & ~_umask())
-        os.replace(half, path)
-    except OSError as error:
-        if half is not None:
-            with suppress(OSError):
-                os.unlink(half)
-        raise ValueError(f"the report {path} cannot be written: {error.strerror or error}.") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ngrpo.compare import arguments, results
-from ngrpo.compare.folder import DiskFull, Folder, disk_errors, write_json
+from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import identity
+from ngrpo.result_folder import CannotWrite, write_json
+from perturbations.errors import UsageError
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]
 
@@ -23,7 +23,14 @@ def plan(*words: str) -> Plan:
     return arguments.parse([*words, *MODEL])[0]
 
 
-def leave(folder: Folder, made: Plan, number: int, correct: list[int], reward: float, speed: float = 100.0) -> None:
+def empty(path: Path) -> ComparisonFolder:
+    path.mkdir()
+    return ComparisonFolder(path)
+
+
+def leave(
+    folder: ComparisonFolder, made: Plan, number: int, correct: list[int], reward: float, speed: float = 100.0
+) -> None:
     """What a finished run leaves: four samples per problem, eight steps of which the last two have ``reward``."""
     run = made.runs()[number]
     place = folder.fresh(run)
@@ -44,9 +51,9 @@ def leave(folder: Folder, made: Plan, number: int, correct: list[int], reward: f
 
 
 @pytest.fixture
-def compared(tmp_path: Path) -> tuple[Plan, Folder, dict[str, Any]]:
-    made, folder = plan("--perturbations", "none,neighbor,gumbel", "--seeds", "0,1,2"), Folder(tmp_path / "out")
-    folder.claim(made)
+def compared(tmp_path: Path) -> tuple[Plan, ComparisonFolder, dict[str, Any]]:
+    made, folder = plan("--perturbations", "none,neighbor,gumbel", "--seeds", "0,1,2"), empty(tmp_path / "out")
+    folder.claim(made.common())
     for seed in range(3):
         leave(folder, made, 3 * seed, [0, 2, 4, 2], reward=0.5)
         leave(folder, made, 3 * seed + 1, [1, 3, 4, 3], reward=0.7, speed=90.0)
@@ -57,7 +64,7 @@ def compared(tmp_path: Path) -> tuple[Plan, Folder, dict[str, Any]]:
     return made, folder, results.collect(made, folder, ["ngrpo", "compare"], "2026-11-21T10:00:00+0000")
 
 
-def test_summary_by_hand(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
+def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
     """none: (0+2+4+2)/16 = 0.5. neighbor: (1+3+4+3)/16 = 0.6875. Paired per problem: 1/4, 1/4, 0, 1/4, mean 0.1875.
     Pass@2 of c = 0, 2, 4 out of 4: 0, 5/6, 1. Speed: 90/100 over steps after the first."""
     _, _, found = compared
@@ -81,8 +88,8 @@ def test_summary_by_hand(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
 
 
 def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
-    made, folder = plan("--perturbations", "none,none", "--seeds", "0,1"), Folder(tmp_path / "out")
-    folder.claim(made)
+    made, folder = plan("--perturbations", "none,none", "--seeds", "0,1"), empty(tmp_path / "out")
+    folder.claim(made.common())
     for number in range(4):
         leave(folder, made, number, [0, 2, 4, 2], reward=0.5)
     found = results.collect(made, folder, [], "")
@@ -91,7 +98,7 @@ def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
     assert twin["verdict"] == "equal to none in Mean@4, sample by sample"
 
 
-def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
+def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
     made, folder, found = compared
     run = made.runs()[0]
     summary = json.loads((folder.run_folder(run) / "summary.json").read_text())
@@ -105,56 +112,30 @@ def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, Fol
     assert rows[7]["mean_at_n"] == "0.5" and rows[6]["mean_at_n"] == ""
 
 
-def test_finished_runs_are_kept_and_changed_ones_run_again(compared: tuple[Plan, Folder, dict[str, Any]]) -> None:
+def test_finished_runs_are_kept_and_changed_ones_run_again(
+    compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
+) -> None:
     made, folder, _ = compared
     run = made.runs()[0]
     assert folder.status(run, identity(made, run))["status"] == "done"
     assert folder.status(run, "another")["status"] == "pending"
-    (folder.run_folder(run) / "run.json").write_text('{"status": "do')  # a kill while writing cannot leave this
-    assert folder.status(run, identity(made, run))["status"] == "pending"
+    # A kill while writing cannot leave this, and the run's folder must not be taken for an interrupted one's.
+    (folder.run_folder(run) / "run.json").write_text('{"status": "do')
+    with pytest.raises(UsageError, match=r"run\.json is damaged.*delete it"):
+        folder.status(run, identity(made, run))
 
 
 def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "out")
-    folder.claim(plan("--perturbations", "none"))
-    folder.claim(plan("--perturbations", "none,neighbor", "--seeds", "0,1"))  # more strategies and seeds: welcome
-    with pytest.raises(ValueError, match=r"its shared is .* Give another --out"):
-        folder.claim(plan("--perturbations", "none", "--actor.adam.lr", "1e-5"))
-    with pytest.raises(ValueError, match="its evaluation is"):
-        folder.claim(plan("--perturbations", "none", "--eval.n", "2"))
-
-
-def test_two_comparisons_at_once(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "out")
-    with folder.locked(), pytest.raises(ValueError, match=f"process {os.getpid()}"), Folder(folder.path).locked():
-        pass
-    with folder.locked():
-        pass  # free again
-
-
-def test_foreign_and_unwritable_folders(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(ValueError, match="no comparison's"):
-        Folder(tmp_path).claim(plan("--perturbations", "none"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"), Folder(tmp_path / "file" / "out").locked():
-        pass
+    folder = empty(tmp_path / "out")
+    assert folder.claim(plan("--perturbations", "none").common())
+    # More strategies and seeds are welcome.
+    assert not folder.claim(plan("--perturbations", "none,neighbor", "--seeds", "0,1").common())
+    with pytest.raises(UsageError, match=r"shared was .* Give another --out"):
+        folder.claim(plan("--perturbations", "none", "--actor.adam.lr", "1e-5").common())
+    with pytest.raises(UsageError, match="evaluation was"):
+        folder.claim(plan("--perturbations", "none", "--eval.n", "2").common())
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    with pytest.raises(DiskFull, match="finished runs are kept"), disk_errors(tmp_path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(OSError, match="something else"), disk_errors(tmp_path):
-        raise OSError(errno.EIO, "something else")
-    with pytest.raises(DiskFull, match="Make room"):
-        Folder(tmp_path).need(1 << 60)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    place = tmp_path / "results.json"
-    write_json(place, {"old": 1})
-    (tmp_path / "results.json.part").symlink_to("/dev/full")
-    with pytest.raises(DiskFull):
-        write_json(place, {"new": 2})
-    assert json.loads(place.read_text()) == {"old": 1}
+    with pytest.raises(CannotWrite, match=r"GiB are free.*make room"):
+        ComparisonFolder(tmp_path).need(1 << 60)

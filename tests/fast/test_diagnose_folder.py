@@ -1,88 +1,80 @@
-"""The output folder of `ngrpo diagnose`: resuming, other settings, two runs at once, a full disk; and bad input."""
+"""The folder of `ngrpo diagnose`: going on, what was interrupted, damage, a full disk; and bad input."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ngrpo.cli import main
-from ngrpo.diagnose import folder as folders
-from ngrpo.diagnose.folder import SAMPLES, STATE, opened
+from ngrpo.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
 from ngrpo.diagnose.sample import Sample
-
-SETTINGS = {"model": "m", "sampling": {"group": 2}}
+from ngrpo.result_folder import CannotWrite
+from perturbations.errors import UsageError
 
 
 def sample(strategy: str, member: int) -> Sample:
     return Sample(strategy, "p", 0, member, "text", [1, 2], True, 1.0, True, "4", True, 2.5, None)
 
 
+@contextmanager
+def opened(path: Path, told: list[str] | None = None) -> Iterator[DiagnosisFolder]:
+    with DiagnosisFolder.opened(path, [].append if told is None else told.append) as folder:
+        folder.claim({"model": "m"})
+        yield folder
+
+
 def test_finished_strategies_are_kept(tmp_path: Path) -> None:
-    with opened(tmp_path / "out", SETTINGS) as folder:
+    with opened(tmp_path / "out") as folder:
         folder.keep("none", [sample("none", 0), sample("none", 1)], {"perturbation": None})
-    with opened(tmp_path / "out", SETTINGS) as folder:
+    with opened(tmp_path / "out") as folder:
         assert folder.finished == {"none": {"perturbation": None}}
         assert folder.samples("none") == [sample("none", 0), sample("none", 1)]
 
 
 def test_what_an_interrupted_strategy_left_is_dropped(tmp_path: Path) -> None:
-    with opened(tmp_path, SETTINGS) as folder:
+    with opened(tmp_path) as folder:
         folder.keep("none", [sample("none", 0)], {"perturbation": None})
     with (tmp_path / SAMPLES).open("a") as file:
         file.write(json.dumps(sample("gumbel", 0).to_json()) + '\n{"strategy": "gumb')  # killed within a line
-    with opened(tmp_path, SETTINGS) as folder:
+    told: list[str] = []
+    with opened(tmp_path, told) as folder:
         folder.keep("gumbel", [sample("gumbel", 1)], {"perturbation": None})
         assert folder.samples("gumbel") == [sample("gumbel", 1)]
     assert len((tmp_path / SAMPLES).read_text().splitlines()) == 2
+    assert len(told) == 1 and "cut off half-way" in told[0]
 
 
-def test_other_settings_are_refused(tmp_path: Path) -> None:
-    with opened(tmp_path, SETTINGS):
+def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        folder.keep("none", [sample("none", i) for i in range(3)], {"perturbation": None})
+    first, _, last = (tmp_path / SAMPLES).read_text().splitlines()
+    (tmp_path / SAMPLES).write_text(f'{first}\n{{"strategy": "no\n{last}\n')
+    before = (tmp_path / SAMPLES).read_bytes()
+    with pytest.raises(UsageError, match=r"samples\.jsonl: line 2 is damaged"), opened(tmp_path):
         pass
-    told = r"other settings \(sampling was {'group': 2}, now {'group': 4}\)"
-    with pytest.raises(ValueError, match=told), opened(tmp_path, {**SETTINGS, "sampling": {"group": 4}}):
-        pass
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(ValueError, match="holds something else"), opened(tmp_path, SETTINGS):
-        pass
-    (tmp_path / STATE).write_text("{}")
-    with pytest.raises(ValueError, match="not one of ngrpo diagnose"), opened(tmp_path, SETTINGS):
-        pass
-    assert (tmp_path / "thesis.txt").read_text() == "all of it"
-
-
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    refused = pytest.raises(ValueError, match="another run is at work")
-    with opened(tmp_path, SETTINGS), refused, opened(tmp_path, SETTINGS):
-        pass
+    assert (tmp_path / SAMPLES).read_bytes() == before
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with opened(tmp_path, SETTINGS) as folder:
+    with opened(tmp_path) as folder:
         folder.keep("none", [sample("none", 0)], {"perturbation": None})
-        monkeypatch.setattr(folders.os, "fsync", full)
-        with pytest.raises(ValueError, match=r"No space left on device.*What was finished is kept"):
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(CannotWrite, match=r"No space left on device.*What was finished is kept"):
             folder.keep("gumbel", [sample("gumbel", 0)], {"perturbation": None})
         monkeypatch.undo()
-    with opened(tmp_path, SETTINGS) as folder:
+    with opened(tmp_path) as folder:
         assert folder.finished == {"none": {"perturbation": None}}
         assert folder.samples("none") == [sample("none", 0)] and folder.samples("gumbel") == []
-
-
-def test_an_error_of_the_work_itself_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="weights"), opened(tmp_path, SETTINGS):
-        raise FileNotFoundError("weights")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.command import run
 from ngrpo.evaluate.engine import Generated
-from ngrpo.evaluate.store import SampleStore
+from ngrpo.result_folder import ResultFolder
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
@@ -105,9 +105,9 @@ def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
 def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     before = lines(tmp_path)
-    with pytest.raises(ValueError, match=r"another evaluation \(n: 3 there, 4 here\)\. Give another --out"):
+    with pytest.raises(ValueError, match=r"other settings \(n was 3, and is now 4\)\. Give another --out"):
         evaluate(llm, PROBLEMS, out=tmp_path, n=4)
-    with pytest.raises(ValueError, match=r"sampling: .*'temperature': 0\.6.* there, .*'temperature': 1"):
+    with pytest.raises(ValueError, match=r'sampling was .*"temperature": 0\.6.*, and is now .*"temperature": 1'):
         evaluate(llm, PROBLEMS, out=tmp_path, n=3, sampling=Sampling(temperature=1))
     with pytest.raises(ValueError, match="digest"):
         evaluate(llm, [PROBLEMS[0], Problem("p2", PROBLEMS[1].messages, "5", "task:arithmetic")], out=tmp_path, n=3)
@@ -116,8 +116,8 @@ def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
 
 def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:
     with (
-        SampleStore(tmp_path),
-        pytest.raises(ValueError, match=r"another evaluation is writing there.*another --out"),
+        ResultFolder.opened(tmp_path),
+        pytest.raises(ValueError, match=r"another command .* is at work in this folder.*another --out"),
     ):
         evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
@@ -138,7 +138,7 @@ def test_a_full_disk_loses_nothing(llm: MadeUp, tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole[0]) * 4 + 20, old[1]))
     try:
-        with pytest.raises(ValueError, match=r"cannot be written \(File too large\).*the same command again"):
+        with pytest.raises(ValueError, match=r"cannot be written: File too large.*the same command again"):
             evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -154,17 +154,17 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(llm: MadeUp, tmp_pat
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
     try:
-        with pytest.raises(ValueError, match=r"evaluation\.json: cannot be written"):
+        with pytest.raises(ValueError, match=r"evaluation\.json cannot be written"):
             evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert (tmp_path / "evaluation.json").read_text() == before
-    assert not list(tmp_path.glob(".*"))
+    assert [file.name for file in tmp_path.glob(".*")] == [".lock"]
 
 
 def test_a_place_that_is_no_folder(llm: MadeUp, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file: cannot be written"):
+    with pytest.raises(ValueError, match="file cannot be written"):
         evaluate(llm, PROBLEMS, out=tmp_path / "file", n=3)
     if os.geteuid() != 0:
         (tmp_path / "closed").mkdir(mode=0o500)

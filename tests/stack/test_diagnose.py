@@ -12,9 +12,9 @@ import torch
 
 from ngrpo.diagnose import diagnosis as diagnoses
 from ngrpo.diagnose import engine as engines
-from ngrpo.diagnose.diagnosis import MapWish, diagnose
+from ngrpo.diagnose.diagnosis import diagnose
+from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder
 from ngrpo.diagnose.engine import Sampling, prompt_tokens
-from ngrpo.diagnose.folder import Folder, opened
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import load_task
 from ngrpo.rollout import set_perturbation
@@ -36,7 +36,7 @@ def made(engine: Any, smollm2: str, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setattr(diagnoses.embedding_map, "_LENGTH", 24)
         try:
             yield diagnose(smollm2, problems, parse_strategies(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
-                           map_wish=MapWish(WORDS), llm=engine), out  # fmt: skip
+                           with_map=True, map_words=WORDS, llm=engine), out  # fmt: skip
         finally:
             set_perturbation(engine, "neighbor", rate=0.1)
 
@@ -142,11 +142,12 @@ def test_finished_strategies_are_not_sampled_again(
     monkeypatch.setattr(engines, "sample_strategy", refuse)
     monkeypatch.setattr(diagnoses.embedding_map, "make", refuse)
     problems = load_task("arithmetic", limit=4)
-    again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "map_wish": MapWish(WORDS), "llm": engine}
+    again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "llm": engine}
+    again |= {"with_map": True, "map_words": WORDS}
     result = diagnose(smollm2, problems, parse_strategies(NAMES), **again)
     assert {**result, "seconds": None} == {**made[0], "seconds": None}
     with pytest.raises(AssertionError, match="sampled again"):
-        diagnose(smollm2, problems, parse_strategies("none,soft"), **{**again, "map_wish": None})
+        diagnose(smollm2, problems, parse_strategies("none,soft"), **{**again, "with_map": False})
     with pytest.raises(ValueError, match="other settings"):
         diagnose(smollm2, problems[:3], parse_strategies("none"), **again)
 
@@ -161,23 +162,23 @@ def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, smollm2: s
 def test_an_interrupted_diagnosis_goes_on(engine: Any, smollm2: str, tmp_path: Path, monkeypatch: Any) -> None:
     problems, out = load_task("arithmetic", limit=2), tmp_path / "out"
     sampling = Sampling(group=2, max_tokens=4)
-    keep = Folder.keep
+    keep = DiagnosisFolder.keep
 
-    def killed(self: Folder, strategy: str, samples: Any, facts: Any) -> None:
+    def killed(self: DiagnosisFolder, strategy: str, samples: Any, facts: Any) -> None:
         if strategy == "gumbel":
             raise KeyboardInterrupt
         keep(self, strategy, samples, facts)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Folder, "keep", killed)
+        patch.setattr(DiagnosisFolder, "keep", killed)
         diagnose(smollm2, problems, parse_strategies("none,gumbel"), out=out, sampling=sampling, llm=engine)
     said: list[str] = []
     diagnose(smollm2, problems, parse_strategies("none,gumbel"), out=out, sampling=sampling, llm=engine,
              report=said.append)  # fmt: skip
     assert any(line.startswith("gumbel") for line in said) and not any(line.startswith("none") for line in said)
     assert {name: len(found) for name, found in samples_of(out).items()} == {"none": 4, "gumbel": 4}
-    with opened(out, json.loads((out / "state.json").read_text())["settings"]) as folder:
-        assert set(folder.finished) == {"none", "gumbel"}
+    finished = [json.loads(line)["strategy"] for line in (out / "finished.jsonl").read_text().splitlines()]
+    assert finished == ["none", "gumbel"]
 
 
 def test_embedding_map(made: Any) -> None:

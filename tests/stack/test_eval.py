@@ -117,14 +117,14 @@ def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path) -
     def stop(line: str) -> None:
         raise Stop
 
-    from ngrpo.evaluate import sampling
+    from ngrpo.evaluate import evaluation
 
-    before, sampling._REPORT_SECONDS = sampling._REPORT_SECONDS, 0.0
+    before, evaluation._REPORT_SECONDS = evaluation._REPORT_SECONDS, 0.0
     try:
         with pytest.raises(Stop):
             evaluate(plain, problems, out=tmp_path, report=stop, **settings())
     finally:
-        sampling._REPORT_SECONDS = before
+        evaluation._REPORT_SECONDS = before
     assert not plain.llm_engine.has_unfinished_requests()
     assert 1 <= len(rows(tmp_path)) < 16  # what had finished is kept
     assert len(evaluate(plain, problems, out=tmp_path, **settings())["problems"]) == 4

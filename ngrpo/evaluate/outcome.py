@@ -8,7 +8,6 @@ from typing import Any
 
 from ngrpo.evaluate.estimators import mean_at_n, pass_at_k
 from ngrpo.evaluate.problem import Problem
-from ngrpo.evaluate.store import Sample
 
 DEFAULT_KS = (1, 4, 8, 16, 32)
 
@@ -30,14 +29,14 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
 def summarise(
     settings: Mapping[str, Any],
     problems: Sequence[Problem],
-    samples: Sequence[Sample],
+    samples: Sequence[Mapping[str, Any]],
     ks: Sequence[int],
     seconds: float,
 ) -> dict[str, Any]:
     """The content of `evaluation.json`.
 
     Args:
-        settings: of the store.
+        settings: of the folder.
         problems: in order.
         samples: n for each problem.
         ks: for Pass@k.

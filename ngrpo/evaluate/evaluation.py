@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ngrpo import models
 from ngrpo.evaluate import engine as engines
-from ngrpo.evaluate.engine import Generated, Sampling
+from ngrpo.evaluate.engine import Sampling
+from ngrpo.evaluate.outcome import checked_ks, summarise
 from ngrpo.evaluate.problem import Problem
-from ngrpo.evaluate.results import checked_ks, summarise
 from ngrpo.evaluate.scoring import check_scorer, score
-from ngrpo.evaluate.store import PROBLEMS, RESULT, SAMPLES, SETTINGS, Sample, SampleStore
+from ngrpo.result_folder import SETTINGS, ResultFolder
+from perturbations.errors import UsageError
 
+PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
 
 Report = Callable[[str], None]
+Sample = dict[str, Any]
 
 
 def evaluate(
@@ -67,11 +71,11 @@ def evaluate(
     if isinstance(model, str):
         model = models.resolve(model, report=report)
     if not problems:
-        raise ValueError("no problems to evaluate: the dataset is empty.")
+        raise UsageError("no problems to evaluate: the dataset is empty.")
     if n < 1:
-        raise ValueError(f"n={n}: must be at least 1 sample per problem.")
+        raise UsageError(f"n={n}: must be at least 1 sample per problem.")
     if len({problem.id for problem in problems}) < len(problems):
-        raise ValueError("two problems have the same id; ids must be distinct.")
+        raise UsageError("two problems have the same id; ids must be distinct.")
     ks = checked_ks(k, n)
     # A missing package or a broken reward file must show before an hour of sampling, not after it.
     for problem in {problem.scorer: problem for problem in problems}.values():
@@ -87,19 +91,27 @@ def evaluate(
         "sampling": asdict(sampling),
         "perturbation": None if perturbation is None else dict(perturbation),
     }
-    with SampleStore(Path(out), report) as store:
-        samples = store.begin(settings, problems)
+    with ResultFolder.opened(Path(out), report) as folder:
+        folder.claim(settings)
+        if not (folder.path / PROBLEMS).exists():
+            folder.write_lines(PROBLEMS, map(asdict, problems))
+        samples = _samples(folder)
         kept = {(sample["problem"], sample["sample"]) for sample in samples}
         missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in kept]
-        seconds = _seconds(Path(out) / RESULT)
+        seconds = (folder.read(RESULT) or {}).get("seconds", 0.0)
         if missing:
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
-            llm = model if not isinstance(model, str) else None
-            work = _Work(store, samples, len(missing), report)
-            seconds = work.run(llm, model, missing, sampling, perturbation, hardware, engine_options)
+            progress = _Progress(len(samples), len(samples) + len(missing), report)
+            found = _generate(model, missing, sampling, perturbation, hardware, engine_options, progress)
+            with closing(found):
+                for rows in found:
+                    folder.append(SAMPLES, rows)
+                    samples += rows
+                    progress.tell(samples)
+            seconds = progress.seconds
         result = summarise(settings, problems, samples, ks, seconds)
-        store.write(RESULT, result)
+        folder.write(RESULT, result)
     return result
 
 
@@ -126,11 +138,13 @@ def rescore(
     """
     place = Path(folder)
     if not (place / SETTINGS).is_file():
-        raise ValueError(f"--rescore {folder}: no {SETTINGS} there. Give the --out folder of an evaluation.")
+        raise UsageError(f"--rescore {folder}: no {SETTINGS} there. Give the --out folder of an evaluation.")
     if scorer != "auto":
         check_scorer(scorer)
-    with SampleStore(place, report) as store:
-        settings, problems, samples = store.settings(), store.problems(), store.samples()
+    with ResultFolder.opened(place, report) as held:
+        settings, samples = held.read(SETTINGS), _samples(held)
+        rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
+        problems = [Problem(**{**row, "messages": tuple(row["messages"])}) for row in rows]
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             problems = [replace(problem, scorer=scorer) for problem in problems]
@@ -138,95 +152,95 @@ def rescore(
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
             sample.update(_verdict(by_id[sample["problem"]], sample["text"], sample["prompt"]))
-        store.write(SAMPLES, samples)
-        store.write(PROBLEMS, [asdict(problem) for problem in problems])
-        store.write(SETTINGS, settings)
+        held.write_lines(SAMPLES, samples)
+        held.write_lines(PROBLEMS, map(asdict, problems))
+        held.write(SETTINGS, settings)
         expected = len(problems) * settings["n"]
         if len(samples) < expected:
             report(f"{len(samples)} of {expected} samples are there and were checked again; sample the rest first")
             return None
-        seconds = _seconds(place / RESULT)
-        result = summarise(settings, problems, samples, ks, seconds)
-        store.write(RESULT, result)
+        result = summarise(settings, problems, samples, ks, (held.read(RESULT) or {}).get("seconds", 0.0))
+        held.write(RESULT, result)
     return result
 
 
-class _Work:
-    """Sampling what is missing, with progress."""
+def _samples(folder: ResultFolder) -> list[Sample]:
+    """The samples so far; of two with the same number the first counts."""
+    found: dict[tuple[str, int], Sample] = {}
+    for row in folder.lines(SAMPLES, "problem", "sample", "text"):
+        found.setdefault((row["problem"], row["sample"]), row)
+    return list(found.values())
 
-    def __init__(self, store: SampleStore, samples: list[Sample], missing: int, report: Report) -> None:
-        self._store, self._samples, self._report = store, samples, report
-        self._before, self._total = len(samples), len(samples) + missing
+
+def _generate(
+    model: Any,
+    missing: Sequence[tuple[Problem, int]],
+    sampling: Sampling,
+    spec: Mapping[str, Any] | None,
+    hardware: str,
+    options: Mapping[str, Any] | None,
+    progress: _Progress,
+) -> Iterator[list[Sample]]:
+    """Lines of ``samples.jsonl`` in the order in which they finish, each with its verdict."""
+    tokenizer = _tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
+    prompts = {p.id: engines.render(tokenizer, p) for p, _ in missing}
+    tokens = {key: tokenizer.encode(prompt, add_special_tokens=False) for key, prompt in prompts.items()}
+    if isinstance(model, str):
+        length = max(map(len, tokens.values())) + sampling.max_tokens
+        _check_length(model, length, sampling.max_tokens)
+        progress.report(f"loading {model}")
+        llm, reproducible = engines.build(model, spec, length, hardware=hardware, options=options), True
+    else:
+        llm, reproducible = model, engines.prepare(model, spec)
+        if not reproducible:
+            progress.report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
+    progress.start()
+    jobs = [(tokens[p.id], i) for p, i in missing]
+    stream = engines.generate(llm, jobs, sampling, perturbed=spec is not None, reproducible=reproducible)
+    with closing(stream):
+        for found in stream:
+            rows = []
+            for answer in found:
+                problem, index = missing[answer.job]
+                row = {
+                    "problem": problem.id,
+                    "sample": index,
+                    "prompt": prompts[problem.id],
+                    "text": answer.text,
+                    "tokens": answer.tokens,
+                    "finish": answer.finish,
+                    **_verdict(problem, answer.text, prompts[problem.id]),
+                }
+                rows.append({**row, "perturbed": answer.perturbed} if spec is not None else row)
+            yield rows
+
+
+class _Progress:
+    """Lines of progress, every few seconds."""
+
+    def __init__(self, before: int, total: int, report: Report) -> None:
+        """``before``: samples that were there already; ``total``: with those that are missing."""
+        self.report, self._before, self._total = report, before, total
+        self.start()
+
+    def start(self) -> None:
+        """The engine has been loaded: from here on time counts."""
         self._began = self._told = time.monotonic()
 
-    def run(
-        self,
-        llm: Any | None,
-        model: Any,
-        missing: Sequence[tuple[Problem, int]],
-        sampling: Sampling,
-        spec: Mapping[str, Any] | None,
-        hardware: str,
-        options: Mapping[str, Any] | None,
-    ) -> float:
-        """Samples and keeps; returns the seconds that took, without loading."""
-        name = model if llm is None else None
-        tokenizer = llm.get_tokenizer() if llm is not None else _tokenizer(model)
-        prompts = {p.id: engines.render(tokenizer, p) for p, _ in missing}
-        tokens = {key: tokenizer.encode(prompt, add_special_tokens=False) for key, prompt in prompts.items()}
-        if name is not None:
-            length = max(map(len, tokens.values())) + sampling.max_tokens
-            _check_length(name, length, sampling.max_tokens)
-            self._report(f"loading {name}")
-            llm, reproducible = engines.build(name, spec, length, hardware=hardware, options=options), True
-        else:
-            reproducible = engines.prepare(llm, spec)
-            if not reproducible:
-                self._report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
-        self._began = self._told = time.monotonic()
-        jobs = [(tokens[p.id], i) for p, i in missing]
-        stream = engines.generate(llm, jobs, sampling, perturbed=spec is not None, reproducible=reproducible)
-        try:
-            for found in stream:
-                self._keep(found, missing, prompts, spec is not None)
-        finally:
-            stream.close()
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
         return time.monotonic() - self._began
 
-    def _keep(
-        self,
-        found: Sequence[Generated],
-        missing: Sequence[tuple[Problem, int]],
-        prompts: Mapping[str, str],
-        perturbed: bool,
-    ) -> None:
-        rows = []
-        for answer in found:
-            problem, index = missing[answer.job]
-            row = {
-                "problem": problem.id,
-                "sample": index,
-                "prompt": prompts[problem.id],
-                "text": answer.text,
-                "tokens": answer.tokens,
-                "finish": answer.finish,
-                **_verdict(problem, answer.text, prompts[problem.id]),
-            }
-            if perturbed:
-                row["perturbed"] = answer.perturbed
-            rows.append(row)
-        self._store.append(rows)
-        self._samples += rows
-        self._tell()
-
-    def _tell(self) -> None:
-        now, done = time.monotonic(), len(self._samples)
+    def tell(self, samples: Sequence[Sample]) -> None:
+        """Some samples have been added."""
+        now, done = time.monotonic(), len(samples)
         if now - self._told < _REPORT_SECONDS and done < self._total:
             return
         self._told = now
-        mean = sum(sample["reward"] for sample in self._samples) / done
-        left = (now - self._began) / (done - self._before) * (self._total - done)
-        self._report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {_clock(left)} left")
+        mean = sum(sample["reward"] for sample in samples) / done
+        left = self.seconds / (done - self._before) * (self._total - done)
+        self.report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {_clock(left)} left")
 
 
 def _verdict(problem: Problem, text: str, prompt: str) -> dict[str, Any]:
@@ -249,7 +263,7 @@ def _check_length(model: str, needed: int, max_tokens: int) -> None:
 
     limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     if isinstance(limit, int) and needed > limit:
-        raise ValueError(
+        raise UsageError(
             f"--max-tokens {max_tokens}: with the longest prompt that is {needed} positions, and {model} has {limit}."
             f" Use at most --max-tokens {max(1, max_tokens - (needed - limit))}."
         )
@@ -258,10 +272,3 @@ def _check_length(model: str, needed: int, max_tokens: int) -> None:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
-
-
-def _seconds(result: Path) -> float:
-    try:
-        return float(json.loads(result.read_text(encoding="utf-8"))["seconds"])
-    except (OSError, ValueError, KeyError):
-        return 0.0

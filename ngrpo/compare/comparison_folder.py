@@ -1,0 +1,43 @@
+"""A comparison's folder: ``runs/<id>/run.json`` says how each run ended."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ngrpo.compare.plan import Run
+from ngrpo.result_folder import CannotWrite, ResultFolder, writing
+
+
+class ComparisonFolder(ResultFolder):
+    """The result folder of a comparison, with a folder for each run."""
+
+    def run_folder(self, run: Run) -> Path:
+        """Where a run writes."""
+        return self.path / "runs" / run.id
+
+    def status(self, run: Run, identity: str) -> dict[str, Any]:
+        """How a run ended; ``pending`` where it has not, or was another run under the same name."""
+        found = self.read(f"runs/{run.id}/run.json") or {}
+        return found if found.get("identity") == identity else {"status": "pending"}
+
+    def finish(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Writes how a run ended."""
+        self.write(f"runs/{run.id}/run.json", record)
+
+    def fresh(self, run: Run) -> Path:
+        """An empty folder for a run; what an interrupted one left is removed, for it cannot be trusted."""
+        folder = self.run_folder(run)
+        shutil.rmtree(folder, ignore_errors=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def need(self, size: int) -> None:
+        """Raises :class:`ngrpo.result_folder.CannotWrite` unless so many bytes are free."""
+        free = shutil.disk_usage(self.path).free
+        if free < size:
+            needed = f"{free / 2**30:.1f} GiB are free, and the next run writes about {size / 2**30:.1f} GiB"
+            raise CannotWrite(self.path, needed)

@@ -1,0 +1,230 @@
+"""Result folders: how every command of the workbench keeps what it found.
+
+A folder belongs to one process at a time and to one set of settings. Files are written whole or not at all; what takes
+long goes line by line into a file of JSON lines, so that a command that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perturbations.errors import UsageError
+
+LOCK, SETTINGS = ".lock", "settings.json"
+
+Opened = TypeVar("Opened", bound="ResultFolder")
+
+
+class CannotWrite(UsageError):
+    """There is no room or no permission to write; what was finished is kept."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"{path} cannot be written: {why}. What was finished is kept: make room, or give a folder that may be"
+            " written, then run the same command again."
+        )
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the system's refusal to write, such as a full disk, into :class:`CannotWrite`."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(path, error.strerror or str(error)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves the old one as it was.
+
+    Raises:
+        CannotWrite: where the system refuses.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with writing(path):
+        try:
+            with draft.open("wb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink()
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As :func:`write_text`, for JSON; the folder is made if it is missing."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, or None where there is none.
+
+    Raises:
+        UsageError: for a file that is damaged or cannot be read. No command leaves such a file, and none deletes it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is damaged: it is not JSON ({error}). Restore it, or delete it to have it made again."
+        ) from None
+
+
+class ResultFolder:
+    """A folder that this process holds; see :meth:`opened`."""
+
+    def __init__(self, path: Path, report: Callable[[str], None] = lambda line: None) -> None:
+        """
+        Args:
+            path: the folder.
+            report: called with a line about what was repaired.
+        """
+        self.path, self._report = path, report
+        # The lock's file descriptor while the folder is held; child processes may keep it.
+        self.lock = -1
+
+    @classmethod
+    @contextmanager
+    def opened(cls: type[Opened], path: Path, report: Callable[[str], None] = lambda line: None) -> Iterator[Opened]:
+        """Holds a folder while the block runs; the folder is made if it is missing.
+
+        Raises:
+            UsageError: where another process holds it, or it cannot be written.
+        """
+        folder = cls(path, report)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            folder.lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(folder.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(folder.lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise UsageError(
+                    f"{path}: another command (process {holder}, or one that it started) is at work in this folder."
+                    " Wait for it, stop it, or give another --out."
+                ) from None
+            with writing(path):
+                os.ftruncate(folder.lock, 0)
+                os.pwrite(folder.lock, str(os.getpid()).encode(), 0)
+            yield folder
+        finally:
+            os.close(folder.lock)
+
+    def claim(self, settings: Mapping[str, Any]) -> bool:
+        """Marks a new folder with its settings, or checks that the folder was begun with the same ones.
+
+        Args:
+            settings: everything that all results of this folder depend on, as JSON values.
+
+        Returns:
+            Whether the folder is new.
+
+        Raises:
+            UsageError: where the folder was begun with other settings, or holds something else.
+        """
+        held = self.read(SETTINGS)
+        if held is None:
+            if any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+                raise UsageError(f"{self.path} holds something else: it has no {SETTINGS}. Give another --out.")
+            self.write(SETTINGS, dict(settings))
+            return True
+        if not isinstance(held, dict):
+            raise UsageError(f"{self.path / SETTINGS} does not hold the settings of a command. Give another --out.")
+        now = json.loads(json.dumps(settings))
+        differ = [key for key in {**held, **now} if held.get(key) != now.get(key)]
+        if differ:
+            told = "; ".join(f"{key} was {_short(held.get(key))}, and is now {_short(now.get(key))}" for key in differ)
+            raise UsageError(
+                f"{self.path} was begun with other settings ({told}). Give another --out, or the same settings to go"
+                " on there."
+            )
+        return False
+
+    def read(self, name: str) -> Any:
+        """The content of a JSON file of the folder; see :func:`read_json`."""
+        return read_json(self.path / name)
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a JSON file of the folder; see :func:`write_json`."""
+        write_json(self.path / name, value)
+
+    def lines(self, name: str, *keys: str) -> list[dict[str, Any]]:
+        """The objects in a file of JSON lines; none where there is no such file.
+
+        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report.
+
+        Args:
+            name: the file.
+            keys: what each object must have.
+
+        Raises:
+            UsageError: for any other line that is damaged.
+        """
+        path = self.path / name
+        if not path.is_file():
+            return []
+        with writing(path), path.open("r+b") as file:
+            data = file.read()
+            *whole, tail = data.split(b"\n")
+            if tail and _row(tail, keys) is not None:  # written by an editor, without the last line's end
+                whole.append(tail)
+                file.write(b"\n")
+            elif tail:
+                self._report(f"{path}: the last line was cut off half-way and is dropped; it is made again")
+                file.truncate(len(data) - len(tail))
+        rows = [_row(line, keys) for line in whole]
+        if None in rows:
+            raise UsageError(
+                f"{path}: line {rows.index(None) + 1} is damaged. Restore that line, or delete it to have it made"
+                " again."
+            )
+        return [row for row in rows if row is not None]
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Adds lines to a file of JSON lines. When this returns they are on the disk.
+
+        Raises:
+            CannotWrite: where the system refuses; the lines before these are kept.
+        """
+        path = self.path / name
+        data = _json_lines(rows).encode()
+        # Unbuffered: what cannot be written must not be tried again when the file is closed.
+        with writing(path), path.open("ab", buffering=0) as file:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+
+    def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes a whole file of JSON lines in place of the old one."""
+        write_text(self.path / name, _json_lines(rows))
+
+
+def _json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and row.keys() >= set(keys) else None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 200 else text[:197] + "..."

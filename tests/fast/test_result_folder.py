@@ -1,0 +1,134 @@
+"""The result folder under all commands: one holder, one set of settings, whole files, damaged lines, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ngrpo.result_folder import CannotWrite, ResultFolder, read_json, write_json, write_text, writing
+from perturbations.errors import UsageError
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system refuses what is beyond this size, in the middle of a write, as it does where the disk is full."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another --out")
+    with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
+        pass
+    with ResultFolder.opened(tmp_path / "out"):
+        pass  # free again
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    settings = {"model": "m", "sampling": {"group": 2}}
+    with ResultFolder.opened(tmp_path) as folder:
+        assert folder.claim(settings)
+        assert not folder.claim(settings)
+        told = r'other settings \(sampling was \{"group": 2\}, and is now \{"group": 4\}\)\. Give another --out'
+        with pytest.raises(UsageError, match=told):
+            folder.claim({**settings, "sampling": {"group": 4}})
+        with pytest.raises(UsageError, match=r"sampling was .*, and is now null"):
+            folder.claim({"model": "m"})
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with ResultFolder.opened(tmp_path) as folder, pytest.raises(UsageError, match="holds something else"):
+        folder.claim({})
+    (tmp_path / "settings.json").write_text("[]")
+    with ResultFolder.opened(tmp_path) as folder, pytest.raises(UsageError, match="does not hold the settings"):
+        folder.claim({})
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(CannotWrite, match="cannot be written"), ResultFolder.opened(place):
+            pass
+
+
+def test_an_error_of_the_work_itself_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="weights"), ResultFolder.opened(tmp_path):
+        raise FileNotFoundError("weights")
+
+
+def test_a_last_line_that_was_cut_is_dropped_with_a_message(tmp_path: Path) -> None:
+    told: list[str] = []
+    folder = ResultFolder(tmp_path, told.append)
+    assert folder.lines("a.jsonl") == []
+    folder.append("a.jsonl", [{"i": 0}, {"i": 1}])
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"i": 2, "te')
+    assert folder.lines("a.jsonl", "i") == [{"i": 0}, {"i": 1}]
+    assert len(told) == 1 and "the last line was cut off half-way" in told[0]
+    folder.append("a.jsonl", [{"i": 2}])
+    assert [row["i"] for row in folder.lines("a.jsonl")] == [0, 1, 2] and len(told) == 1
+
+
+def test_a_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    """An editor may leave the last line's end out; what is whole must not be lost."""
+    told: list[str] = []
+    folder = ResultFolder(tmp_path, told.append)
+    (tmp_path / "a.jsonl").write_text('{"i": 0}\n{"i": 1}')
+    assert folder.lines("a.jsonl") == [{"i": 0}, {"i": 1}] and not told
+    folder.append("a.jsonl", [{"i": 2}])
+    assert [row["i"] for row in folder.lines("a.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damaged", ['{"i": 1, "te', "[1]", '{"j": 1}', "\x00\x00", ""])
+def test_any_other_damaged_line_is_refused_and_kept(tmp_path: Path, damaged: str) -> None:
+    text = f'{{"i": 0}}\n{damaged}\n{{"i": 2}}\n'
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=r"a\.jsonl: line 2 is damaged\. Restore that line, or delete it"):
+        ResultFolder(tmp_path).lines("a.jsonl", "i")
+    assert (tmp_path / "a.jsonl").read_text() == text
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "a.json") is None
+    (tmp_path / "a.json").write_text('{"status": "do')
+    with pytest.raises(UsageError, match=r"a\.json is damaged: it is not JSON.*delete it"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"old": 1})
+    with largest_file(50), pytest.raises(CannotWrite, match=r"a\.json cannot be written: File too large.*is kept"):
+        write_json(tmp_path / "a.json", {"new": "x" * 100})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_full_disk_keeps_the_lines_before(tmp_path: Path) -> None:
+    folder = ResultFolder(tmp_path)
+    folder.append("a.jsonl", [{"i": 0}])
+    with largest_file(15), pytest.raises(CannotWrite, match="File too large"):
+        folder.append("a.jsonl", [{"i": 1}])
+    assert folder.lines("a.jsonl") == [{"i": 0}]
+
+
+def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    write_text(tmp_path / "page.html", "x")
+    (tmp_path / "other").write_text("x")
+    assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), writing(tmp_path):
+        raise KeyError
