@@ -29,6 +29,7 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
                                  (temperature and top-p: --rollout.temperature, --rollout.top_p)
+  --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
   --model NAME                   = --actor.model_name_or_path; packaged models: {models}
   --task NAME                    dataset and reward where you give none: {tasks}
   --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]

@@ -11,11 +11,15 @@ from typing import Any
 
 from ngrpo import yaml_file
 from ngrpo.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 SAMPLING = "--sampling"
+REPRODUCIBLE = "--reproducible"
+# A setting of the run, which is also taken where the options of the perturbation stand.
+_REPRODUCIBLE_TOO = f"{PERTURBATION}.reproducible"
 CONFIG = "config"
 MODEL_FLAG = "model_name_or_path"
 # Flags with options after a dot, and how each is written.
@@ -49,7 +53,8 @@ class TrainCommand:
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
         advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
-        sampling: ``ngrpo.trainer.sampling.create(**sampling)``, empty where rollouts have no masks of ours.
+        sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
+        reproducible: whether the same seed is to give the same rollouts from run to run.
     """
 
     spec: dict[str, Any] | None
@@ -62,6 +67,7 @@ class TrainCommand:
     preset: str | None = None
     advantage: dict[str, Any] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    reproducible: bool = False
 
 
 @dataclass
@@ -74,6 +80,7 @@ class _Words:
     options: dict[str, str | None] = field(default_factory=dict)  # of the operator; None: the flag stood alone
     advantage_options: dict[str, str] = field(default_factory=dict)
     sampling: dict[str, str] = field(default_factory=dict)
+    reproducible: str | None = None
     ours: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
 
@@ -92,6 +99,9 @@ def parse(words: Sequence[str]) -> TrainCommand:
     """
     sorted_words = _sort(words)
     spec, notes = _perturbation(sorted_words)
+    reproducible = _switch(sorted_words.reproducible)
+    if spec is None and reproducible and "seed" in sorted_words.options:
+        notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
     ours = sorted_words.ours
     rest = sorted_words.rest
     if "model" in ours:
@@ -105,6 +115,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         notes=tuple(notes),
         advantage=_advantage(sorted_words),
         sampling=_sampling(sorted_words.sampling),
+        reproducible=reproducible,
         **ours,
     )
 
@@ -130,7 +141,7 @@ def _sort(words: Sequence[str]) -> _Words:
         word = words[i]
         name, equals, value = word.partition("=")
         root = name.split(".", 1)[0]
-        if root not in _ROOTS and name not in _OURS:
+        if root not in _ROOTS and name not in _OURS and name != REPRODUCIBLE:
             _refuse_near_miss(name, root)
             result.rest.append(word)
             i += 1
@@ -146,6 +157,9 @@ def _sort(words: Sequence[str]) -> _Words:
 
 def _store(result: _Words, name: str, given: str | None) -> None:
     root, _, option = name.partition(".")
+    if name in (REPRODUCIBLE, _REPRODUCIBLE_TOO):
+        result.reproducible = "true" if given is None else given
+        return
     if root == PERTURBATION and option and option != CONFIG:
         result.options[option] = given
         return
@@ -170,15 +184,14 @@ def _store(result: _Words, name: str, given: str | None) -> None:
 
 def _refuse_near_miss(name: str, root: str) -> None:
     """A misspelt flag of ours must not reach OpenRLHF, where it would be an unknown word among many."""
-    known = next((r for r in (*_ROOTS, "--preset") if _resembles(root, r)), None)
+    known = next((r for r in (*_ROOTS, "--preset", REPRODUCIBLE) if _resembles(root, r)), None)
     if known is None:
         return
     rest = "" if root == known else name[len(root) :]
     if root.startswith((known + "_", known + "-")):
         rest = "." + root[len(known) + 1 :] + rest
-    raise ValueError(
-        f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {_ROOTS.get(known, known + ' NAME')}."
-    )
+    flags = _ROOTS.get(known, known if known == REPRODUCIBLE else f"{known} NAME")
+    raise UsageError(f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {flags}.")
 
 
 def _resembles(word: str, flag: str) -> bool:
@@ -196,12 +209,19 @@ def _advantage(words: _Words) -> dict[str, Any] | None:
     return advantages.create(words.advantage, **words.advantage_options).spec()
 
 
+def _switch(value: str | None) -> bool:
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if value is not None and value.lower() not in values:
+        raise UsageError(f"{REPRODUCIBLE} {value}: true or false is needed, or the flag alone for true.")
+    return value is not None and values[value.lower()]
+
+
 def _sampling(options: dict[str, str]) -> dict[str, Any]:
     if not options:
         return {}
-    from ngrpo.trainer import sampling
+    from ngrpo.trainer import rollout_sampling
 
-    return sampling.create(**options).given()
+    return rollout_sampling.create(**options).given()
 
 
 def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
@@ -210,6 +230,9 @@ def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
         example = "'name: neighbor' and 'rate: 0.1'"
         options = yaml_file.read(words.config, flag=f"{PERTURBATION}.{CONFIG}", example=example)
     in_file = options.pop("name", None)
+    in_file_reproducible = options.pop("reproducible", None)
+    if words.reproducible is None and in_file_reproducible is not None:
+        words.reproducible = str(in_file_reproducible)
     operator = words.operator if words.operator is not None else in_file
     if operator is None:
         if words.options or options:

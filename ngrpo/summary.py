@@ -49,6 +49,7 @@ def finish(
     began: float,
     advantage: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
+    reproducible: bool = False,
 ) -> str:
     """Writes ``summary.json`` of a finished run.
 
@@ -60,6 +61,7 @@ def finish(
         began: Unix time of the start; older logs in the same folder are not this run's.
         advantage: name and options of ``--advantage``; None: OpenRLHF's own estimator.
         sampling: temperature, top-p, top-k and min-p of the rollouts.
+        reproducible: whether the run was to repeat.
 
     Returns:
         The table for the screen.
@@ -71,6 +73,7 @@ def finish(
         "perturbation": None if spec is None else dict(spec),
         "advantage": None if advantage is None else dict(advantage),
         "sampling": dict(sampling or {}),
+        "reproducible": reproducible,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
@@ -46,6 +45,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
             began=began,
             advantage=command.advantage,
             sampling=_sampling(command, args),
+            reproducible=command.reproducible,
         )
         print(text, flush=True)
     return status
@@ -54,9 +54,10 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
 def openrlhf_help() -> int:
     """Prints OpenRLHF's own help, also where its needs (flash-attn) have stand-ins."""
     from ngrpo.trainer.launch import launch
+    from ngrpo.trainer.run_settings import RunSettings
 
     preflight.check_stack()
-    launch(["--help"], spec=None, hardware="auto")
+    launch(["--help"], RunSettings(), hardware="auto")
     return 0
 
 
@@ -80,24 +81,25 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
     from ngrpo.trainer.launch import TrainingFailed, launch
+    from ngrpo.trainer.run_settings import RunSettings
     from ngrpo.trainer.seams import SeamMismatch
 
+    settings = RunSettings(
+        perturbation_spec=command.spec,
+        advantage_spec=command.advantage,
+        sampling=command.sampling,
+        reproducible=command.reproducible,
+    )
     log = progress.into_file(Path(command.log_file).expanduser()) if command.log_file else nullcontext()
     try:
         with log:
-            launch(args, spec=command.spec, hardware=hardware, settings=_settings(command))
+            launch(args, settings, hardware=hardware)
     except SeamMismatch as error:
         raise ValueError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1
     return 0
-
-
-def _settings(command: flags.TrainCommand) -> dict[str, dict[str, Any]]:
-    """The seam table's conditions of this command besides hardware and perturbation."""
-    settings = {"advantage": command.advantage or {}, "sampling": command.sampling}
-    return {condition: value for condition, value in settings.items() if value}
 
 
 def _advantage_notes(command: flags.TrainCommand) -> list[str]:
@@ -109,9 +111,9 @@ def _advantage_notes(command: flags.TrainCommand) -> list[str]:
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
-    from ngrpo.trainer import sampling
+    from ngrpo.trainer import rollout_sampling
 
-    return sampling.described(sampling.create(**command.sampling), args)
+    return rollout_sampling.described(rollout_sampling.create(**command.sampling), args)
 
 
 def _run_folder(command: flags.TrainCommand) -> Path:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perturbations import registry, sources, streams
+from perturbations import streams
 from perturbations.edit import InputEdit
 from perturbations.gates import Gate, Places, Schedule
 from perturbations.geometry import Geometry
-from perturbations.options import coerce, option, refuse_unknown
+from perturbations.options import Options, option
+from perturbations.registry import gates, operators
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,15 @@ class Replayed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perturbation(ABC):
-    """An operator with its options. Subclasses are frozen dataclasses whose fields come from :func:`option`.
+class Perturbation(Options, ABC):
+    """A perturbation with its options. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
     The fields here say where an operator acts, and all operators share them. An operator overrides a default by
     declaring the field again.
     """
 
-    name: ClassVar[str]
+    kind = "perturbation"
+    registry = operators
     paper: ClassVar[str] = "none named"
     mixture: ClassVar[str] = "convex"
     """What the weights of a position keep to: ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""
@@ -150,18 +151,9 @@ class Perturbation(ABC):
     every: int = option(1, "perturb only every n-th generated position after the burn-in", low=1)
     burn_in: int = option(0, "leave the first n generated positions alone", low=0)
     protect: str | None = option(None, "never perturb these tokens: 'digits', or ids separated by commas")
-    gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: a name, see 'ngrpo list'")  # noqa: RUF009
+    gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: its name", registry=gates)  # noqa: RUF009
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws")
-    reproducible: bool = option(
-        False, "the same seed gives the same rollouts from run to run: whole batches, in a fixed order"
-    )
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            value = _gate(value) if field.name == "gate" else coerce(type(self), field, value)
-            object.__setattr__(self, field.name, value)
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:
@@ -196,7 +188,7 @@ class Perturbation(ABC):
         """The operator's learned parameters, for embeddings of D = ``hidden_size``; None where it has none.
 
         They live beside the model, train with it, are saved with it and follow each weight sync into the rollout:
-        see `perturbations.learned` for what the module must keep to.
+        see `perturbations.parameters` for what the module must keep to.
         """
         return None
 
@@ -246,7 +238,7 @@ class Perturbation(ABC):
     @property
     def active(self) -> bool:
         """Whether there is anything to do; where not, rollout and training are stock."""
-        return self.rate > 0.0 or self.reproducible
+        return self.rate > 0.0
 
     def plan(self, seed: int, first: int, length: int, start: int = 0) -> np.ndarray:
         """Which positions the draw, the schedule and the gate's own plan select; as :meth:`Schedule.plan`."""
@@ -256,54 +248,5 @@ class Perturbation(ABC):
             selected[at] = self.gate.plan(Places(seed, first, at + start))
         return selected
 
-    def check_model(self, vocabulary: int) -> None:  # noqa: B027 (most operators fit any model)
-        """Raises ``ValueError`` where an option does not fit a model with so many tokens."""
-
-    def spec(self) -> dict[str, Any]:
-        """Name and every option, as plain values: ``create(**spec)`` gives an equal operator.
-
-        An operator or a gate from a file has the file's text beside it, so that any process can make it.
-        """
-        spec: dict[str, Any] = {"name": registry.address(type(self))}
-        source = registry.operators.source(type(self))
-        if source is not None:
-            spec["source"] = source
-        spec |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.gate is not None:
-            gate = self.gate.spec()
-            spec["gate"] = gate.pop("name")
-            spec |= {registry.GATE_OPTION + key: value for key, value in gate.items()}
-        return spec
-
-    def fingerprint(self) -> str:
-        """The spec as canonical JSON, texts of files as their hashes; compared between processes."""
-        spec = self.spec()
-        texts = {key: sources.digest(spec[key]) for key in ("source", "gate.source") if key in spec}
-        return json.dumps({**spec, **texts}, sort_keys=True)
-
-    @classmethod
-    def check_option_names(cls, names: Sequence[str]) -> None:
-        """Raises ``ValueError`` for a name that is not an option of this operator."""
-        refuse_unknown(f"perturbation {cls.name!r}", cls, names)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its spec, so that a process without the class's file can make it."""
-        return _from_spec, (self.spec(),)
-
-
-def _from_spec(spec: dict[str, Any]) -> Perturbation:
-    return registry.create(**spec)
-
-
-def _gate(value: Any) -> Gate | None:
-    """What the option ``gate`` was given: nothing, a name, a mapping with a name and options, or a gate."""
-    if value is None or isinstance(value, Gate):
-        return value
-    if isinstance(value, str):
-        return None if value.lower() == "none" else registry.create_gate(value)
-    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
-        return registry.create_gate(**value)
-    raise ValueError(
-        f"perturbation option gate={value!r}: must be a gate's name ({', '.join(registry.gates.available())}),"
-        " 'none', or a gate."
-    )
+    def check_model(self, vocabulary: int) -> None:
+        """Raises ``UsageError`` where an option does not fit a model with so many tokens."""

@@ -1,7 +1,7 @@
 """The universal form of an input perturbation: e' = Σ_k w_k · E[c_k] + σ · ε.
 
 Two kinds of operators go beyond it: a dense one adds vectors of its own, v, and one with learned parameters
-(`perturbations.learned`) sends the mixture through its module:
+(`perturbations.parameters`) sends the mixture through its module:
 e' = module(E[c_1], Σ_k w_k · E[c_k] + σ · ε) + v.
 """
 

@@ -8,17 +8,17 @@ logits is batched on the device.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from perturbations import registry, streams
-from perturbations.options import coerce, refuse_unknown
+from perturbations.errors import UsageError
+from perturbations.options import Options
 
 if TYPE_CHECKING:
     from perturbations.base import GateStep
@@ -95,18 +95,15 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class Gate(Options):
     """A further gate, with its options: it can close positions that draw, schedule and conditions left open.
 
     Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`, and implement :meth:`plan`,
     :meth:`open` or both. With the operator's ``rate`` at 1 the gate alone decides.
     """
 
-    name: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, coerce(type(self), field, getattr(self, field.name), "gate"))
+    kind = "gate"
+    registry = registry.gates
 
     def plan(self, places: Places) -> np.ndarray:
         """Which positions of a trajectory the gate leaves open, from seed and position alone; on the host.
@@ -134,28 +131,6 @@ class Gate:
             (B,) bool. Elsewhere sampling and lookup are ordinary.
         """
         return torch.ones_like(step.sampled, dtype=torch.bool)
-
-    def spec(self) -> dict[str, Any]:
-        """Name and every option, as plain values: ``registry.create_gate(**spec)`` gives an equal gate."""
-        source = registry.gates.source(type(self))
-        return {
-            "name": registry.gates.address(type(self)),
-            **({} if source is None else {"source": source}),
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-        }
-
-    @classmethod
-    def check_option_names(cls, names: Sequence[str]) -> None:
-        """Raises ``ValueError`` for a name that is not an option of this gate."""
-        refuse_unknown(f"gate {cls.name!r}", cls, names)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its spec, so that a process without the class's file can make it."""
-        return _from_spec, (self.spec(),)
-
-
-def _from_spec(spec: dict[str, Any]) -> Gate:
-    return registry.create_gate(**spec)
 
 
 class TokenConditions:
@@ -267,7 +242,7 @@ def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]
         (V,) bool, or None.
 
     Raises:
-        ValueError: for anything else, or an id outside the vocabulary.
+        UsageError: for anything else, or an id outside the vocabulary.
     """
     if protect is None:
         return None
@@ -279,12 +254,12 @@ def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]
     try:
         ids = [int(part) for part in protect.split(",")]
     except ValueError:
-        raise ValueError(
+        raise UsageError(
             f"perturbation option protect={protect!r}: must be 'digits' or token ids separated by commas,"
             " for example 13,198."
         ) from None
     bad = [i for i in ids if not 0 <= i < size]
     if bad:
-        raise ValueError(f"perturbation option protect={protect!r}: id {bad[0]} is outside [0, {size - 1}].")
+        raise UsageError(f"perturbation option protect={protect!r}: id {bad[0]} is outside [0, {size - 1}].")
     mask[ids] = True
     return mask

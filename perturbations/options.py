@@ -1,14 +1,18 @@
-"""Options of an operator: dataclass fields that know their range and say how to mend a bad value."""
+"""Options: dataclass fields that know their range, and the base of everything that has them."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from perturbations.errors import UsageError
 
 
 def option(
@@ -19,39 +23,99 @@ def option(
     high: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
+    registry: Any = None,
 ) -> Any:
-    """A field of an operator's frozen dataclass.
+    """A field of an :class:`Options` dataclass.
 
     Args:
         default: the paper's value.
-        help: one line for ``ngrpo train --help``.
+        help: one line for a list of the options.
         low: smallest allowed value.
         high: largest allowed value.
         above: the value must be greater than this.
         choices: the only allowed values.
+        registry: the value is something with options of its own: given by its name in this
+            :class:`perturbations.registry.Registry`, as a mapping with a name, or ready made.
 
     Returns:
         A dataclass field.
     """
-    return dataclasses.field(
-        default=default,
-        metadata={"help": help, "low": low, "high": high, "above": above, "choices": choices},
-    )
+    limits = {"low": low, "high": high, "above": above, "choices": choices}
+    return dataclasses.field(default=default, metadata={"help": help, **limits, "registry": registry})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of everything that is configured. Subclasses are frozen dataclasses whose fields come from :func:`option`.
+
+    Values are brought to their types and checked when an instance is made. A class of a
+    :class:`perturbations.registry.Registry` names it in :attr:`registry`; its instances then carry their address in
+    :meth:`spec` and are pickled as that.
+    """
+
+    kind: ClassVar[str] = "settings"
+    """The word for such an object in messages."""
+    registry: ClassVar[Any] = None
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, coerce(type(self), field, getattr(self, field.name), self.kind))
+
+    def spec(self) -> dict[str, Any]:
+        """Name and every option, as plain values: ``registry.create(**spec)`` gives an equal object in any process.
+
+        A class from a user's file has the file's text beside its name. An option that has options of its own, such as
+        ``gate``, gives its name, and its options as ``gate.…``.
+        """
+        spec: dict[str, Any] = {}
+        if self.registry is not None:
+            spec["name"] = self.registry.address(type(self))
+            source = self.registry.source(type(self))
+            spec |= {} if source is None else {"source": source}
+        nested: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            spec[field.name] = value = getattr(self, field.name)
+            if isinstance(value, Options):
+                own = value.spec()
+                spec[field.name] = own.pop("name")
+                nested |= {f"{field.name}.{key}": part for key, part in own.items()}
+        return spec | nested
+
+    def fingerprint(self) -> str:
+        """The spec as canonical JSON, texts of files as their hashes; compared between processes."""
+        from perturbations import user_files
+
+        spec = self.spec()
+        texts = {key: user_files.digest(spec[key]) for key in spec if key.rpartition(".")[2] == "source"}
+        return json.dumps({**spec, **texts}, sort_keys=True)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Any:
+        """What :meth:`spec` described, made through the registry."""
+        return cls.registry.create(**spec)
+
+    @classmethod
+    def check_option_names(cls, names: Sequence[str]) -> None:
+        """Raises ``UsageError`` for a name that is not an option."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in names:
+            if name not in known:
+                its = f"Its options: {', '.join(sorted(known))}." if known else "It has no options."
+                owner = f"{cls.kind} {cls.name!r}" if hasattr(cls, "name") else cls.kind
+                raise UsageError(f"{owner} has no option {name!r}.{nearest(name, known)} {its}")
+
+    def __reduce__(self) -> Any:
+        """Pickled as its spec, so that a process without the class's file can make it."""
+        if self.registry is None:
+            return super().__reduce__()
+        return self.registry.base_class().from_spec, (self.spec(),)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for a near miss, else the empty string."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return f" Did you mean {match[0]!r}?" if match else ""
-
-
-def refuse_unknown(label: str, owner: type, names: Iterable[str]) -> None:
-    """Raises ``ValueError`` for a name that is no field of the owner; ``label``: ``perturbation 'soft'``."""
-    known = [field.name for field in dataclasses.fields(owner)]
-    for name in names:
-        if name not in known:
-            its = f"Its options: {', '.join(sorted(known))}." if known else "It has no options."
-            raise ValueError(f"{label} has no option {name!r}.{nearest(name, known)} {its}")
 
 
 def kinds(owner: type, name: str) -> tuple[type, ...]:
@@ -85,30 +149,43 @@ def coerce(owner: type, field: dataclasses.Field, value: Any, what: str = "pertu
     """Brings a value of the command line or a YAML file to its field's type and checks its range.
 
     Args:
-        owner: the operator's class.
+        owner: the class that has the option.
         field: one of its fields.
         value: a string from the command line, or a YAML scalar.
-        what: what the option belongs to, for the message.
+        what: the word for the owner in messages.
 
     Returns:
         The value in the field's type.
 
     Raises:
-        ValueError: with the value, what is allowed and the mend.
+        UsageError: with the value, what is allowed and how to fix it.
     """
-    accepted = kinds(owner, field.name)
     label = f"{what} option {field.name}={value!r}"
+    if field.metadata.get("registry") is not None:
+        return _made(field.metadata["registry"], label, field.name, value)
+    accepted = kinds(owner, field.name)
     if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in accepted):
         if type(None) in accepted:
             return None
-        raise ValueError(f"{label}: a value is needed; leave the option out for its default, {field.default!r}.")
+        raise UsageError(f"{label}: a value is needed; leave the option out for its default, {field.default!r}.")
     kind = next(k for k in accepted if k is not type(None))
     converted = _convert(kind, value)
     if converted is None:
         want = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-        raise ValueError(f"{label}: {want} is needed{_range_hint(field)}, for example {field.default!r}.")
+        raise UsageError(f"{label}: {want} is needed{_range_hint(field)}, for example {field.default!r}.")
     _check_range(label, field, converted)
     return converted
+
+
+def _made(registry: Any, label: str, name: str, value: Any) -> Any:
+    """What an option with a registry was given: nothing, a name, a mapping with a name and options, or ready made."""
+    if value is None or isinstance(value, registry.base_class()):
+        return value
+    if isinstance(value, str):
+        return None if value.lower() == "none" else registry.create(value)
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return registry.create(**value)
+    raise UsageError(f"{label}: must be a {name}'s name ({', '.join(registry.available())}), 'none', or a {name}.")
 
 
 def _convert(kind: type, value: Any) -> Any:
@@ -138,7 +215,7 @@ def _check_range(label: str, field: dataclasses.Field, value: Any) -> None:
     meta = field.metadata
     if meta.get("choices") and value not in meta["choices"]:
         hint = nearest(str(value), meta["choices"])
-        raise ValueError(f"{label}: must be {allowed(field)}.{hint}")
+        raise UsageError(f"{label}: must be {allowed(field)}.{hint}")
     low, high, above = meta.get("low"), meta.get("high"), meta.get("above")
     outside = (
         (low is not None and value < low)
@@ -146,4 +223,4 @@ def _check_range(label: str, field: dataclasses.Field, value: Any) -> None:
         or (above is not None and value <= above)
     )
     if outside:
-        raise ValueError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
+        raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")

@@ -1,4 +1,4 @@
-"""The registries: operators and gates by name, from the tree, from installed packages, from a module or a file."""
+"""Registries: classes of one kind by name, from the tree, from installed packages, from a module or a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from perturbations import sources
+from perturbations import user_files
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 if TYPE_CHECKING:
@@ -18,26 +19,30 @@ if TYPE_CHECKING:
 
 _Class = TypeVar("_Class", bound=type)
 GATE_OPTION = "gate."
-"""What an option of the gate begins with, among the options of its operator."""
+"""What an option of the gate begins with, among the options of its perturbation."""
+_NOT_NAMES = ("base", "default")  # files of a tree package that hold a contract and not a class of its kind
 
 
 class Registry:
-    """The classes of one kind.
+    """The classes of one kind, which derive from :class:`perturbations.options.Options`.
 
     A name is looked up in this order: registered in this process; ``./file.py:Name``; ``package.module:Name``; in the
     tree; entry points of installed packages.
     """
+
+    made: ClassVar[list[Registry]] = []
 
     def __init__(self, kind: str, base: str, tree: str, group: str) -> None:
         """
         Args:
             kind: the word for one, in messages.
             base: ``module:Name`` of the class that all derive from; loaded when first needed.
-            tree: the package that holds one module per name.
+            tree: the package that holds one module per name, beside ``base.py`` and ``default.py``.
             group: entry point group of installed packages.
         """
         self.kind, self.base, self.tree, self.group = kind, base, tree, group
         self.registered: dict[str, type] = {}
+        Registry.made.append(self)
 
     def register(self, name: str) -> Any:
         """Class decorator that gives a class its name.
@@ -46,7 +51,7 @@ class Registry:
             name: the registry name, which is also the flag's value and, in the tree, the file's name.
 
         Raises:
-            ValueError: where another class has the name.
+            UsageError: where another class has the name.
         """
 
         def decorate(cls: _Class) -> _Class:
@@ -55,7 +60,7 @@ class Registry:
             if taken is None and other is not None and not _same(other, cls):
                 taken = f"{other.__module__}.{other.__qualname__}"
             if taken is not None:
-                raise ValueError(
+                raise UsageError(
                     f"{self.kind} {name!r} is already the name of {taken}; give {cls.__module__}.{cls.__qualname__}"
                     " another name."
                 )
@@ -68,7 +73,8 @@ class Registry:
     def in_tree(self) -> dict[str, str]:
         """Names in the tree, and their modules."""
         package = importlib.import_module(self.tree)
-        return {m.name: f"{self.tree}.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
+        names = (module.name for module in pkgutil.iter_modules(package.__path__))
+        return {name: f"{self.tree}.{name}" for name in names if name not in _NOT_NAMES}
 
     def installed(self) -> dict[str, Any]:
         """Names from installed packages, and their entry points."""
@@ -78,7 +84,7 @@ class Registry:
         """All names and where each comes from: the tree, an installed package, or this process."""
         found = {}
         for name, cls in self.registered.items():
-            source = sources.origin(cls.__module__)
+            source = user_files.origin(cls.__module__)
             found[name] = cls.__module__ if source is None else source.filename
         found.update({name: point.value for name, point in self.installed().items()})
         found.update(self.in_tree())
@@ -93,15 +99,15 @@ class Registry:
             source: the file's text as :meth:`source` packs it, where the file itself need not exist.
 
         Raises:
-            ValueError: for an unknown name, with the nearest match, or a target of another kind.
+            UsageError: for an unknown name, with the nearest match, or a target of another kind.
         """
         if name in self.registered and source is None:
             return self.registered[name]
-        file = sources.split(name)
+        file = user_files.split(name)
         if file is not None:
             return self._from_file(name, *file, source)
         if source is not None:
-            raise ValueError(
+            raise UsageError(
                 f"{self.kind} {name!r}: 'source' belongs to a name of the form file.py:Name. Leave it out."
             )
         if ":" in name:
@@ -115,14 +121,59 @@ class Registry:
             return self._from_module(name, installed[name].value)
         known = self.available()
         on_disk = f" Did you mean the file './{name}.py'?" if Path(f"{name}.py").is_file() else ""
-        raise ValueError(
+        raise UsageError(
             f"unknown {self.kind} {name!r}.{on_disk or nearest(name, known)} Available: {', '.join(known)};"
             " or ./file.py:Name or package.module:Name for your own."
         )
 
+    def create(self, name: str, **options: Any) -> Any:
+        """Makes an object of this kind.
+
+        Args:
+            name: a registered name, ``./file.py:Name`` or ``package.module:Name``.
+            options: its options; the rest keep their defaults. Those of an option that has options of its own begin
+                with its name and a dot; ``source`` is the file's text that a spec carries.
+
+        Raises:
+            UsageError: for an unknown name or option, or a value out of range; says what is allowed.
+        """
+        cls = self.get(name, options.pop("source", None))
+        for field in dataclasses.fields(cls):
+            if field.metadata.get("registry") is not None:
+                self._make_nested(field.name, field.metadata["registry"], options)
+        for option_name in options:
+            owners = self._owners(option_name, cls)
+            if owners:
+                raise UsageError(
+                    f"option {option_name!r} belongs to {self.kind} {' and '.join(owners)}, not to {name!r}. Leave it"
+                    f" out, or choose {owners[0]!r}."
+                )
+        cls.check_option_names(list(options))
+        return cls(**options)
+
+    @staticmethod
+    def _make_nested(name: str, registry: Registry, options: dict[str, Any]) -> None:
+        """Puts an object in place of a name such as ``gate`` and the options ``gate.…`` beside it."""
+        own = {key: options.pop(key) for key in list(options) if key.startswith(f"{name}.")}
+        if not own:
+            return
+        chosen = options.get(name)
+        if not isinstance(chosen, str) or chosen.lower() == "none":
+            raise UsageError(
+                f"option {next(iter(own))!r} is given, but no {registry.kind}'s name beside it. Name one as option"
+                f" {name!r} (available: {', '.join(registry.available())})."
+            )
+        options[name] = registry.create(chosen, **{key[len(name) + 1 :]: value for key, value in own.items()})
+
+    def _owners(self, option_name: str, cls: type) -> list[str]:
+        """Names in the tree that have an option which this class lacks."""
+        if option_name in {field.name for field in dataclasses.fields(cls)}:
+            return []
+        return [n for n in self.in_tree() if option_name in {f.name for f in dataclasses.fields(self.get(n))}]
+
     def address(self, cls: type) -> str:
         """The name under which another process finds the class, with :meth:`source` where there is one."""
-        source = sources.origin(cls.__module__)
+        source = user_files.origin(cls.__module__)
         if source is not None:
             return f"{source.filename}:{cls.__qualname__}"
         target = f"{cls.__module__}:{cls.__qualname__}"
@@ -133,14 +184,14 @@ class Registry:
 
     def source(self, cls: type) -> str | None:
         """The packed text of the file that the class stands in; None for a class of an importable module."""
-        source = sources.origin(cls.__module__)
+        source = user_files.origin(cls.__module__)
         return None if source is None else source.packed
 
     def _from_file(self, name: str, path: str, attribute: str, source: str | None) -> type:
         label = f"{self.kind} {name!r}"
-        before = [(r, dict(r.registered)) for r in (operators, gates)]
+        before = [(r, dict(r.registered)) for r in Registry.made]
         try:
-            module = sources.from_file(path, label) if source is None else sources.from_text(path, source, label)
+            module = user_files.from_file(path, label) if source is None else user_files.from_text(path, source, label)
         except ValueError:
             for registry, registered in before:  # a file may register something and then fail
                 registry.registered = registered
@@ -152,7 +203,7 @@ class Registry:
             named = {k: v for k, v in own.items() if v in self.registered.values()} or own
             if len(named) > 1:
                 choice = ", ".join(f"{path}:{k}" for k in named)
-                raise ValueError(f"{label}: {file} holds several {self.kind}s. Name one of them: {choice}.")
+                raise UsageError(f"{label}: {file} holds several {self.kind}s. Name one of them: {choice}.")
             attribute = next(iter(named), "")
         cls = getattr(module, attribute, None) if attribute else None
         if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
@@ -160,10 +211,9 @@ class Registry:
         if not own:
             others = [k for k, v in classes.items() if v.__module__ == module.__name__]
             seen = f" It defines {', '.join(others)}." if others else " It defines no class."
-            raise ValueError(
-                f"{label}: {file} holds no {self.kind}.{seen} Derive one from perturbations.{base.__name__}."
-            )
-        raise ValueError(
+            home = base.__module__.partition(".")[0]
+            raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {home}.{base.__name__}.")
+        raise UsageError(
             f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, own)} It holds: {', '.join(own)}."
         )
 
@@ -174,13 +224,14 @@ class Registry:
             for part in attribute.split("."):
                 cls = getattr(cls, part)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
+            raise UsageError(
                 f"{self.kind} {name!r}: cannot load {target!r} ({error}). Install its package, put its folder on"
                 " PYTHONPATH, or name its file: ./file.py:Name."
             ) from error
         base = self.base_class()
         if not (isinstance(cls, type) and issubclass(cls, base)):
-            raise ValueError(f"{self.kind} {name!r}: {target!r} is not a subclass of perturbations.{base.__name__}.")
+            home = base.__module__.partition(".")[0]
+            raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {home}.{base.__name__}.")
         return self._named(cls, name)
 
     def base_class(self) -> type:
@@ -199,7 +250,7 @@ def _same(one: type, two: type) -> bool:
     """Whether two classes are one: the same module imported again, or a file that was edited or run as a script."""
     if one.__qualname__ != two.__qualname__:
         return False
-    first, second = (sources.origin(cls.__module__) for cls in (one, two))
+    first, second = (user_files.origin(cls.__module__) for cls in (one, two))
     if first is None and second is None:
         return one.__module__ == two.__module__
     stems = [cls.__module__.rpartition(".")[2] for cls in (one, two)]
@@ -216,69 +267,16 @@ register, available = operators.register, operators.available
 get, address = operators.get, operators.address
 
 
+def create(name: str, **options: Any) -> Perturbation:
+    """Makes a perturbation, as :meth:`Registry.create`; ``gate`` is a gate or its name, its options are ``gate.…``."""
+    return operators.create(name, **options)
+
+
 def register_gate(name: str) -> Any:
     """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
     return gates.register(name)
 
 
-def create(name: str, **options: Any) -> Perturbation:
-    """Makes an operator.
-
-    Args:
-        name: a registered name, ``./file.py:Name`` or ``package.module:Name``.
-        options: its options; the rest keep the defaults of its paper. ``gate`` is a gate or its name, and its options
-            begin with ``gate.``; ``source`` is the file's text that a spec carries.
-
-    Returns:
-        The operator, with every option checked.
-
-    Raises:
-        ValueError: for an unknown name or option, or a value out of range; says what is allowed.
-    """
-    cls = operators.get(name, options.pop("source", None))
-    of_gate = {key: options.pop(key) for key in list(options) if key.startswith(GATE_OPTION)}
-    owners = _option_owners(options, cls)
-    if owners:
-        option_name, names = owners[0]
-        raise ValueError(
-            f"option {option_name!r} belongs to perturbation {' and '.join(names)}, not to {name!r}. Leave it out,"
-            f" or choose --perturbation {names[0]}."
-        )
-    cls.check_option_names(list(options))
-    if of_gate:
-        chosen = options.get("gate")
-        if not isinstance(chosen, str) or chosen.lower() == "none":
-            raise ValueError(
-                f"option {next(iter(of_gate))!r} is given, but no gate's name beside it. Add --perturbation.gate NAME"
-                f" (available: {', '.join(gates.available())})."
-            )
-        options["gate"] = create_gate(chosen, **{key[len(GATE_OPTION) :]: v for key, v in of_gate.items()})
-    return cls(**options)
-
-
 def create_gate(name: str, **options: Any) -> Gate:
-    """Makes a gate.
-
-    Args:
-        name: as in :func:`create`.
-        options: its options, and ``source``, the file's text that a spec carries.
-
-    Raises:
-        ValueError: for an unknown name or option, or a value out of range.
-    """
-    cls = gates.get(name, options.pop("source", None))
-    cls.check_option_names(list(options))
-    return cls(**options)
-
-
-def _option_owners(options: dict[str, Any], cls: type[Perturbation]) -> list[tuple[str, list[str]]]:
-    """Options that this operator lacks but others of the tree have, with those others' names."""
-    own = {field.name for field in dataclasses.fields(cls)}
-    result = []
-    for option_name in options:
-        if option_name in own:
-            continue
-        names = [n for n in operators.in_tree() if option_name in {f.name for f in dataclasses.fields(get(n))}]
-        if names:
-            result.append((option_name, names))
-    return result
+    """Makes a gate, as :meth:`Registry.create`."""
+    return gates.create(name, **options)

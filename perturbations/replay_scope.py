@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit, mix
-from perturbations.learned import attached
+from perturbations.parameters import attached
 from perturbations.replay import ReplayRecord
 
 
@@ -170,7 +170,7 @@ class ReplayScope:
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
             measure: collect :class:`ReplayStats`.
-            module: the operator's module beside the model (`perturbations.learned.attached`), where it has one.
+            module: the operator's module beside the model (`perturbations.parameters.attached`), where it has one.
             operator: the operator of the records, needed where it has a density.
         """
         self._embedding = embedding
@@ -316,7 +316,7 @@ def replaying(
 
     Args:
         model: anything with ``get_input_embeddings()``; an operator's module is taken from
-            `perturbations.learned.attached`.
+            `perturbations.parameters.attached`.
         records: one per row of the batch, in batch order; None for a row that was not perturbed.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
 

@@ -143,8 +143,8 @@ class _Draft:
         flags = ["--perturbation", name]
         for key, value in strategy.settings.items():
             flags += [f"--{key}", value]
-        if not stock and "perturbation.reproducible" not in strategy.settings:
-            flags += ["--perturbation.reproducible", "true"]
+        if not stock and "reproducible" not in extras:
+            flags += ["--reproducible", "true"]
         base = extras.pop("base", None)
         if base is not None:
             presets.check_name(base)
@@ -174,6 +174,8 @@ def _line(text: str) -> _Draft:
         if word.startswith("--"):
             _refuse_own(key)
             extras[key[2:]] = value
+        elif key.removeprefix("perturbation.") == "reproducible":
+            extras["reproducible"] = value
         elif key in ("base", "advantage") or key.startswith("advantage."):
             if not equals or not value:
                 raise ValueError(f"--strategy {text!r}: {key} needs a value, for example {key}=gspo.")

@@ -91,8 +91,8 @@ def build(
         **(options or {}),
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
-    perturbation = dict(spec or {"name": "none", "reproducible": True})
-    return vllm.LLM(model, additional_config={"perturbation": perturbation}, **settings)
+    perturbation = dict(spec or {"name": "none"})
+    return vllm.LLM(model, additional_config={"perturbation": perturbation, "seeded_draws": True}, **settings)
 
 
 def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:

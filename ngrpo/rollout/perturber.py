@@ -175,7 +175,7 @@ class RolloutPerturber:
         gated = np.flatnonzero(within & store.planned[batch.slots, places])
         self._edits = edits = None
         if len(gated):
-            edits = self._perturb(batch, gated, scaled, temperature, tokens)
+            edits = self._perturb(batch, gated, scaled, temperature, drawable, tokens)
         if self._conditions.tracks_tokens:
             if batch.sampled.all():
                 self._conditions.observe(batch.slot_tensor, tokens)
@@ -197,6 +197,7 @@ class RolloutPerturber:
         gated: np.ndarray,
         scaled: Tensor,
         temperature: Tensor,
+        drawable: Tensor,
         tokens: Tensor,
     ) -> dict[str, Tensor]:
         """Proposes edits at gated rows, writes their tokens in place, and keeps them for the next forward."""
@@ -214,17 +215,17 @@ class RolloutPerturber:
         proposal = self._operator.propose(step)
         edit = proposal.edit
         gate = self._operator.gate
-        if self._conditions.trivial and gate is None:
-            admitted = torch.ones_like(rows, dtype=torch.bool)
-            chosen = proposal.tokens
-        else:
+        # What the request's own sampling excludes (top-p, a grammar) never stands in its text: such a position
+        # stays an ordinary one.
+        opened = admitted = drawable[rows, proposal.tokens] > -torch.inf
+        if gate is not None or not self._conditions.trivial:
             slots = batch.slot_tensor[rows]
-            opened = self._conditions.open(slots, step.logits)
+            opened = opened & self._conditions.open(slots, step.logits)
             if gate is not None:
                 generated = batch.next_positions[gated] - self._store.prompts[batch.slots[gated]]
                 opened = opened & gate.open(GateStep.of(step, self._upload(generated)))
             admitted = opened & self._conditions.mixes(slots, proposal.tokens)
-            chosen = torch.where(opened, proposal.tokens, sampled)
+        chosen = torch.where(opened, proposal.tokens, sampled)
         tokens[rows] = chosen
         vectors = self._realise(edit, step.seeds, step.positions)
         self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, admitted)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.parameters import load_saved
+from ngrpo.parameters_file import load_saved
 from ngrpo.rollout.embedding import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RequestBook
 from ngrpo.rollout.sampling import GREEDY_BELOW
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import learned
+from perturbations import parameters
 from perturbations.base import Perturbation
 from perturbations.gates import TokenConditions, protected_tokens
 from perturbations.geometry import Geometry
@@ -144,14 +144,14 @@ class AttachedPerturbation:
 
         def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
             own: dict[str, Tensor] = {}
-            result = original(learned.split(weights, own), *args, **kwargs)
+            result = original(parameters.split(weights, own), *args, **kwargs)
             if own and self.module is None:
                 raise ValueError(
                     f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
                     f" {self.operator.name!r}."
                 )
             if own:
-                learned.load(self.module, own, whole=False)
+                parameters.load(self.module, own, whole=False)
             return result
 
         return load_weights

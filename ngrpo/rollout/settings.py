@@ -7,17 +7,30 @@ from typing import Any
 
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 
 KEY = "perturbation"
+SEEDED_DRAWS = "seeded_draws"
+"""Key of ``additional_config``: draw every token from a counter-based stream, also where nothing is perturbed.
+
+An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail on a CPU with chunked prefills.)
+"""
 
 
 def read(additional_config: Any) -> Perturbation | None:
-    """The operator that ``additional_config={"perturbation": {...}}`` names; None where nothing is perturbed.
+    """The operator that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
+
+    With ``"seeded_draws": True`` beside it, an operator that perturbs nothing is returned too.
 
     Raises:
         ValueError: for anything that is not a valid spec.
     """
-    spec = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    given = additional_config if isinstance(additional_config, dict) else {}
+    spec, seeded = given.get(KEY), given.get(SEEDED_DRAWS, False)
+    if not isinstance(seeded, bool):
+        raise UsageError(f"additional_config[{SEEDED_DRAWS!r}]={seeded!r}: must be True or False.")
+    if spec is None and seeded:
+        spec = {"name": "none"}
     if spec is None:
         return None
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
@@ -26,7 +39,7 @@ def read(additional_config: Any) -> Perturbation | None:
             " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
         )
     operator = registry.create(**spec)
-    return operator if operator.active else None
+    return operator if operator.active or seeded else None
 
 
 def check_engine(config: Any, operator: Perturbation) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngrpo.trainer.advantages import Advantage, create
-from ngrpo.trainer.launch import setting
+from ngrpo.trainer.advantages import Advantage
+from ngrpo.trainer.metrics import note_measures
+from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.visits import Visits
-
-CONDITION = "advantage"
 
 
 class _Batch:
@@ -110,14 +109,14 @@ def computed(original: Callable[..., Any], maker: Any, experiences: list[Any]) -
             f"{answers} answers are not a whole number of groups of {size} (--rollout.n_samples_per_prompt):"
             " some prompt was not answered as often as it was asked."
         )
-    batch = _Batch(maker, experiences, create(**setting(CONDITION)))
+    batch = _Batch(maker, experiences, current_run().advantage)
     token = _batch.set(batch)
     try:
         result = original(maker, experiences)
     finally:
         _batch.reset(token)
     batch.done()
-    maker.advantage_metrics = batch.metrics
+    note_measures(maker, batch.metrics)
     return result
 
 
@@ -146,15 +145,3 @@ def own_reward(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(value_of(r), *args, **kwargs)
 
     return compute_reward
-
-
-def reporting_trainer(plain: type) -> type:
-    """`PPOTrainer` and `TrainingActor`: the advantages' measures join each step's status."""
-
-    class AdvantageReportingTrainer(plain):  # type: ignore[misc, valid-type]
-        def train_step(self, *args: Any, **kwargs: Any) -> Any:
-            status, global_step = plain.train_step(self, *args, **kwargs)
-            status.update(self.experience_maker.advantage_metrics)
-            return status, global_step
-
-    return AdvantageReportingTrainer

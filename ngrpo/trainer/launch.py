@@ -7,25 +7,21 @@ Without a perturbation and on CUDA there is nothing of ours at all: that is stoc
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ngrpo.hardware import Profile, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.install import CONDITIONS, install
+from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import check
-
-SPEC = "NGRPO_PERTURBATION"
-"""Environment variable: the perturbation's spec as JSON, in the driver and in every worker process."""
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
@@ -41,21 +37,13 @@ class TrainingFailed(RuntimeError):
     """OpenRLHF, or one of its Ray actors, ended with an error; the message names the root cause."""
 
 
-def launch(
-    openrlhf_args: Sequence[str],
-    *,
-    spec: Mapping[str, Any] | None,
-    hardware: str,
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
+def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str) -> None:
     """Trains until OpenRLHF's program ends.
 
     Args:
         openrlhf_args: OpenRLHF's flags, e.g. ``["--actor.model_name_or_path", "…", …]``.
-        spec: The perturbation's spec, which serialises to JSON; None for plain OpenRLHF.
+        settings: What is asked of the run beyond that; the defaults for plain OpenRLHF.
         hardware: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        settings: Further conditions of the seam table, each with what it is set to, which serialises to
-            JSON: ``{"advantage": {"name": "ngrpo", "n": 1}}``. Workers read it with `setting`.
 
     Raises:
         ValueError: For a flag that this hardware cannot serve.
@@ -68,49 +56,28 @@ def launch(
     profile.check(flags)
     if flags.added:
         print(f"[hardware {profile.name}] default flags: {shlex.join(flags.added)}", flush=True)
-    settings = settings or {}
-    conditions = conditions_for(profile, spec, settings)
+    conditions = conditions_for(profile, settings)
     check(conditions)
     for name, value in profile.env.items():
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
     for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):
         print(f"removed {lock}: an earlier run was killed while it compiled {lock.parent.name}", flush=True)
     if conditions:
-        _start_ray(profile, flags, conditions, spec, settings)
+        _start_ray(profile, flags, conditions, settings)
         install(conditions)
     _run(flags.words)
 
 
-def conditions_for(profile: Profile, spec: Mapping[str, Any] | None, settings: Iterable[str] = ()) -> tuple[str, ...]:
+def conditions_for(profile: Profile, settings: RunSettings) -> tuple[str, ...]:
     """Returns the conditions of `ngrpo.trainer.seams` that hold; none means stock OpenRLHF."""
-    conditions = ("cpu",) if profile.name == "cpu" else ()
-    return (*conditions, *(() if spec is None else ("perturbation",)), *settings)
+    return (*(("cpu",) if profile.name == "cpu" else ()), *settings.conditions)
 
 
-def setting_variable(condition: str) -> str:
-    """The environment variable, in the driver and in every worker process, that holds a condition's setting."""
-    return f"NGRPO_{condition.upper()}_SETTING"
-
-
-def setting(condition: str) -> dict[str, Any]:
-    """What a condition of `launch`'s ``settings`` was set to, in any process of the run."""
-    return json.loads(os.environ[setting_variable(condition)])
-
-
-def worker_env(
-    profile: Profile,
-    conditions: Sequence[str],
-    spec: Mapping[str, Any] | None,
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, str]:
+def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSettings) -> dict[str, str]:
     """Returns the environment of every Ray worker process; what the user exported wins."""
     env = {**_OPENRLHF_ENV, **profile.env}
     env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
-    env[CONDITIONS] = ",".join(conditions)
-    if spec is not None:
-        env[SPEC] = json.dumps(spec, sort_keys=True)
-    for condition, value in (settings or {}).items():
-        env[setting_variable(condition)] = json.dumps(value, sort_keys=True)
+    env |= {CONDITIONS: ",".join(conditions), **settings.env()}
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[2])
@@ -119,19 +86,12 @@ def worker_env(
     return env
 
 
-def _start_ray(
-    profile: Profile,
-    flags: Flags,
-    conditions: Sequence[str],
-    spec: Mapping[str, Any] | None,
-    settings: Mapping[str, Mapping[str, Any]],
-) -> None:
+def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settings: RunSettings) -> None:
     """Starts Ray, or connects to the cluster in RAY_ADDRESS, with the setup hook for every worker."""
     import ray
 
-    env = worker_env(profile, conditions, spec, settings)
-    ours = (CONDITIONS, SPEC, *map(setting_variable, settings))
-    os.environ.update({name: env[name] for name in ours if name in env})
+    env = worker_env(profile, conditions, settings)
+    os.environ.update(settings.env())
     resources = {} if os.environ.get("RAY_ADDRESS") else profile.ray_init(flags)
     ray.init(
         runtime_env={"env_vars": env, "worker_process_setup_hook": "ngrpo.trainer.install.in_worker"},

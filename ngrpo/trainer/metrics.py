@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.trainer.sidecar import Sidecar, unpack
+from ngrpo.trainer.run_settings import current_run
+from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 
 SHIFT_SUM, SHIFT_COUNT = "perturbation/shift_sum", "perturbation/shift_count"
 
 
-def step_metrics(passengers: Sequence[Sidecar | None], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
+def step_metrics(records: Sequence[TrajectoryRecord | None], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
     """Summarises a batch of trajectories before the update.
 
     Args:
-        passengers: one per sample; samples without one are left out.
-        log_probs: log π of the trainer by position of the token, (T,) each, entry 0 unused.
+        records: one per sample; samples without one are left out.
+        log_probs: log π of the trainer by position of the token, (T,) each, NaN where no token is trained on. What a
+            record has beyond these T positions was cut off, and is not counted.
 
     Returns:
         ``rate``: perturbed positions per generated token. ``anchor_agreement``: share of perturbed positions whose
@@ -27,18 +29,19 @@ def step_metrics(passengers: Sequence[Sidecar | None], log_probs: Sequence[np.nd
     """
     generated = perturbed = agreed = size = 0
     after, elsewhere = [], []
-    for passenger, trainer in zip(passengers, log_probs):
-        if passenger is None:
+    for kept, trainer in zip(records, log_probs):
+        if kept is None:
             continue
-        record, rollout = passenger.record, passenger.log_probs[: len(trainer)]
-        tokens = np.flatnonzero(~np.isnan(rollout))
+        record, rollout = kept.replay.truncate(len(trainer)), kept.log_probs[: len(trainer)]
+        tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
         follows = np.isin(tokens - 1, record.positions)
         after.append(gap[follows])
         elsewhere.append(gap[~follows])
         generated += len(tokens)
-        perturbed += int(np.isin(record.positions, tokens).sum())
-        agreed += int(record.agreed.sum())
+        counted = np.isin(record.positions, tokens)
+        perturbed += int(counted.sum())
+        agreed += int(record.agreed[counted].sum())
         size += len(record.to_bytes())
     if not generated:
         return {}
@@ -57,14 +60,15 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
-        passengers, log_probs = [], []
+        records, log_probs = [], []
         for experience, of_tokens in zip(experiences, _token_log_probs(self, experiences)):
-            passengers.extend(unpack(experience.mm_train_inputs))
-            # Entry t of the log-probabilities is of token t + 1; masked entries are 0.
-            padded = np.pad(of_tokens.float().numpy(), ((0, 0), (1, 0)))
+            records.extend(unpack(experience.mm_train_inputs))
+            # Entry t of the log-probabilities and of their mask is of token t + 1.
+            trained = of_tokens.float().masked_fill(~experience.action_mask.cpu().bool(), float("nan"))
+            padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
             lengths = experience.attention_mask.sum(dim=-1).tolist()
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-        self.perturbation_metrics = step_metrics(passengers, log_probs)
+        note_measures(self, step_metrics(records, log_probs))
         return experiences
 
     return make_experience_batch
@@ -73,9 +77,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     """log π of the tokens in each batch; where an operator has a density, the actor kept them beside it."""
     own = [experience.action_log_probs for experience in experiences]
-    from ngrpo.trainer.model_actors import run_operator
-
-    if not run_operator().has_density:
+    if not current_run().perturbation.has_density:
         return own
     import ray
 
@@ -91,6 +93,11 @@ def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     return tokens
 
 
+def note_measures(maker: Any, measures: dict[str, float]) -> None:
+    """Keeps measures of the step at hand with OpenRLHF's experience maker, for :func:`reporting_trainer`."""
+    maker.step_measures = {**getattr(maker, "step_measures", {}), **measures}
+
+
 def reporting_trainer(plain: type) -> type:
     """`PPOTrainer` and `TrainingActor`: the measures join each step's status, and so the log and TensorBoard.
 
@@ -101,8 +108,10 @@ def reporting_trainer(plain: type) -> type:
     class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
         def train_step(self, *args: Any, **kwargs: Any) -> Any:
             status, global_step = plain.train_step(self, *args, **kwargs)
-            add_measures(status, self.experience_maker.perturbation_metrics)
-            status.update(neighbor_drift(self.vllm_engines))
+            add_measures(status, self.experience_maker.step_measures)
+            self.experience_maker.step_measures = {}
+            if current_run().perturbation is not None:
+                status.update(neighbor_drift(self.vllm_engines))
             return status, global_step
 
     return ReportingTrainer

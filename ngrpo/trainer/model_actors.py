@@ -6,22 +6,18 @@ Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes 
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ngrpo.parameters import attach
-from ngrpo.trainer import sidecar
+from ngrpo.parameters_file import attach
+from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density import densities, token_log_probs
-from ngrpo.trainer.launch import SPEC
 from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
-from perturbations import registry
+from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation
-from perturbations.learned import attached
-from perturbations.replay import ReplayRecord
+from perturbations.parameters import attached
 from perturbations.replay_scope import ReplayScope
 
 
@@ -35,7 +31,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            attach(self.model, run_operator(), pretrain_or_model)
+            attach(self.model, current_run().perturbation, pretrain_or_model)
 
     return __init__
 
@@ -45,7 +41,7 @@ def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
-        module, operator = attached(raw), run_operator()
+        module, operator = attached(raw), current_run().perturbation
         if module is None:
             return raw, groups
         rates = {id(p): operator.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
@@ -83,31 +79,12 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     return kept + list(moved.values())
 
 
-def run_operator() -> Perturbation:
-    """The run's operator, in any of its processes."""
-    return registry.create(**json.loads(os.environ[SPEC]))
-
-
 def replay_scope(model: Any, operator: Perturbation, measure: bool = True) -> ReplayScope:
     """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
     model = model.model
     while hasattr(model, "module"):
         model = model.module
     return ReplayScope(model.get_input_embeddings(), measure, attached(model), operator)
-
-
-def _all_records(side_inputs: Any, batch: int) -> list[ReplayRecord]:
-    """The records of a training batch, of which every sample has one, though it may hold no position."""
-    records = sidecar.records(side_inputs, batch)
-    missing = [i for i, record in enumerate(records) if record is None]
-    if missing or len(records) != batch:
-        raise RuntimeError(
-            f"{len(missing) or batch - len(records)} of {batch} samples have no replay record (the first:"
-            f" {missing[:5]}). Each sample of a perturbed run brings its own in mm_train_inputs; without it the model"
-            " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
-            " returns."
-        )
-    return records
 
 
 def replaying_actor(plain: type) -> type:
@@ -125,8 +102,8 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-            records = _all_records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, operator = getattr(self, attribute), run_operator()
+            records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            model, operator = getattr(self, attribute), current_run().perturbation
             scope = replay_scope(model, operator, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
@@ -150,11 +127,14 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        records, operator = _all_records(experience.mm_train_inputs, len(experience.sequences)), run_operator()
+        records, operator = (
+            trajectory_record.records(experience.mm_train_inputs, len(experience.sequences)),
+            current_run().perturbation,
+        )
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
-            scope = replay_scope(self.actor, operator)
+            scope = replay_scope(self.actor, current_run().perturbation)
             replay = scope(records, experience.attention_mask)
             with replay as stats, densities(scope, self.actor.temperature):
                 result = original(self, experience, *args, **kwargs)
@@ -163,7 +143,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         result["metrics"]["perturbation/ratio_mean"] = ratios.mean
         result["weights"]["perturbation/ratio_mean"] = "token"
         # Sums per sample, which OpenRLHF averages over samples: their quotient is the mean over perturbed positions,
-        # however the positions fall into micro-batches (see metrics.reported_step).
+        # however the positions fall into micro-batches (see metrics.add_measures).
         batch = len(experience.sequences)
         result["metrics"][SHIFT_SUM] = torch.tensor(stats.shift_sum() / batch)
         result["metrics"][SHIFT_COUNT] = torch.tensor(stats.count() / batch)

@@ -1,20 +1,21 @@
-"""The same seed, the same rollouts from run to run: what `reproducible` adds to the counter-based draws.
+"""The same seed, the same rollouts from run to run: the rows of `ngrpo.trainer.seams` under ``--reproducible``.
 
 Stock OpenRLHF 0.11.2 shuffles prompts and micro-batches by generators that its seed does not reach or that others have
 used, sends requests to an engine that is already running, and trains on answers in the order in which they finish. The
-last two follow the clock: the first requests run in smaller batches, which round otherwise.
+last two follow the clock: the first requests run in smaller batches, which round otherwise. The tokens themselves are
+drawn from counter-based streams, see `ngrpo.rollout.settings`.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ngrpo.trainer.launch import SPEC
 from perturbations.streams import trajectory_seed
+
+logger = logging.getLogger("ngrpo.trainer")
 
 _POLL_SECONDS = 0.01
 # An agent may do something else before it asks for tokens; it must not wait for a batch that never fills.
@@ -27,8 +28,6 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_datasets(strategy: Any, tokenizer: Any) -> Any:
         import torch
 
-        if not _asked():
-            return original(strategy, tokenizer)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(strategy.args.train.seed)
             return original(strategy, tokenizer)
@@ -42,9 +41,8 @@ def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
     def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        if _asked():
-            self.reproducible_round = getattr(self, "reproducible_round", 0) + 1
-            torch.manual_seed(trajectory_seed(self.args.train.seed, self.reproducible_round))
+        self.reproducible_round = getattr(self, "reproducible_round", 0) + 1
+        torch.manual_seed(trajectory_seed(self.args.train.seed, self.reproducible_round))
         return original(self, *args, **kwargs)
 
     return ppo_train
@@ -58,7 +56,7 @@ def whole_batches(plain: type) -> type:
 
     class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]
         def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: Any) -> Any:
-            if not _asked() or self.args.algo.dynamic_filtering_enable:
+            if self.args.algo.dynamic_filtering_enable:
                 return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
             group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
             _call(self.vllm_engines, "pause_generation")
@@ -72,13 +70,19 @@ def whole_batches(plain: type) -> type:
     return WholeBatchSamplesGenerator
 
 
-def _asked() -> bool:
-    return bool(json.loads(os.environ[SPEC]).get("reproducible", False))
-
-
 def _wait_for_requests(engines: Any, expected: int) -> None:
     until = time.monotonic() + _PATIENCE_SECONDS
-    while sum(_call(engines, "get_num_unfinished_requests")) < expected and time.monotonic() < until:
+    while (arrived := sum(_call(engines, "get_num_unfinished_requests"))) < expected:
+        if time.monotonic() >= until:
+            logger.warning(
+                "reproducible: only %d of %d requests of this batch have reached the engines after %g seconds, so they"
+                " start without the others. This step's rollouts may differ when the run is repeated. An agent that"
+                " does other work before it asks for tokens has this effect.",
+                arrived,
+                expected,
+                _PATIENCE_SECONDS,
+            )
+            return
         time.sleep(_POLL_SECONDS)
 
 

@@ -5,8 +5,6 @@ The functions at the end are rows of `ngrpo.trainer.seams`.
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from contextvars import ContextVar
 from copy import deepcopy
@@ -15,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed, parse
-from ngrpo.rollout.settings import KEY
-from ngrpo.trainer.launch import SPEC
-from ngrpo.trainer.sidecar import Sidecar
+from ngrpo.rollout.settings import KEY, SEEDED_DRAWS
+from ngrpo.trainer.run_settings import current_run
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.streams import trajectory_seed
@@ -28,19 +26,19 @@ class _Trajectory:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.sidecar: Sidecar | None = None
+        self.record: TrajectoryRecord | None = None
 
     def add(self, pair: Any, prompt: list[int], tokens: list[int]) -> None:
         record, log_probs = parse(pair)
         length = len(prompt) + len(tokens)
         by_position = np.full(length, np.nan, dtype=np.float32)
-        if self.sidecar is not None:
+        if self.record is not None:
             # The last token of a turn may have been re-tokenised away by the agent; positions rule.
-            known = self.sidecar.log_probs[: len(prompt)]
+            known = self.record.log_probs[: len(prompt)]
             by_position[: len(known)] = known
         # The engine may have computed a token or two past a stop string.
         by_position[len(prompt) :] = log_probs[: len(tokens)]
-        self.sidecar = Sidecar(record.truncate(length), by_position)
+        self.record = TrajectoryRecord(record.truncate(length), by_position)
 
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
@@ -65,14 +63,17 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _trajectory.reset(token)
-        if trajectory.sidecar is not None:
-            response["mm_train_inputs"] = trajectory.sidecar.pack()
+        if trajectory.record is not None and current_run().perturbation is not None:
+            response["mm_train_inputs"] = trajectory.record.pack()
         return response
 
 
-def engine_operator(seed: int) -> Perturbation:
-    """The run's operator for the engine with this OpenRLHF seed: every engine has streams of its own."""
-    spec = json.loads(os.environ[SPEC])
+def engine_perturbation(seed: int) -> Perturbation:
+    """The run's perturbation for the engine with this OpenRLHF seed: every engine has streams of its own.
+
+    Under ``--reproducible`` an unperturbed run has them too, for its token draws.
+    """
+    spec = current_run().perturbation_spec or {"name": "none"}
     mixed = trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF
     return registry.create(**{**spec, "seed": mixed})
 
@@ -94,16 +95,16 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
 
     trajectory = _trajectory.get()
     params, name = deepcopy(sampling_params), random_uuid()
-    wish = dict((params.extra_args or {}).get(KEY) or {})
+    arguments = dict((params.extra_args or {}).get(KEY) or {})
     if trajectory is not None:
-        wish = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": trajectory.number, **wish}
-        if trajectory.sidecar is not None:
-            wish["record"] = trajectory.sidecar.record.to_bytes()
-    params.extra_args = {**(params.extra_args or {}), KEY: wish}
+        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": trajectory.number, **arguments}
+        if trajectory.record is not None:
+            arguments["record"] = trajectory.record.replay.to_bytes()
+    params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
         output = partial
     taken = (await actor.llm.collective_rpc("perturbation_take", args=([name], None)))[0]
-    if trajectory is not None and wish.get("enabled", True):
+    if trajectory is not None and arguments.get("enabled", True):
         (pair,) = taken.values()
         trajectory.add(pair, list(prompt), list(output.outputs[0].token_ids))
     return output
@@ -117,10 +118,11 @@ def perturbed_engine(plain: type) -> type:
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
-            operator = engine_operator(kwargs.get("seed", 0))
-            kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), KEY: operator.spec()}
+            perturbation = engine_perturbation(kwargs.get("seed", 0))
+            ours = {KEY: perturbation.spec(), SEEDED_DRAWS: current_run().reproducible}
+            kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
-            await confirm(self, operator)
+            await confirm(self, perturbation)
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
@@ -157,7 +159,7 @@ def plain_evaluation(plain: type) -> type:
         _evaluating = False
 
         def generate_eval_samples(self, **kwargs: Any) -> Any:
-            self._evaluating = not json.loads(os.environ[SPEC]).get("perturb_eval", False)
+            self._evaluating = not current_run().perturbation.perturb_eval
             try:
                 return super().generate_eval_samples(**kwargs)
             finally:

@@ -36,7 +36,7 @@ class Seam:
             (for a ``@ray.remote`` class: takes the plain class, returns a subclass). Rows for one
             attribute apply in the order of the table, each onto the one before, so they compose.
             None: nothing is replaced, we only rely on it.
-        when: The condition under which the row is active, e.g. ``"cpu"`` or ``"perturbation"``.
+        when: The condition under which the row is active, e.g. ``"cpu"``, or several with "or" between them.
         upstream: ``"sha:…"`` of the definition's source, or its parameter names ``"(self, x)"`` where
             only the signature matters, or ``"import"`` for a name that the module merely imports.
         checked: Distribution and version that the row was checked with.
@@ -119,8 +119,8 @@ SEAMS: tuple[Seam, ...] = (
     # ---- perturbed rollouts and their replay ------------------------------------------------------
     Seam(
         "openrlhf.trainer.ray.vllm_engine", "RolloutRayActor",
-        "ngrpo.trainer.rollout_actor:perturbed_engine", "perturbation", "sha:6bda23ee4983",
-        "openrlhf 0.11.2", "gives vLLM the spec, and each response its record",
+        "ngrpo.trainer.rollout_actor:perturbed_engine", "perturbation or reproducible", "sha:6bda23ee4983",
+        "openrlhf 0.11.2", "gives vLLM the spec, requests their seeds, and each response its record",
     ),
     Seam(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator",
@@ -129,18 +129,18 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator",
-        "ngrpo.trainer.reproducible:whole_batches", "perturbation", "sha:11458b2545a7",
-        "openrlhf 0.11.2", "with `reproducible`, batches start whole and keep their order",
+        "ngrpo.trainer.reproducible:whole_batches", "reproducible", "sha:11458b2545a7",
+        "openrlhf 0.11.2", "batches start whole and keep their order",
     ),
     Seam(
         "openrlhf.trainer.ppo_trainer", "prepare_datasets",
-        "ngrpo.trainer.reproducible:seeded_prompt_order", "perturbation", "(strategy, tokenizer)",
-        "openrlhf 0.11.2", "with `reproducible`, the order of the prompts follows the seed",
+        "ngrpo.trainer.reproducible:seeded_prompt_order", "reproducible", "(strategy, tokenizer)",
+        "openrlhf 0.11.2", "the order of the prompts follows the seed",
     ),
     Seam(
         _ACTOR, "ActorPPOTrainer.ppo_train",
-        "ngrpo.trainer.reproducible:seeded_training_order", "perturbation", "(self, kl_ctl)",
-        "openrlhf 0.11.2", "with `reproducible`, the order of training follows the seed and the step",
+        "ngrpo.trainer.reproducible:seeded_training_order", "reproducible", "(self, kl_ctl)",
+        "openrlhf 0.11.2", "the order of training follows the seed and the step",
     ),
     Seam(
         "openrlhf.models.actor", "Actor.__init__", "ngrpo.trainer.model_actors:with_parameters", "perturbation",
@@ -186,16 +186,17 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "openrlhf.trainer.ppo_trainer", "PPOTrainer", "ngrpo.trainer.metrics:reporting_trainer",
-        "perturbation", "sha:74b355e75a15",
+        "perturbation or advantage", "sha:74b355e75a15",
         "openrlhf 0.11.2", "the measures join the step's log",
     ),
     Seam(
         "openrlhf.trainer.ppo_trainer_async", "TrainingActor", "ngrpo.trainer.metrics:reporting_trainer",
-        "perturbation", "sha:ad079d89d655",
+        "perturbation or advantage", "sha:ad079d89d655",
         "openrlhf 0.11.2", "likewise, in asynchronous training",
     ),
     Seam(
-        "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, "perturbation", "sha:e557741c5553",
+        "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, "perturbation or reproducible",
+        "sha:e557741c5553",
         "openrlhf 0.11.2", "calls generate() once per turn and returns mm_train_inputs in its response",
     ),
     # ---- --advantage ------------------------------------------------------------------------------
@@ -213,25 +214,15 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
         "openrlhf 0.11.2", "what it does with them: clip, KL penalty, the answer's last token",
     ),
-    Seam(
-        "openrlhf.trainer.ppo_trainer", "PPOTrainer", "ngrpo.trainer.advantage_seams:reporting_trainer",
-        "advantage", "sha:74b355e75a15",
-        "openrlhf 0.11.2", "the advantages' mean and range join the step's log",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_trainer_async", "TrainingActor", "ngrpo.trainer.advantage_seams:reporting_trainer",
-        "advantage", "sha:ad079d89d655",
-        "openrlhf 0.11.2", "likewise, in asynchronous training",
-    ),
     # ---- --sampling.* -----------------------------------------------------------------------------
     Seam(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.generate_samples",
-        "ngrpo.trainer.sampling:masked_rollouts", "sampling", "sha:6d3b87ed46f6",
+        "ngrpo.trainer.rollout_sampling:masked_rollouts", "sampling", "sha:6d3b87ed46f6",
         "openrlhf 0.11.2", "training rollouts, and not evaluation, are drawn with top-k and min-p",
     ),
     Seam(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplingParams",
-        "ngrpo.trainer.sampling:masked_params", "sampling", "import",
+        "ngrpo.trainer.rollout_sampling:masked_params", "sampling", "import",
         "openrlhf 0.11.2", "has no flag for top-k and min-p",
     ),
     Seam(
@@ -245,7 +236,7 @@ SEAMS: tuple[Seam, ...] = (
 def active(conditions: Iterable[str]) -> tuple[Seam, ...]:
     """Returns the rows whose condition holds, in the order of the table."""
     held = frozenset(conditions)
-    return tuple(seam for seam in SEAMS if seam.when in held)
+    return tuple(seam for seam in SEAMS if not held.isdisjoint(seam.when.split(" or ")))
 
 
 def check(conditions: Iterable[str], seams: Iterable[Seam] | None = None) -> None:

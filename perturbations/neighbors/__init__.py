@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.hnsw import HnswIndex
@@ -51,11 +52,11 @@ def create_index(
         lazy: as in :class:`TableIndex`.
 
     Raises:
-        ValueError: for an unknown kind, and as :class:`ExactIndex`.
+        UsageError: for an unknown kind, and as :class:`ExactIndex`.
         ImportError: for hnsw where hnswlib is not installed.
     """
     if kind not in INDICES:
-        raise ValueError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")
+        raise UsageError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")
     cls = HnswIndex if kind == "hnsw" and metric != "l1" else ExactIndex
     index = cls(embedding, metric, exclude, lazy=lazy)
     return index if words is None else OtherWords(index, words)

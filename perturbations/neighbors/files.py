@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perturbations.errors import UsageError
+
 _FORMAT = 1
 
 
@@ -55,7 +57,7 @@ def read(path: str | Path, kind: str, embedding: Tensor) -> tuple[dict[str, Any]
 
     Raises:
         FileNotFoundError: where there is no file.
-        ValueError: for a file of another kind or format, or made from another embedding.
+        UsageError: for a file of another kind or format, or made from another embedding.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -64,14 +66,14 @@ def read(path: str | Path, kind: str, embedding: Tensor) -> tuple[dict[str, Any]
     except FileNotFoundError:
         raise
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no saved neighbor index ({error}): make it with {kind}.save().") from error
+        raise UsageError(f"{path} is no saved neighbor index ({error}): make it with {kind}.save().") from error
     if (header.get("format"), header.get("kind")) != (_FORMAT, kind):
-        raise ValueError(
+        raise UsageError(
             f"{path} holds {header.get('kind')!r}, format {header.get('format')}: {kind!r}, format {_FORMAT}, is"
             " needed. Make it anew with save()."
         )
     if header["embedding"] != fingerprint(embedding):
-        raise ValueError(
+        raise UsageError(
             f"{path} was made from another embedding than this one, {tuple(embedding.shape)} {embedding.dtype}"
             f" (SHA-256 {header['embedding'][:12]}… there): an index belongs to one state of the weights. Build it"
             " from these and save it again."

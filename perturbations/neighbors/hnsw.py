@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perturbations.errors import UsageError
 from perturbations.neighbors import files
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.scores import PairScores, order
@@ -67,7 +68,7 @@ class HnswIndex(TableIndex):
             lazy: as in :class:`TableIndex`.
 
         Raises:
-            ValueError: as :class:`ExactIndex`, for l1, and for a number that is out of range.
+            UsageError: as :class:`ExactIndex`, for l1, and for a number that is out of range.
             ImportError: where hnswlib is not installed.
         """
         settings = {"m": m, "ef_construction": ef_construction, "ef": ef, "rerank": rerank, "hubs": hubs}
@@ -83,10 +84,10 @@ class HnswIndex(TableIndex):
     ) -> None:
         """All but the graph."""
         if metric == "l1":
-            raise ValueError("metric='l1': an HNSW graph knows cosine, l2 and dot; take ExactIndex for l1.")
+            raise UsageError("metric='l1': an HNSW graph knows cosine, l2 and dot; take ExactIndex for l1.")
         for name, low in _SETTINGS.items():
             if settings[name] < low:
-                raise ValueError(f"{name}={settings[name]}: must be at least {low}.")
+                raise UsageError(f"{name}={settings[name]}: must be at least {low}.")
         self._pairs = PairScores(embedding.detach().cpu(), metric)
         super().__init__(embedding.shape[0], embedding.device, exclude, lazy)
         self.metric = metric
@@ -181,7 +182,7 @@ class HnswIndex(TableIndex):
             lazy: as in :class:`TableIndex`.
 
         Raises:
-            ValueError: where the file is no saved HnswIndex, or the embedding another one.
+            UsageError: where the file is no saved HnswIndex, or the embedding another one.
             ImportError: where hnswlib is not installed.
         """
         header, arrays = files.read(path, "HnswIndex", embedding)

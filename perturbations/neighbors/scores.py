@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 METRICS = ("cosine", "l2", "l1", "dot")
@@ -26,12 +27,12 @@ class PairScores:
             metric: cosine, l2, l1 or dot.
 
         Raises:
-            ValueError: for an unknown metric, or an embedding that is not a finite matrix.
+            UsageError: for an unknown metric, or an embedding that is not a finite matrix.
         """
         if metric not in METRICS:
-            raise ValueError(f"metric={metric!r}: must be one of {', '.join(METRICS)}.{nearest(str(metric), METRICS)}")
+            raise UsageError(f"metric={metric!r}: must be one of {', '.join(METRICS)}.{nearest(str(metric), METRICS)}")
         if embedding.dim() != 2 or not embedding.is_floating_point():
-            raise ValueError(
+            raise UsageError(
                 f"embedding of shape {tuple(embedding.shape)} and {embedding.dtype}: must be a (V, D) matrix of floats."
             )
         self.metric = metric
@@ -42,7 +43,7 @@ class PairScores:
             self.norms = torch.cat(parts)
         if not bool(torch.isfinite(self.norms).all()):
             bad = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
-            raise ValueError(
+            raise UsageError(
                 f"embedding row {bad[0]} (and {len(bad) - 1} more) is not finite: the model's weights are broken."
             )
 

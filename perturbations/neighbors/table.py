@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
 
 _SCRATCH_CPU, _SCRATCH_DEVICE = 32 << 20, 512 << 20  # bytes of temporary values held at once
@@ -30,11 +31,11 @@ class TableIndex(NeighborIndex):
             lazy: fill rows on first use; None for the rule above.
 
         Raises:
-            ValueError: for an excluded id that is no token.
+            UsageError: for an excluded id that is no token.
         """
         bad = [i for i in exclude if not 0 <= i < size]
         if bad:
-            raise ValueError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")
+            raise UsageError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")
         self._size, self._device = size, device
         with torch.inference_mode(False):
             self._excluded = torch.zeros(size, dtype=torch.bool, device=device)
@@ -59,7 +60,7 @@ class TableIndex(NeighborIndex):
         """See :meth:`NeighborIndex.query`.
 
         Raises:
-            ValueError: for a k outside [1, possible neighbors], or on CPU an id outside [0, V).
+            UsageError: for a k outside [1, possible neighbors], or on CPU an id outside [0, V).
         """
         if k > self._width or k < 1:
             self._widen(k)
@@ -73,7 +74,7 @@ class TableIndex(NeighborIndex):
                 if low >= 0 and high < self._size:
                     raise
                 bad = low if low < 0 else high
-                raise ValueError(f"token id {bad}: must be in [0, {self._size - 1}], the embedding's rows.") from None
+                raise UsageError(f"token id {bad}: must be in [0, {self._size - 1}], the embedding's rows.") from None
             if not known.all():
                 self._fill(token_ids[~known].unique())
         ids = self._ids.index_select(0, token_ids)[:, :k].long()
@@ -94,7 +95,7 @@ class TableIndex(NeighborIndex):
     def _widen(self, k: int) -> None:
         if not 1 <= k <= self.most:
             excluded = f" without {int(self._excluded.sum())} excluded ones" if bool(self._excluded.any()) else ""
-            raise ValueError(
+            raise UsageError(
                 f"k={k} neighbors: must be in [1, {self.most}], the other tokens of a vocabulary of"
                 f" {self._size}{excluded}."
             )

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
 from perturbations.options import nearest
 
@@ -30,14 +31,14 @@ class Refresh:
         """``every_sync``, ``never``, or a positive whole number of weight syncs.
 
         Raises:
-            ValueError: for anything else.
+            UsageError: for anything else.
         """
         words = {"every_sync": cls(1), "never": cls(None)}
         if text in words:
             return words[text]
         if text.isdecimal() and int(text) > 0:
             return cls(int(text))
-        raise ValueError(
+        raise UsageError(
             f"perturbation option refresh={text!r}: must be every_sync, never, or a positive whole number of weight"
             f" syncs, such as 10.{nearest(text, words)}"
         )

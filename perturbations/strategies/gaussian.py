@@ -11,6 +11,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Perturbation, Proposal, Replayed, Step
 from perturbations.edit import InputEdit, mix, one_hot, realise
+from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.strategies.soft import check_top_k
@@ -45,7 +46,7 @@ class Gaussian(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.density == "gaussian" and self.sigma == 0.0:
-            raise ValueError(
+            raise UsageError(
                 "perturbation option sigma=0: density='gaussian' needs noise; the default is 0.33. Raise it, or take"
                 " density='token'."
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Perturbation, Proposal, Replayed, Step
 from perturbations.edit import InputEdit
+from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.strategies.soft import check_top_k, truncated
@@ -35,12 +36,12 @@ class Gumbel(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.density == "gumbel" and not self.clamp:
-            raise ValueError(
+            raise UsageError(
                 "perturbation option clamp=False: density='gumbel' is that of clamped noise, [-1.5, 3]. Leave clamp"
                 " at true, or take density='token'."
             )
         if self.density == "gumbel" and self.tau < 0.1:
-            raise ValueError(
+            raise UsageError(
                 f"perturbation option tau={self.tau:g}: must be at least 0.1 (the default) with density='gumbel':"
                 " below, float32 weights are too small to hold the noise. Raise it, or take density='token'."
             )

@@ -10,6 +10,7 @@ import torch
 
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.edit import InputEdit
+from perturbations.errors import UsageError
 from perturbations.neighbors import Refresh
 from perturbations.options import option
 from perturbations.registry import register
@@ -94,11 +95,11 @@ class Neighbor(Perturbation):
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary, and a graph needs its library."""
         if self.index == "hnsw" and self.metric != "l1" and find_spec("hnswlib") is None:
-            raise ValueError(
+            raise UsageError(
                 "perturbation option index='hnsw': needs hnswlib; pip install 'ngrpo[hnsw]', or take exact."
             )
         if self.k > vocabulary:
-            raise ValueError(
+            raise UsageError(
                 f"perturbation option k={self.k}: must be in [2, {vocabulary}], the model's vocabulary; the paper"
                 " uses 3."
             )

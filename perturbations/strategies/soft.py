@@ -8,6 +8,7 @@ import torch
 
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.edit import InputEdit
+from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
 
@@ -59,8 +60,8 @@ class Soft(Perturbation):
 
 
 def check_top_k(k: int, vocabulary: int) -> None:
-    """Raises ``ValueError`` where more tokens are asked for than there are."""
+    """Raises ``UsageError`` where more tokens are asked for than there are."""
     if k > vocabulary:
-        raise ValueError(
+        raise UsageError(
             f"perturbation option k={k}: must be in [1, {vocabulary}], the model's vocabulary; the paper uses 5."
         )

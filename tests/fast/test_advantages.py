@@ -12,9 +12,10 @@ import torch
 from ngrpo import flags, presets
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import launch, sampling
+from ngrpo.trainer import launch, rollout_sampling
 from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.advantages import ADVANTAGES, compute, create
+from ngrpo.trainer.run_settings import RunSettings, current_run
 from ngrpo.trainer.seams import active
 from ngrpo.trainer.visits import Visits, answer_of
 
@@ -308,7 +309,7 @@ class TestWords:
 
     def test_sampling_for_the_results(self) -> None:
         args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
-        assert sampling.described(sampling.create(min_p="0.1"), args) == {
+        assert rollout_sampling.described(rollout_sampling.create(min_p="0.1"), args) == {
             "temperature": 0.7,
             "top_p": 1.0,
             "top_k": None,
@@ -317,13 +318,15 @@ class TestWords:
 
 
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"advantage": {"name": "ngrpo", "n": 2}, "sampling": {"top_k": 5}}
-    conditions = launch.conditions_for(CPU, None, settings)
+    settings = RunSettings(advantage_spec={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
+    conditions = launch.conditions_for(CPU, settings)
     assert conditions == ("cpu", "advantage", "sampling")
-    assert launch.conditions_for(CPU, None) == ("cpu",)
-    env = launch.worker_env(CPU, conditions, None, settings)
+    assert launch.conditions_for(CPU, RunSettings()) == ("cpu",)
+    env = launch.worker_env(CPU, conditions, settings)
     for name in env:
         monkeypatch.setenv(name, env[name])
-    assert {condition: launch.setting(condition) for condition in settings} == settings
+    read = current_run()
+    assert read == settings and read.advantage.n == 2 and read.perturbation is None
+    assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {seam.attribute for seam in active(conditions)}
     assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

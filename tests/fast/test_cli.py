@@ -10,6 +10,7 @@ import pytest
 
 from ngrpo import cli, flags, models, preflight, train
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 
 
@@ -188,8 +189,8 @@ class TestRun:
     def launched(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
         calls: list = []
 
-        def launch(args: list[str], *, spec: dict | None, hardware: str, settings: dict) -> None:
-            calls.append((args, spec, hardware, settings))
+        def launch(args: list[str], settings: RunSettings, *, hardware: str) -> None:
+            calls.append((args, settings, hardware))
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
@@ -201,9 +202,9 @@ class TestRun:
         line = "--perturbation soft --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         line += " --eval.dataset e/f"
         assert train.run(line.split(), report=print) == 0
-        (args, spec, hardware, settings) = launched[0]
-        assert settings == {}
-        assert spec["name"] == "soft" and hardware == "cpu"
+        (args, settings, hardware) = launched[0]
+        assert settings == RunSettings(perturbation_spec=settings.perturbation_spec)
+        assert settings.perturbation_spec["name"] == "soft" and hardware == "cpu"
         assert Flags(args).value("--actor.model_name_or_path") == "/resolved/smollm2-135m"
         assert Flags(args).value("--data.prompt_dataset") == "r/task/train.jsonl"
         assert Flags(args).value("--data.label_key") == "label"
@@ -216,14 +217,14 @@ class TestRun:
         line = "--advantage ngrpo --preset gspo --sampling.min_p 0.1 --rollout.temperature 0.8"
         line += " --actor.loss_agg_mode token-mean --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         assert train.run(line.split(), report=print) == 0
-        (args, spec, _, settings) = launched[0]
-        assert spec is None
-        assert settings == {"advantage": {"name": "ngrpo", "n": 1, "max_reward": 1.0}, "sampling": {"min_p": 0.1}}
+        (args, settings, _) = launched[0]
+        advantage = {"name": "ngrpo", "n": 1, "max_reward": 1.0}
+        assert settings == RunSettings(advantage_spec=advantage, sampling={"min_p": 0.1})
         assert Flags(args).value("--actor.policy_loss_type") == "gspo"
         assert args.count("--actor.loss_agg_mode") == 1
         assert "--algo.dynamic_filtering_range -1000000 1" in capsys.readouterr().out
         written = json.loads(Path("r/summary.json").read_text())
-        assert written["advantage"] == settings["advantage"]
+        assert written["advantage"] == advantage
         assert written["sampling"] == {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1}
 
     def test_nothing_is_launched_or_written_on_bad_input(self, launched: list, tmp_path: Path) -> None:

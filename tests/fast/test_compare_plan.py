@@ -26,7 +26,7 @@ def test_strategies_times_seeds_with_whole_seeds_first() -> None:
     assert [run.id for run in made.runs()] == ["none-seed0", "neighbor-seed0", "none-seed1", "neighbor-seed1"]
     assert made.baseline == "none"
     assert words(made, 3) == (
-        "--model smollm2-135m --task arithmetic --perturbation neighbor --perturbation.reproducible true"
+        "--model smollm2-135m --task arithmetic --perturbation neighbor --reproducible true"
         " --train.seed 1 --run-dir folder"
     )
 

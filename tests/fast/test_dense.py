@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainer.sidecar import Sidecar, records
+from ngrpo.trainer.trajectory_record import TrajectoryRecord, records
 from perturbations import ReplayRecord, check_perturbation, create, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from tests.fast.test_replay import Embedder, small
@@ -52,8 +52,8 @@ def test_round_trip(size: int) -> None:
     np.testing.assert_array_equal(ReplayRecord.from_bytes(short.to_bytes()).vectors, vectors[:1])
     empty = record.truncate(2)
     assert ReplayRecord.from_bytes(empty.to_bytes()).vectors.shape == (0, size)
-    (passenger,) = records([Sidecar(record, np.zeros(9, np.float32)).pack()], 1)
-    assert passenger == record
+    (found,) = records([TrajectoryRecord(record, np.zeros(9, np.float32)).pack()], 1)
+    assert found == record
 
 
 def test_damaged_bytes_are_refused() -> None:

@@ -5,7 +5,6 @@ All at a temperature other than 1.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.launch import SPEC
 from ngrpo.trainer.model_actors import replaying_actor, replaying_reference, replaying_training_step
-from ngrpo.trainer.sidecar import Sidecar
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
 from perturbations.strategies.gumbel import Gumbel
+from tests.fast.run import run_with
 from tests.fast.test_density import generator
 from tests.fast.test_density_loss import Model, batch, hooked, log_probs_of, perturbed, run
 
@@ -91,12 +90,12 @@ def training_step(self: Any, experience: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, list]:
-    monkeypatch.setenv(SPEC, json.dumps(OPERATOR.spec()))
+    run_with(monkeypatch, perturbation_spec=OPERATOR.spec())
     tokens, mask, records = batch(OPERATOR)
     records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    rides = [Sidecar(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
+    rides = [TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
     inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
     return inputs, mask, records
 
@@ -133,7 +132,7 @@ def test_a_batch_without_a_perturbed_position_is_kept_too(inputs: tuple) -> None
 def test_a_sample_without_its_record_is_an_error(
     inputs: tuple, monkeypatch: pytest.MonkeyPatch, operator: Perturbation, missing: list | None
 ) -> None:
-    monkeypatch.setenv(SPEC, json.dumps(operator.spec()))
+    run_with(monkeypatch, perturbation_spec=operator.spec())
     kwargs, _, _ = inputs
     rides = kwargs["mm_train_inputs_list"]
     given = {**kwargs, "mm_train_inputs_list": missing and [i if i is None else rides[i] for i in missing]}
@@ -157,7 +156,7 @@ class Bypassing(Language):
 def test_a_replay_that_did_not_happen_is_an_error(
     inputs: tuple, monkeypatch: pytest.MonkeyPatch, operator: Perturbation
 ) -> None:
-    monkeypatch.setenv(SPEC, json.dumps(operator.spec()))
+    run_with(monkeypatch, perturbation_spec=operator.spec())
     kwargs, _, _ = inputs
     for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
         made.actor.model = Bypassing()

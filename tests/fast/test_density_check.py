@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import warnings
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ngrpo.preflight import check_flags
-from ngrpo.trainer.launch import SPEC
 from perturbations import create
 from perturbations.base import Perturbation, Replayed
 from perturbations.strategies.gumbel import Gumbel
 from perturbations.strategies.normal import Normal
 from perturbations.testing import PerturbationError, check_perturbation
 from tests.conftest import ROOT
+from tests.fast.run import run_with
 
 
 def broken(**parts: Any) -> type[Perturbation]:
@@ -105,12 +104,12 @@ def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
     tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
     experiences = [SimpleNamespace(action_log_probs=torch.zeros_like(t)) for t in tensors]
-    monkeypatch.setenv(SPEC, json.dumps(create("gumbel", density="gumbel").spec()))
+    run_with(monkeypatch, perturbation_spec=create("gumbel", density="gumbel").spec())
     got = _token_log_probs(maker([tensors[:2], tensors[2:]]), experiences)
     assert all(torch.equal(a, b) for a, b in zip(got, tensors))
     with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
         _token_log_probs(maker([tensors[:1], tensors[2:]]), experiences)
-    monkeypatch.setenv(SPEC, json.dumps(create("gumbel").spec()))
+    run_with(monkeypatch, perturbation_spec=create("gumbel").spec())
     assert all((t == 0.0).all() for t in _token_log_probs(maker([]), experiences))
 
 

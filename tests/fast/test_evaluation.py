@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ngrpo.trainer.launch import SPEC
 from ngrpo.trainer.rollout_actor import plain_evaluation
+from tests.fast.run import run_with
 
 
 class Engine:
@@ -42,7 +41,7 @@ class Generator:
 
 @pytest.mark.parametrize(("spec", "perturbed"), [({}, False), ({"perturb_eval": True}, True)])
 def test_evaluation_is_plain_unless_asked(spec: dict, perturbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SPEC, json.dumps({"name": "neighbor", **spec}))
+    run_with(monkeypatch, perturbation_spec={"name": "neighbor", **spec})
     generator = plain_evaluation(Generator)()
     engine = generator.vllm_engines[0]
     generator.generate_samples()

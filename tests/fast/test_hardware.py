@@ -9,6 +9,7 @@ import pytest
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.launch import conditions_for, root_cause, worker_env
+from ngrpo.trainer.run_settings import RunSettings
 
 CPU = profile_for("cpu")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -43,9 +44,11 @@ def test_default_flags_are_added_only_where_absent_and_told() -> None:
 
 def test_cuda_is_stock_openrlhf() -> None:
     profile = profile_for("cuda")
-    assert conditions_for(profile, None) == () and profile.env == {} == profile.default_flags
-    assert conditions_for(profile, {"name": "neighbor"}) == ("perturbation",)
-    assert conditions_for(CPU, {"name": "neighbor"}) == ("cpu", "perturbation")
+    perturbed = RunSettings(perturbation_spec={"name": "neighbor"})
+    assert conditions_for(profile, RunSettings()) == () and profile.env == {} == profile.default_flags
+    assert conditions_for(profile, perturbed) == ("perturbation",)
+    assert conditions_for(CPU, perturbed) == ("cpu", "perturbation")
+    assert conditions_for(CPU, RunSettings(reproducible=True)) == ("cpu", "reproducible")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,8 @@ def test_logical_resources_cover_every_model() -> None:
 def test_worker_environment(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    env = worker_env(CPU, ("cpu", "perturbation"), {"rate": 0.1, "name": "neighbor"})
+    settings = RunSettings(perturbation_spec={"rate": 0.1, "name": "neighbor"})
+    env = worker_env(CPU, ("cpu", "perturbation"), settings)
     assert env["NGRPO_CONDITIONS"] == "cpu,perturbation"
     assert env["NGRPO_PERTURBATION"] == '{"name": "neighbor", "rate": 0.1}'
     assert env["NCCL_DEBUG"] == "INFO" and env["OMP_NUM_THREADS"] == "7", "what the user exported wins"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import parameters
-from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, learned, register, replaying
+from ngrpo import parameters_file
+from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.geometry import matrix_geometry
@@ -37,7 +37,7 @@ def a_gate(**values: list[Any]) -> HybridGate:
     """A gate for D = 2 with given w_r, w_i and Λ."""
     gate = HybridGate(2, 0.99)
     gate.lambda_start = torch.zeros(2)
-    learned.load(gate, {name: torch.tensor(value) for name, value in values.items()}, whole=False)
+    parameters.load(gate, {name: torch.tensor(value) for name, value in values.items()}, whole=False)
     return gate
 
 
@@ -102,11 +102,11 @@ def test_every_parameter_trains_and_the_shift_of_lambda_is_small_steps() -> None
     """Through a replayed model; a batch without a perturbed position gives gradients of zero, not none."""
     model = Embedder()
     model.embedding.weight.data.mul_(0.1)
-    learned.attach(model, create("hrpo"))
+    parameters.attach(model, create("hrpo"))
     tokens = torch.tensor([[0, 5, 6]])
     with replaying(model, [small([1])]):
         model(tokens).square().sum().backward()
-    parts = dict(learned.attached(model).named_parameters())
+    parts = dict(parameters.attached(model).named_parameters())
     assert set(parts) == {"w_r", "w_i", "lambda_shift"}
     assert all(p.grad.abs().max() > 0 for p in parts.values())
     touched = model.embedding.weight.grad.abs().sum(-1).nonzero().flatten().tolist()
@@ -122,7 +122,7 @@ def test_every_parameter_trains_and_the_shift_of_lambda_is_small_steps() -> None
 def test_replay_equals_rollout_with_the_same_parameters() -> None:
     generator = torch.Generator().manual_seed(4)
     model = Embedder()
-    module = learned.attach(model, create("hrpo", k=3))
+    module = parameters.attach(model, create("hrpo", k=3))
     for parameter in module.parameters():
         parameter.data.normal_(generator=generator)
     step = a_step([[0.3, 1.0, -0.5, 0.1]], [2])
@@ -140,14 +140,14 @@ def test_replay_equals_rollout_with_the_same_parameters() -> None:
 def test_a_scaled_embedding() -> None:
     """Gemma multiplies its embeddings by s: the gate is for the bare ones, e' = s · gate(e, r)."""
     model = Embedder()
-    module = learned.attach(model, create("hrpo"))
+    module = parameters.attach(model, create("hrpo"))
     with replaying(model, [small([1])]):
         bare = model(torch.tensor([[0, 5, 6]]))
     model.embedding.register_forward_hook(lambda m, i, o: 3.0 * o)
     model.embedding.scalar_embed_scale = 3.0
     with replaying(model, [small([1])]):
         torch.testing.assert_close(model(torch.tensor([[0, 5, 6]])), 3.0 * bare)
-    assert module is learned.attached(model)
+    assert module is parameters.attached(model)
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -156,40 +156,40 @@ def test_save_and_load(tmp_path: Path) -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     module.to(torch.bfloat16)
-    assert not parameters.load_saved(operator.module(4), operator, str(tmp_path)), "nothing is there yet"
-    parameters.save(tmp_path, operator, module.state_dict())
+    assert not parameters_file.load_saved(operator.module(4), operator, str(tmp_path)), "nothing is there yet"
+    parameters_file.save(tmp_path, operator, module.state_dict())
     assert [p.name for p in tmp_path.iterdir()] == ["perturbation"], "nothing at the top, where vLLM reads every file"
     again = operator.module(4)
-    assert parameters.load_saved(again, operator, str(tmp_path))
+    assert parameters_file.load_saved(again, operator, str(tmp_path))
     for name, value in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], value.float())
     with pytest.raises(ValueError, match=r"trained with start=0.99, this run has start=0.9\b.*saved value"):
-        parameters.load_saved(again, create("hrpo", start=0.9), str(tmp_path))
+        parameters_file.load_saved(again, create("hrpo", start=0.9), str(tmp_path))
     with pytest.raises(ValueError, match="trained with name='hrpo', this run has name='scaled'"):
-        parameters.load_saved(Scale(4), Scaled(), str(tmp_path))
+        parameters_file.load_saved(Scale(4), Scaled(), str(tmp_path))
     with pytest.raises(ValueError, match=r"shape \(5,\), the saved one \(4,\).*another hidden size"):
-        parameters.load_saved(operator.module(5), operator, str(tmp_path))
+        parameters_file.load_saved(operator.module(5), operator, str(tmp_path))
 
 
 def test_names_that_are_not_the_modules() -> None:
     module = create("hrpo").module(2)
     with pytest.raises(ValueError, match=r"unknown \['w_x'\], missing \['lambda_shift', 'w_i', 'w_r'\]"):
-        learned.load(module, {"w_x": torch.zeros(1)})
+        parameters.load(module, {"w_x": torch.zeros(1)})
 
 
 def test_split_keeps_the_models_tensors_in_order() -> None:
     own: dict[str, torch.Tensor] = {}
     tensors = [(name, torch.zeros(1)) for name in ("a", "perturbation.w_r", "b", "perturbationist")]
-    assert [name for name, _ in learned.split(tensors, own)] == ["a", "b", "perturbationist"]
+    assert [name for name, _ in parameters.split(tensors, own)] == ["a", "b", "perturbationist"]
     assert list(own) == ["w_r"]
 
 
 def test_a_model_takes_one_module() -> None:
     model = Embedder()
-    assert learned.attach(model, create("soft")) is None
-    learned.attach(model, create("hrpo"))
+    assert parameters.attach(model, create("soft")) is None
+    parameters.attach(model, create("hrpo"))
     with pytest.raises(ValueError, match="already has a submodule 'perturbation'"):
-        learned.attach(model, create("hrpo"))
+        parameters.attach(model, create("hrpo"))
 
 
 def test_learning_rates_make_groups() -> None:

@@ -12,6 +12,7 @@ import pytest
 from ngrpo.rollout import neighbor_drift as engine_drift
 from ngrpo.trainer.metrics import neighbor_drift, reporting_trainer
 from perturbations.neighbors import Drift
+from tests.fast.run import run_with
 
 
 def actor(counts: Any) -> Any:
@@ -34,11 +35,14 @@ def test_engines_add_up(local_ray: None) -> None:
     assert neighbor_drift([actor(None)]) == {} and neighbor_drift(None) == {}
 
 
-def test_it_joins_the_status_of_the_step_after_its_weight_sync(local_ray: None) -> None:
+def test_it_joins_the_status_of_the_step_after_its_weight_sync(
+    local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(monkeypatch, perturbation_spec={"name": "neighbor"})
     order: list[str] = []
 
     class Plain:
-        experience_maker = SimpleNamespace(perturbation_metrics={"perturbation/rate": 0.1})
+        experience_maker = SimpleNamespace(step_measures={"perturbation/rate": 0.1})
 
         def __init__(self) -> None:
             remote = SimpleNamespace(remote=lambda: (order.append("drift"), (2, 1, 2, 2))[1])

@@ -74,11 +74,11 @@ def message(call) -> str:
             ["'neighbor'", "'mertic'", "Did you mean 'metric'?", "burn_in", "rate"],
         ),
         ("neighbor", dict(zzz=1), ["'zzz'", "Its options:"]),
-        ("neighbor", dict(top_p=0.9), ["'top_p'", "gumbel", "soft", "not to 'neighbor'", "--perturbation"]),
+        ("neighbor", dict(top_p=0.9), ["'top_p'", "gumbel", "soft", "not to 'neighbor'", "choose 'dirichlet'"]),
         (
             "soft",
             dict(metric="l2"),
-            ["'metric'", "belongs to perturbation neighbor", "--perturbation neighbor"],
+            ["'metric'", "belongs to perturbation neighbor", "choose 'neighbor'"],
         ),
         ("neighbor", dict(rate=1.5), ["rate=1.5", "in [0, 1]", "0.1"]),
         ("neighbor", dict(rate=-0.1), ["rate=-0.1", "in [0, 1]"]),

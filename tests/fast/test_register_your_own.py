@@ -14,7 +14,9 @@ import pytest
 from ngrpo import cli, flags, summary
 from ngrpo.hardware import profile_for
 from ngrpo.trainer import launch
-from perturbations import check_perturbation, create, create_gate, registry, sources
+from ngrpo.trainer.run_settings import RunSettings, current_run
+from perturbations import check_perturbation, create, create_gate, registry, user_files
+from tests.conftest import ROOT
 
 OPERATOR = '''
 from __future__ import annotations
@@ -67,7 +69,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         for name in kept.in_tree():
             kept.get(name)
         monkeypatch.setattr(kept, "registered", dict(kept.registered))
-    monkeypatch.setattr(sources, "_loaded", dict(sources._loaded))
+    monkeypatch.setattr(user_files, "_loaded", dict(user_files._loaded))
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield
@@ -90,8 +92,8 @@ def message(call) -> str:
 
 
 def elsewhere(code: str, given: str = "", path: str = "") -> str:
-    """Runs code in a fresh interpreter, in another folder."""
-    env = {**os.environ, "PYTHONPATH": path}
+    """Runs code in a fresh interpreter, in another folder, with this checkout's packages."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
     done = subprocess.run(
         [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
     )
@@ -159,7 +161,7 @@ def test_an_operator_that_the_file_only_imports_is_itself() -> None:
         (None, "mine", ["Did you mean the file './mine.py'?"]),
         ("", "x.py", ["x.py holds no perturbation", "defines no class", "Derive one from perturbations.Perturbation"]),
         ("class A:\n    pass\n", "x.py:A", ["holds no perturbation", "It defines A."]),
-        ("import os\ndef f(:\n    pass\n", "x.py", ["line 2 of x.py is not Python", "def f(:", "Mend that line"]),
+        ("import os\ndef f(:\n    pass\n", "x.py", ["line 2 of x.py is not Python", "def f(:", "fix that line"]),
         ("import torch\nx = torch.nope\n", "x.py", ["line 2 of x.py", "AttributeError", "    x = torch.nope"]),
         ("import no_such_thing\n", "x.py", ["line 1 of x.py", "no_such_thing", "installed", "every node"]),
         ("import sys\nsys.exit(3)\n", "x.py", ["line 2 of x.py", "SystemExit", '__name__ == "__main__"']),
@@ -270,16 +272,18 @@ def test_a_script_is_its_own_file() -> None:
     assert spec["name"] == "script.py:Mine" and create(**spec).strength == 0.25
 
 
-def test_ray_workers_get_the_source_in_their_environment() -> None:
+def test_ray_workers_get_the_source_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     write("mine.py")
     spec = create("mine.py", strength=0.25).spec()
-    env = launch.worker_env(profile_for("cpu"), ("cpu", "perturbation"), spec)
-    assert create(**json.loads(env[launch.SPEC])).spec() == spec
+    env = launch.worker_env(profile_for("cpu"), ("cpu", "perturbation"), RunSettings(perturbation_spec=spec))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert current_run().perturbation.spec() == spec
 
 
 def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:
     """Linux: 131,072 bytes for one variable; operator and gate may both come from files."""
-    assert 2 * sources._LONGEST + 4096 < 131_072
+    assert 2 * user_files._LONGEST + 4096 < 131_072
 
 
 @pytest.mark.parametrize("source", ["?", "AAAA", "eJwD", 7])
@@ -384,7 +388,7 @@ def test_yaml_of_an_operator_and_a_gate_in_files(text: str) -> None:
         ("--perturbation.gate top_margin --perturbation.gate.margn 1", ["gate 'top_margin'", "Did you mean 'margin'?"]),
         ("--perturbation.gate top_margin --perturbation.gate.margin 2", ["gate option margin='2'", "in [0, 1]"]),
         ("--perturbation.gate top_margin --perturbation.gate.margin", ["gate.margin needs a value"]),
-        ("--perturbation.gate.margin 0.1", ["'gate.margin'", "no gate's name", "--perturbation.gate NAME"]),
+        ("--perturbation.gate.margin 0.1", ["'gate.margin'", "no gate's name", "option 'gate'"]),
         ("--perturbation.gate none --perturbation.gate.margin 0.1", ["no gate's name"]),
         ("--perturbation.gate perturbations.base:Step", ["not a subclass of perturbations.Gate"]),
         ("--perturbation.gate mine.py:Mine", ["holds no gate", "It defines Mine", "perturbations.Gate"]),

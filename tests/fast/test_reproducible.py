@@ -1,11 +1,13 @@
-"""`reproducible`: what makes the same seed give the same rollouts from run to run.
+"""`--reproducible`: what makes the same seed give the same rollouts from run to run.
 
 That whole runs then repeat is shown in tests/pipeline/test_compare.py.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,48 +17,128 @@ import torch
 from ngrpo import flags
 from ngrpo.rollout import settings
 from ngrpo.trainer import reproducible
-from ngrpo.trainer.launch import SPEC
-from perturbations import create
-
-
-@pytest.fixture(params=[True, False])
-def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setenv(SPEC, json.dumps({"name": "none", "reproducible": request.param}))
-    return request.param
+from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.trainer.seams import active
+from perturbations import available, create
+from perturbations.errors import UsageError
 
 
 def strategy(seed: int = 3) -> Any:
     return SimpleNamespace(args=SimpleNamespace(train=SimpleNamespace(seed=seed)))
 
 
-@pytest.mark.parametrize("name", ["none", "neighbor"])
-def test_it_is_active_though_nothing_is_perturbed(name: str) -> None:
-    words = ["--perturbation", name, "--perturbation.rate", "0"]
-    assert flags.parse(words).spec is None
-    spec = flags.parse([*words, "--perturbation.reproducible"]).spec
-    assert spec is not None and spec["reproducible"] is True
-    operator = settings.read({"perturbation": spec})
-    assert operator is not None and operator.rate == 0.0
-    assert not create("neighbor", rate=0.0).active
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        ("--reproducible", True),
+        ("--reproducible --model m", True),
+        ("--reproducible true", True),
+        ("--reproducible=no", False),
+        ("--perturbation none --perturbation.reproducible", True),
+        ("--perturbation neighbor --perturbation.reproducible true", True),
+        ("--perturbation neighbor --perturbation.reproducible false", False),
+        ("--perturbation neighbor", False),
+    ],
+)
+def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
+    command = flags.parse(line.split())
+    assert command.reproducible is asked
+    assert "reproducible" not in (command.spec or {})
+    assert (command.spec is None) is ("neighbor" not in line)
 
 
-def test_the_order_of_prompts_follows_the_seed_alone(asked: bool) -> None:
+def test_it_may_stand_in_the_file_of_the_perturbation(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("name: none\nreproducible: true\n")
+    assert flags.parse(["--perturbation.config", str(file)]).reproducible
+    assert not flags.parse(["--perturbation.config", str(file), "--reproducible", "false"]).reproducible
+
+
+@pytest.mark.parametrize("line", ["--reproducible maybe", "--reproducable"])
+def test_bad_words(line: str) -> None:
+    with pytest.raises(UsageError, match="--reproducible"):
+        flags.parse(line.split())
+
+
+def test_a_seed_without_effect_is_said() -> None:
+    (note,) = flags.parse(["--perturbation", "none", "--perturbation.seed", "5", "--reproducible"]).notes
+    assert "seed" in note
+
+
+def test_no_perturbation_knows_of_it() -> None:
+    for name in available():
+        assert "reproducible" not in create(name).spec()
+
+
+@pytest.mark.parametrize("spec", [None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}])
+def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
+    config = {} if spec is None else {"perturbation": spec}
+    assert settings.read(config) is None
+    perturbation = settings.read({**config, "seeded_draws": True})
+    assert perturbation is not None and not perturbation.active
+    with pytest.raises(UsageError, match="seeded_draws"):
+        settings.read({**config, "seeded_draws": "yes"})
+
+
+def test_an_unperturbed_run_has_stock_training() -> None:
+    """Its engine has seeded draws, its order is fixed; nothing of replay, density or measures is in place."""
+    ours = {seam.ours.split(":")[0] for seam in active(RunSettings(reproducible=True).conditions) if seam.ours}
+    assert ours == {"ngrpo.trainer.rollout_actor", "ngrpo.trainer.reproducible"}
+
+
+def test_the_order_of_prompts_follows_the_seed_alone() -> None:
     prepare = reproducible.seeded_prompt_order(lambda strategy, tokenizer: torch.randperm(1000).tolist())
     torch.manual_seed(0)
     first = prepare(strategy(), None)
     torch.manual_seed(1)
     outside = torch.initial_seed()
-    assert (prepare(strategy(), None) == first) is asked
+    assert prepare(strategy(), None) == first
     assert torch.initial_seed() == outside, "the process's own generator stays as it was"
     assert prepare(strategy(seed=4), None) != first
 
 
-def test_the_order_of_training_follows_seed_and_step(asked: bool) -> None:
+def test_the_order_of_training_follows_seed_and_step() -> None:
     ppo_train = reproducible.seeded_training_order(lambda self, kl_ctl: torch.randperm(1000).tolist())
     orders = []
     for noise in (0, 1):
         torch.manual_seed(noise)
         trainer = strategy()
         orders.append([ppo_train(trainer, 0.0), ppo_train(trainer, 0.0)])
-    assert (orders[0] == orders[1]) is asked
+    assert orders[0] == orders[1]
     assert orders[0][0] != orders[0][1]
+
+
+class Generator:
+    """As OpenRLHF's SamplesGenerator: two engines that were sent 3 of the 4 requests, or all of them."""
+
+    def __init__(self, arrived: tuple[int, int]) -> None:
+        def remote(value: Any) -> Any:
+            return SimpleNamespace(remote=lambda: value)
+
+        self.args = SimpleNamespace(
+            algo=SimpleNamespace(dynamic_filtering_enable=False), rollout=SimpleNamespace(n_samples_per_prompt=2)
+        )
+        self.vllm_engines = [
+            SimpleNamespace(
+                pause_generation=remote(None),
+                resume_generation=remote(None),
+                get_num_unfinished_requests=remote(count),
+            )
+            for count in arrived
+        ]
+
+    def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str]) -> list[list[str]]:
+        return [[prompt, prompt] for prompt in prompts]
+
+
+@pytest.mark.parametrize(("arrived", "lapsed"), [((2, 2), False), ((2, 1), True)])
+def test_an_incomplete_batch_is_said(
+    arrived: tuple[int, int], lapsed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found, put=lambda value: value))
+    monkeypatch.setattr(reproducible, "_PATIENCE_SECONDS", 0.05)
+    generator = reproducible.whole_batches(Generator)(arrived)
+    with caplog.at_level(logging.WARNING):
+        answers = generator._dispatch_prompts_to_vllm(["a", "b"], ["", ""])
+    assert answers == [["a", "a", "b", "b"]]
+    assert ("only 3 of 4 requests" in caplog.text) is lapsed

@@ -85,19 +85,19 @@ def main() -> None:
     _apply(experience_maker, [s for s in seams.SEAMS if s.when == "advantage" and s.module.endswith("_maker")])
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
-        os.environ["NGRPO_ADVANTAGE_SETTING"] = json.dumps(spec)
+        os.environ["NGRPO_ADVANTAGE"] = json.dumps(spec)
         return run(made)
 
     for name in ("group_norm", "ngrpo", "psr", "nsr", "w_reinforce"):
         result[name] = ours(maker(), name=name)
     counting = maker()
     result["copo"] = [ours(counting, name="copo", beta=1.0), ours(counting, name="copo", beta=1.0)]
-    result["copo_metrics"] = counting.advantage_metrics
+    result["copo_metrics"] = counting.step_measures
     # DAPO's penalty on the answers of more than 2 tokens: 1 of a buffer of 2 beyond them costs a half.
     result["ngrpo_overlong"] = ours(maker(overlong_buffer_len=2, overlong_penalty_factor=1.0), name="ngrpo")
     measured = maker()
     ours(measured, name="ngrpo")
-    result["metrics"] = measured.advantage_metrics
+    result["metrics"] = measured.step_measures
     incomplete = maker()
     incomplete.args.rollout.n_samples_per_prompt = 5
     try:
@@ -113,7 +113,7 @@ def main() -> None:
 
 def sampled(module: Any, seams: Any, apply: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
-    os.environ["NGRPO_SAMPLING_SETTING"] = json.dumps({"top_k": 5, "min_p": 0.1})
+    os.environ["NGRPO_SAMPLING"] = json.dumps({"top_k": 5, "min_p": 0.1})
     os.environ["NGRPO_PERTURBATION"] = json.dumps({"name": "neighbor"})
     # With the perturbation's own row for the same class, in the order of the table.
     held = seams.active(("perturbation", "sampling"))

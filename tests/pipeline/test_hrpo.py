@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ngrpo.parameters import FILE
+from ngrpo.parameters_file import FILE
 from tests.pipeline.harness import LOUD, steps_of
 
 pytestmark = pytest.mark.stack

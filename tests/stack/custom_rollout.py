@@ -68,18 +68,19 @@ def in_ray(model: str) -> dict[str, Any]:
 
     from ngrpo.hardware import profile_for
     from ngrpo.trainer.launch import worker_env
-    from ngrpo.trainer.rollout_actor import engine_operator
+    from ngrpo.trainer.rollout_actor import engine_perturbation
+    from ngrpo.trainer.run_settings import RunSettings
     from perturbations import create
 
     spec = spec_of_deleted_files()
-    env = worker_env(profile_for("cpu"), ("cpu", "perturbation"), spec)
+    env = worker_env(profile_for("cpu"), ("cpu", "perturbation"), RunSettings(perturbation_spec=spec))
 
     @ray.remote(num_cpus=0)
     class Actor:
         def look(self, pickled: Any) -> dict[str, Any]:
             from perturbations.testing import check_perturbation
 
-            operator = engine_operator(3)
+            operator = engine_perturbation(3)
             check_perturbation(operator)
             return {"process": os.getpid(), "seen": operator.fingerprint(), "pickled": pickled.fingerprint()}
 
@@ -88,7 +89,7 @@ def in_ray(model: str) -> dict[str, Any]:
     result = ray.get(Actor.remote().look.remote(operator))
     ray.shutdown()
     os.environ["NGRPO_PERTURBATION"] = json.dumps(spec)
-    result |= {"other process": result["process"] != os.getpid(), "expected": engine_operator(3).fingerprint()}
+    result |= {"other process": result["process"] != os.getpid(), "expected": engine_perturbation(3).fingerprint()}
     return {**result, "expected pickled": operator.fingerprint()}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perturbations import Perturbation, Proposal, Step, dense_edit, option, register
+import torch
+
+from perturbations import InputEdit, Perturbation, Proposal, Step, dense_edit, option, register
 
 
 @register("dense-shake")
@@ -27,3 +29,17 @@ class DenseShake(Perturbation):
     @property
     def dense(self) -> bool:
         return True
+
+
+@register("second-likeliest")
+@dataclass(frozen=True, kw_only=True)
+class RunnerUp(Perturbation):
+    """Writes the second likeliest token, which a request's top-k, top-p or min-p may exclude."""
+
+    def propose(self, step: Step) -> Proposal:
+        tokens = step.logits.topk(2, dim=-1).indices[:, 1]
+        return Proposal(InputEdit(tokens.unsqueeze(-1), torch.ones_like(step.logits[:, :1])), tokens)
+
+    @property
+    def candidates(self) -> int:
+        return 1

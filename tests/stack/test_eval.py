@@ -19,7 +19,7 @@ N = 4
 @pytest.fixture(scope="module")
 def plain(smollm2: str) -> Any:
     """What `ngrpo eval` builds where no perturbation is asked for."""
-    return build_engine(smollm2, {"name": "none", "reproducible": True})
+    return build_engine(smollm2, None, additional_config={"seeded_draws": True})
 
 
 def settings(**changes: Any) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ngrpo import parameters
+from ngrpo import parameters_file
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainer.weight_sync import load_weights_file
-from perturbations import create, learned
+from perturbations import create, parameters
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
 
 pytestmark = pytest.mark.stack
@@ -36,14 +36,14 @@ def shaken(module: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture
 def gated(hf_model: Any) -> Iterator[Any]:
     """The shared model with HRPO's gate beside it, for one test."""
-    learned.attach(hf_model, create("hrpo"))
+    parameters.attach(hf_model, create("hrpo"))
     yield hf_model
     detach(hf_model)
 
 
 def detach(model: Any) -> None:
-    if learned.attached(model) is not None:
-        delattr(model, learned.NAME)
+    if parameters.attached(model) is not None:
+        delattr(model, parameters.NAME)
 
 
 def sync(engine: Any, model: Any, folder: Path) -> None:
@@ -60,7 +60,7 @@ def test_trained_parameters_reach_the_rollout(engine: Any, gated: Any, tmp_path:
     set_perturbation(engine, "hrpo")
     prompts = chat_prompts(engine, copies=2)
     assert gaps(gated, sample(engine, prompts, max_tokens=48)).max() <= 1e-4
-    shaken(learned.attached(gated))
+    shaken(parameters.attached(gated))
     assert gaps(gated, sample(engine, prompts, max_tokens=16)).max() > 1e-2, "not synced yet: this must show"
     sync(engine, gated, tmp_path)
     rollouts = sample(engine, prompts, max_tokens=56)
@@ -77,18 +77,18 @@ def test_the_checkpoint_carries_the_gate_and_stays_an_ordinary_model(gated: Any,
     """save_pretrained as OpenRLHF calls it; then both sides start from the folder."""
     from transformers import AutoModelForCausalLM
 
-    module = shaken(learned.attached(gated))
+    module = shaken(parameters.attached(gated))
     detach(gated)
     operator = create("hrpo")
-    parameters.attach(gated, operator, str(tmp_path))
-    learned.load(learned.attached(gated), dict(module.named_parameters()))
+    parameters_file.attach(gated, operator, str(tmp_path))
+    parameters.load(parameters.attached(gated), dict(module.named_parameters()))
     gated.save_pretrained(tmp_path, state_dict=gated.state_dict())
     del gated.save_pretrained
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not report["unexpected_keys"] and not report["missing_keys"]
-    parameters.attach(loaded, operator, str(tmp_path))
+    parameters_file.attach(loaded, operator, str(tmp_path))
     for name, value in module.named_parameters():
-        assert torch.equal(dict(learned.attached(loaded).named_parameters())[name], value)
+        assert torch.equal(dict(parameters.attached(loaded).named_parameters())[name], value)
 
 
 @pytest.fixture(scope="module")
@@ -163,4 +163,4 @@ def test_two_ranks_under_zero_2_and_3(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
-    assert (tmp_path / "zero-3" / parameters.FILE).is_file()
+    assert (tmp_path / "zero-3" / parameters_file.FILE).is_file()

@@ -23,9 +23,9 @@ def train(stage: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from ngrpo import parameters
+    from ngrpo import parameters_file
     from ngrpo.trainer.model_actors import replay_scope, separate
-    from perturbations import create, learned
+    from perturbations import create, parameters
     from tests.fast.test_replay import small
 
     config = {
@@ -49,8 +49,8 @@ def train(stage: int) -> None:
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = LlamaForCausalLM(tiny)
     operator = create("hrpo", k=1, gate_lr=0.02, lambda_lr=1.0)
-    parameters.attach(model, operator, TARGET)
-    module = learned.attached(model)
+    parameters_file.attach(model, operator, TARGET)
+    module = parameters.attached(model)
     rates = {id(p): operator.learning_rate(name) for name, p in module.named_parameters()}
     engine, optimizer, *_ = deepspeed.initialize(
         model=model,
@@ -89,7 +89,7 @@ def train(stage: int) -> None:
         folder = os.path.join(TARGET, f"zero-{stage}")
         model.save_pretrained(folder, state_dict=state)
         again = operator.module(16)
-        assert parameters.load_saved(again, operator, folder)
+        assert parameters_file.load_saved(again, operator, folder)
         assert all(torch.equal(p, seen[-1][name]) for name, p in again.named_parameters())
     torch.distributed.barrier()
     del kept

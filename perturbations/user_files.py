@@ -1,4 +1,4 @@
-"""Operators and gates in a single Python file, and the file's text on its way to other processes.
+"""A user's single Python file, and its text on the way to other processes.
 
 A vLLM worker or a Ray actor on another node does not have the user's file. So the spec carries the text, and every
 process makes the module from the text, under a name that holds the text's hash: the same class everywhere.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 # The spec stands in one environment variable of the Ray workers, and Linux allows 128 KiB for one.
@@ -29,7 +30,7 @@ _MAIN = ("__main__", "__mp_main__")  # the latter: a script, imported again by a
 
 
 @dataclass(frozen=True)
-class Source:
+class UserFile:
     """A file's text and name, and the text as the spec carries it.
 
     Attributes:
@@ -49,7 +50,7 @@ class Source:
         return f"{_PREFIX}{stem}_{_hash(self.text)}"
 
 
-_loaded: dict[str, Source] = {}
+_loaded: dict[str, UserFile] = {}
 
 
 def split(address: str) -> tuple[str, str] | None:
@@ -65,7 +66,7 @@ def digest(packed: str) -> str:
     return _hash(_unpack(packed, "source"))
 
 
-def origin(module: str) -> Source | None:
+def origin(module: str) -> UserFile | None:
     """Where a module's text came from, if it is a file's or the running script's; None for an importable module."""
     if module in _MAIN:
         file = getattr(sys.modules.get(module) or sys.modules["__main__"], "__file__", None) or ""
@@ -83,14 +84,14 @@ def from_file(path: str, label: str) -> ModuleType:
         label: what is being loaded, for messages: ``perturbation './damp.py'``.
 
     Raises:
-        ValueError: where there is no such file, or it does not run; with the line of the user's file.
+        UsageError: where there is no such file, or it does not run; with the line of the user's file.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         known = next((s for s in _loaded.values() if s.filename == path), None)
         if known is not None:  # its short name, as specs have it
             return sys.modules[known.module]
-        raise ValueError(f"{label}: there is no file {path!r}{_beside(file)}")
+        raise UsageError(f"{label}: there is no file {path!r}{_beside(file)}")
     text = _decode(file, label)
     _refuse_siblings(text, file, label)
     return _module(_packed(file.name, text, label), str(file.resolve()), label)
@@ -101,18 +102,18 @@ def from_text(filename: str, packed: str, label: str) -> ModuleType:
 
     Args:
         filename: the file's name where it came from.
-        packed: :attr:`Source.packed`.
+        packed: :attr:`UserFile.packed`.
         label: for messages.
 
     Raises:
-        ValueError: where the text is damaged, or does not run here.
+        UsageError: where the text is damaged, or does not run here.
     """
     filename = Path(filename).name
-    source = Source(filename, _unpack(packed, label), packed)
+    source = UserFile(filename, _unpack(packed, label), packed)
     return _module(source, f"<{filename}, from the spec>", label)
 
 
-def _module(source: Source, where: str, label: str) -> ModuleType:
+def _module(source: UserFile, where: str, label: str) -> ModuleType:
     if source.module in sys.modules:
         return sys.modules[source.module]
     main = origin("__main__")
@@ -127,7 +128,7 @@ def _module(source: Source, where: str, label: str) -> ModuleType:
         exec(compile(source.text, where, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[source.module], _loaded[source.module]
-        raise ValueError(f"{label}: {_in_words(error, where, source.filename)}") from error
+        raise UsageError(f"{label}: {_in_words(error, where, source.filename)}") from error
     return module
 
 
@@ -135,7 +136,7 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
     """An error in the user's file, with the file's line."""
     if isinstance(error, SyntaxError) and error.filename == where:
         line = (error.text or "").strip()
-        return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\nMend that line."
+        return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\nPlease fix that line."
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
     at = f"line {frames[-1].lineno} of {filename}" if frames else filename
     shown = f"\n    {frames[-1].line}" if frames and frames[-1].line else ""
@@ -144,7 +145,7 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
         return f"{what}\nThe module that it imports must be installed in this Python, and on every node of a cluster."
     if isinstance(error, SystemExit):
         return f'{what}\nPut what is not a definition under `if __name__ == "__main__":`.'
-    return f"{what}\nMend that line."
+    return f"{what}\nPlease fix that line."
 
 
 def _refuse_siblings(text: str, file: Path, label: str) -> None:
@@ -153,22 +154,22 @@ def _refuse_siblings(text: str, file: Path, label: str) -> None:
         tree = ast.parse(text)
     except SyntaxError:
         return  # reported with its line when the file is run
-    mend = (
-        "An operator's file travels alone to the workers: put both into one file, or into a package that is installed"
+    fix = (
+        "The file travels alone to the workers: put both into one file, or into a package that is installed"
         " on every node, and name it package.module:Name."
     )
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             dots = "." * node.level + (node.module or "")
-            raise ValueError(f"{label}: line {node.lineno} of {file.name} imports {dots!r} relative to itself. {mend}")
+            raise UsageError(f"{label}: line {node.lineno} of {file.name} imports {dots!r} relative to itself. {fix}")
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         for name in names:
             top = name.partition(".")[0]
             beside = (file.parent / f"{top}.py", file.parent / top / "__init__.py")
             if any(path.is_file() for path in beside) and not _installed(top):
-                raise ValueError(
-                    f"{label}: line {node.lineno} of {file.name} imports {name!r}, which lies beside it. {mend}"
+                raise UsageError(
+                    f"{label}: line {node.lineno} of {file.name} imports {name!r}, which lies beside it. {fix}"
                 )
 
 
@@ -196,24 +197,24 @@ def _decode(file: Path, label: str) -> str:
     try:
         return importlib.util.decode_source(file.read_bytes())
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"{label}: {str(file)!r} cannot be read as Python text ({error}). Save it as UTF-8.") from None
+        raise UsageError(f"{label}: {str(file)!r} cannot be read as Python text ({error}). Save it as UTF-8.") from None
 
 
-def _packed(filename: str, text: str, label: str) -> Source:
+def _packed(filename: str, text: str, label: str) -> UserFile:
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     if len(packed) > _LONGEST:
-        raise ValueError(
+        raise UsageError(
             f"{label}: {filename} is too long to travel with every spec ({len(packed):,} bytes compressed, at most"
             f" {_LONGEST:,}): make it a package that is installed on every node, and name it package.module:Name."
         )
-    return Source(filename, text, packed)
+    return UserFile(filename, text, packed)
 
 
 def _unpack(packed: str, label: str) -> str:
     try:
         return zlib.decompress(base64.b64decode(packed, validate=True)).decode()
     except (binascii.Error, zlib.error, UnicodeDecodeError, TypeError, ValueError):
-        raise ValueError(
+        raise UsageError(
             f"{label}: its 'source' is not a file's text as spec() packs it. Leave 'source' out where the file is at"
             " hand, or take the whole spec from spec()."
         ) from None

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from perturbations import learned
+from perturbations import parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -65,7 +65,7 @@ def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: 
                 f" saved value, or remove the file to start with new parameters."
             )
     try:
-        learned.load(module, load_file(path))
+        parameters.load(module, load_file(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return True
@@ -97,7 +97,7 @@ def attach(model: Any, operator: Perturbation, folder: str) -> None:
     Raises:
         ValueError: for LoRA under ZeRO-3, where nobody gathers the parameters for saving.
     """
-    module = learned.attach(model, operator)
+    module = parameters.attach(model, operator)
     if module is None:
         return
     if _is_lora(model):
@@ -128,7 +128,7 @@ def _saving_both(model: Any, module: nn.Module, operator: Perturbation) -> Calla
         else:
             own = {}
             tensors = model.state_dict() if state_dict is None else state_dict
-            kept = dict(learned.split(tensors.items(), own))
+            kept = dict(parameters.split(tensors.items(), own))
             result = original(save_directory, *args, state_dict=kept, **kwargs)
         save(save_directory, operator, own)
         return result

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.launch import setting
+from ngrpo.trainer.run_settings import current_run
 from perturbations.options import coerce, nearest, option
 
-CONDITION = "sampling"
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
@@ -66,7 +65,7 @@ _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default
 
 def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
     """Calls a samples generator's method while the masks are on."""
-    token = _masks.set(setting(CONDITION))
+    token = _masks.set(dict(current_run().sampling))
     try:
         return generate(generator, **kwargs)
     finally:

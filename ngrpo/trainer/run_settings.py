@@ -1,0 +1,83 @@
+"""What a run was asked to do, beyond OpenRLHF's own flags: one object, the same in all of its processes.
+
+`ngrpo.trainer.launch` writes it into the environment of the driver and of every Ray worker; :func:`current_run` reads
+it back, once per process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ngrpo.trainer.advantages import Advantage
+    from perturbations.base import Perturbation
+
+# One variable for each setting: Linux limits one to 131,072 bytes, and a spec may carry the text of a user's file.
+_VARIABLES = {
+    "perturbation_spec": "NGRPO_PERTURBATION",
+    "advantage_spec": "NGRPO_ADVANTAGE",
+    "sampling": "NGRPO_SAMPLING",
+    "reproducible": "NGRPO_REPRODUCIBLE",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The settings of one run.
+
+    Attributes:
+        perturbation_spec: ``perturbations.create(**spec)``; None where nothing is perturbed.
+        advantage_spec: as ``ngrpo.trainer.advantages.create`` takes it; None for OpenRLHF's own estimator.
+        sampling: masks of the rollouts' token distribution that OpenRLHF has no flags for, e.g. ``{"top_k": 5}``.
+        reproducible: whether the same seed gives the same rollouts from run to run.
+    """
+
+    perturbation_spec: Mapping[str, Any] | None = None
+    advantage_spec: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    reproducible: bool = False
+
+    @cached_property
+    def perturbation(self) -> Perturbation | None:
+        """The run's perturbation."""
+        from perturbations import registry
+
+        return None if self.perturbation_spec is None else registry.create(**self.perturbation_spec)
+
+    @cached_property
+    def advantage(self) -> Advantage | None:
+        """The run's advantage."""
+        from ngrpo.trainer import advantages
+
+        return None if self.advantage_spec is None else advantages.create(**self.advantage_spec)
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The conditions of `ngrpo.trainer.seams` that hold because of these settings."""
+        held = {
+            "perturbation": self.perturbation_spec is not None,
+            "advantage": self.advantage_spec is not None,
+            "sampling": bool(self.sampling),
+            "reproducible": self.reproducible,
+        }
+        return tuple(name for name, holds in held.items() if holds)
+
+    def env(self) -> dict[str, str]:
+        """The environment variables that :func:`current_run` reads; every one is set, so that none is left over."""
+        return {name: json.dumps(getattr(self, key), sort_keys=True) for key, name in _VARIABLES.items()}
+
+
+def current_run() -> RunSettings:
+    """The settings of the run that this process belongs to; the defaults where no run has been launched."""
+    return _read(tuple(os.environ.get(name) for name in _VARIABLES.values()))
+
+
+@lru_cache(maxsize=1)
+def _read(texts: tuple[str | None, ...]) -> RunSettings:
+    given = {key: json.loads(text) for key, text in zip(_VARIABLES, texts) if text is not None}
+    return RunSettings(**given)

@@ -1,0 +1,73 @@
+"""What a sample carries through OpenRLHF: its replay record and the rollout's log-probabilities.
+
+OpenRLHF carries a dictionary for each sample, ``mm_train_inputs``, from the rollout to the actor's forward, the
+reference's forward and the training step. It is meant for images; text-only models ignore it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perturbations.replay import ReplayRecord
+
+_REPLAY, _LOG_PROBS = "perturbation_record", "perturbation_log_probs"
+
+
+@dataclass(frozen=True)
+class TrajectoryRecord:
+    """What is kept of one sample's rollout.
+
+    Attributes:
+        replay: the perturbed inputs.
+        log_probs: log π at the rollout by position in the sequence, NaN where no token was generated, (T,) float32.
+    """
+
+    replay: ReplayRecord
+    log_probs: np.ndarray
+
+    def pack(self) -> dict[str, bytes]:
+        """As plain bytes: nothing that OpenRLHF would move to a device or pad."""
+        return {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
+
+
+def unpack(side_inputs: Sequence[Any] | None) -> list[TrajectoryRecord | None]:
+    """The records of a batch.
+
+    Args:
+        side_inputs: ``Experience.mm_train_inputs``: one dictionary or None per sample.
+
+    Returns:
+        One per sample, None where the sample has none.
+    """
+    return [_unpack_one(entry) for entry in side_inputs or ()]
+
+
+def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
+    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
+
+    Raises:
+        RuntimeError: where a sample has none.
+    """
+    found = unpack(side_inputs) or [None] * batch
+    missing = [i for i, record in enumerate(found) if record is None]
+    if missing or len(found) != batch:
+        raise RuntimeError(
+            f"{len(missing) or batch - len(found)} of {batch} samples have no replay record (the first:"
+            f" {missing[:5]}). Each sample of a perturbed run brings its own in mm_train_inputs; without it the model"
+            " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
+            " returns."
+        )
+    return [record.replay for record in found]
+
+
+def _unpack_one(entry: Any) -> TrajectoryRecord | None:
+    if not entry or _REPLAY not in entry:
+        return None
+    return TrajectoryRecord(
+        ReplayRecord.from_bytes(entry[_REPLAY]),
+        np.frombuffer(entry[_LOG_PROBS], dtype="<f4").astype(np.float32),
+    )

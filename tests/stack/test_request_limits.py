@@ -1,0 +1,111 @@
+"""What a request excludes stays out of its text at perturbed positions too: filters, lists of tokens, a grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout import set_perturbation, take_trajectories
+from perturbations import registry
+from tests.stack.harness import build_engine, chat_prompts
+
+pytestmark = pytest.mark.stack
+ALLOWED, SINGLE = list(range(300, 320)), [17]
+DIGITS = r"[0-9]{3}-[0-9]{4}"
+EVERY = [
+    *({"name": name} for name in registry.available() if name != "none"),
+    {"name": "neighbor", "variant": "released", "realization": "anchor", "until": None},
+    {"name": "gaussian", "base": "fuzzy"},
+    {"name": "gumbel", "top_p": 1.0, "clamp": False, "entropy_min": 0.01, "gate": "top_margin", "gate.margin": 1.0},
+    {"name": "dirichlet", "alpha": 0.01, "top_p": 1.0},
+    {"name": "normal", "top_p": 1.0, "k": 64},
+    {"name": "tests.stack.operators:RunnerUp"},
+]
+
+
+@pytest.fixture(scope="module")
+def limited(smollm2: str) -> Iterator[Any]:
+    yield build_engine(smollm2, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
+
+
+def answers(llm: Any, spec: dict[str, Any], each: list[dict[str, Any]]) -> list[tuple[Any, Any, np.ndarray]]:
+    """The completion, the record and the log-probabilities of one request for each dictionary of parameters."""
+    from vllm import SamplingParams
+
+    set_perturbation(llm, **{"rate": 1.0, **spec})
+    (prompt,) = chat_prompts(llm, ["What is 7 plus 5?"])
+    common = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0}
+    params = [SamplingParams(**{**common, **one}) for one in each]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(each), params, use_tqdm=False)
+    taken = take_trajectories(llm)
+    return [(output.outputs[0], *taken[output.request_id]) for output in outputs]
+
+
+@pytest.mark.parametrize("spec", EVERY, ids=lambda spec: "-".join(str(value) for value in spec.values()))
+def test_every_answer_is_legal(limited: Any, spec: dict[str, Any]) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    end = limited.get_tokenizer().eos_token_id
+    filters = [{"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 1}]
+    *filtered, few, one, without, long, grammar = answers(
+        limited,
+        spec,
+        [
+            *filters,
+            {"allowed_token_ids": ALLOWED},
+            {"allowed_token_ids": SINGLE},
+            {"bad_words": ["7", " 7", "12", "plus", "The", "The sum"]},
+            {"ignore_eos": False, "min_tokens": 12, "logit_bias": {end: 100.0}},
+            {"structured_outputs": StructuredOutputsParams(regex=DIGITS), "ignore_eos": False},
+        ],
+    )
+    for completion, record, log_probs in (*filtered, few, one, without, long, grammar):
+        scores = [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)]
+        assert np.isfinite(scores).all() and np.isfinite(log_probs).all()
+        assert np.isfinite(record.weights).all()
+    assert set(few[0].token_ids) <= set(ALLOWED) and set(one[0].token_ids) == set(SINGLE)
+    assert not re.search(r"7|12|plus|The", without[0].text)
+    assert len(long[0].token_ids) == 12 and end not in long[0].token_ids
+    assert re.fullmatch(DIGITS, grammar[0].text)
+
+
+def test_a_position_whose_proposal_is_excluded_is_an_ordinary_one(limited: Any) -> None:
+    """`RunnerUp` proposes the second likeliest token: always there for top-k 2, never for top-k 1."""
+    spec = {"name": "tests.stack.operators:RunnerUp", "until": None}
+    two, one, some = answers(limited, spec, [{"top_k": 2}, {"top_k": 1}, {"top_p": 0.8}])
+    assert len(two[1]) == 12 and len(one[1]) == 0
+    scores = [step[token].logprob for step, token in zip(one[0].logprobs, one[0].token_ids)]
+    assert scores == [0.0] * 12  # the only token that top-k 1 leaves
+    record = some[1]
+    perturbed = np.isin(np.arange(12) + record.prompt_tokens, record.positions)
+    assert 0 < perturbed.sum() < 12
+    # The runner-up is never likelier than one half; the ordinary draw of a set of one token is certain.
+    processed = np.array([step[token].logprob for step, token in zip(some[0].logprobs, some[0].token_ids)])
+    assert (processed[perturbed] < np.log(0.5) + 1e-6).all() and (processed[~perturbed] == 0.0).all()
+
+
+def test_the_sampling_correction_is_finite(limited: Any) -> None:
+    """GSPO and truncated importance sampling weigh log π_trainer − log π_rollout: one −inf would make all of it NaN."""
+    from ngrpo.hardware.flash_attn_cpu import during_import
+
+    with during_import():
+        from openrlhf.models.loss import PolicyLoss
+
+    spec = {"name": "tests.stack.operators:RunnerUp", "until": None}
+    rows = answers(limited, spec, [{"top_p": 0.8}, {"top_k": 1}, {"min_p": 0.5}])
+    rollout = torch.tensor([[s[t].logprob for s, t in zip(c.logprobs, c.token_ids)] for c, _, _ in rows])
+    for kind, options in {
+        "gspo": {"is_correction_level": "token"},
+        "ppo": {"is_correction_level": "token", "is_correction_mode": "clip"},
+        "ppo-seq": {"is_correction_level": "seq"},
+    }.items():
+        trainer = torch.from_numpy(np.stack([log_probs for *_, log_probs in rows])).requires_grad_(True)
+        loss_fn = PolicyLoss(policy_loss_type=kind.split("-")[0], **options)
+        loss = loss_fn(trainer, trainer.detach(), torch.ones_like(rollout), torch.ones_like(rollout), rollout)[0]
+        loss.backward()
+        assert loss.isfinite() and trainer.grad.isfinite().all()
