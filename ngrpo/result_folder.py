@@ -201,7 +201,7 @@ class ResultFolder:
             CannotWrite: where the system refuses; the lines before these are kept.
         """
         path = self.path / name
-        data = _json_lines(rows).encode()
+        data = json_lines(rows).encode()
         # Unbuffered: what cannot be written must not be tried again when the file is closed.
         with writing(path), path.open("ab", buffering=0) as file:
             while data:
@@ -210,10 +210,11 @@ class ResultFolder:
 
     def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes a whole file of JSON lines in place of the old one."""
-        write_text(self.path / name, _json_lines(rows))
+        write_text(self.path / name, json_lines(rows))
 
 
-def _json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The text of a file of JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -68,6 +68,7 @@ def example(steps: int = 40, seeds: int = 3, strategies: tuple[str, ...] = STRAT
             "HuggingFaceTB/SmolLM2-135M-Instruct",
         ],
         "baseline": "none",
+        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "task": "arithmetic",
         "hardware": "cpu",
         "machine": MACHINE,

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.compare import statistics
+from ngrpo import bootstrap
+from ngrpo.compare import verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Arm, Plan, Run
 from ngrpo.compare.runs import identity
@@ -157,9 +158,9 @@ def _row(
     row: dict[str, Any] = {"strategy": arm, "seeds": sorted(mine), "failed": failed}
     shared = sorted(set(mine) & set(theirs))
     curves = [run["steps"] for _, run in sorted(mine.items()) if run["steps"]]
-    for key, part in (("reward_first", statistics.first_quarter), ("reward_last", statistics.last_quarter)):
+    for key, part in (("reward_first", verdicts.first_quarter), ("reward_last", verdicts.last_quarter)):
         means = [[part([step["reward"] for step in steps])] for steps in curves]
-        row[key] = statistics.interval(np.array(means)) if means else None
+        row[key] = bootstrap.interval(np.array(means)) if means else None
     table = {seed: _correct(run) for seed, run in mine.items()}
     evaluated = [seed for seed in sorted(mine) if table[seed]]
     row["mean_at_n"], row["pass_at_k"], row["n"] = None, {}, None
@@ -168,14 +169,14 @@ def _row(
         n = row["n"] = next(iter(mine[evaluated[0]]["evaluation"]["problems"]))["n"]
         measure = f"Mean@{n}"
         counts = np.array([list(table[seed].values()) for seed in evaluated])
-        row["mean_at_n"] = statistics.interval(counts / n)
+        row["mean_at_n"] = bootstrap.interval(counts / n)
         row["pass_at_k"] = {
-            k: statistics.interval(statistics.pass_at_k_table(counts, n, int(k)))
+            k: bootstrap.interval(verdicts.pass_at_k_table(counts, n, int(k)))
             for k in mine[evaluated[0]]["evaluation"]["pass_at_k"]
         }
     row["difference"] = None if arm == baseline else _difference(mine, theirs, shared)
     main = None if row["difference"] is None else row["difference"].get("mean_at_n") or row["difference"]["reward_last"]
-    row["verdict"] = "the baseline" if arm == baseline else statistics.verdict(main, measure, baseline, len(shared))
+    row["verdict"] = "the baseline" if arm == baseline else verdicts.verdict(main, measure, baseline, len(shared))
     row["cost"] = _cost(mine, theirs, shared)
     return row
 
@@ -188,20 +189,20 @@ def _difference(mine: Mapping[int, Any], theirs: Mapping[int, Any], shared: list
     if not shared:
         return None
     rewards = [
-        [[statistics.last_quarter([step["reward"] for step in side[seed]["steps"]])] for seed in shared]
+        [[verdicts.last_quarter([step["reward"] for step in side[seed]["steps"]])] for seed in shared]
         for side in (mine, theirs)
         if all(side[seed]["steps"] for seed in shared)
     ]
-    result: dict[str, Any] = {"reward_last": statistics.paired(*map(np.array, rewards)) if len(rewards) == 2 else None}
+    result: dict[str, Any] = {"reward_last": bootstrap.paired(*map(np.array, rewards)) if len(rewards) == 2 else None}
     ours, base = ([_correct(side[seed]) for seed in shared] for side in (mine, theirs))
     if not all(ours) or not all(base):
         return result
     problems = [p for p in base[0] if all(p in counts for counts in (*ours, *base))]
     n = mine[shared[0]]["evaluation"]["problems"][0]["n"]
     a, b = (np.array([[counts[p] for p in problems] for counts in side]) for side in (ours, base))
-    result["mean_at_n"] = statistics.paired(a / n, b / n)
+    result["mean_at_n"] = bootstrap.paired(a / n, b / n)
     result["pass_at_k"] = {
-        k: statistics.paired(*(statistics.pass_at_k_table(counts, n, int(k)) for counts in (a, b)))
+        k: bootstrap.paired(*(verdicts.pass_at_k_table(counts, n, int(k)) for counts in (a, b)))
         for k in mine[shared[0]]["evaluation"]["pass_at_k"]
     }
     return result

@@ -1,4 +1,4 @@
-"""The two axes, diversity and validity, and their bootstrap intervals over prompts.
+"""The two axes, diversity and validity, of prompts drawn.
 
 Both are means of parts that lie in [0, 1] and need no tuning:
 
@@ -10,12 +10,8 @@ Both are means of parts that lie in [0, 1] and need no tuning:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-
-DRAWS = 2000
-_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -71,25 +67,3 @@ def validity(stats: PromptStatistics, baseline: PromptStatistics | None, draws: 
     if baseline is not None:
         parts.append(np.minimum(1.0, perplexity(baseline, draws) / perplexity(stats, draws)))
     return np.mean(parts, axis=0)
-
-
-def resamples(prompts: int, seed: int) -> np.ndarray:
-    """Prompts drawn with replacement, (DRAWS, prompts): the same for every strategy and every run."""
-    return np.random.default_rng(seed).integers(0, prompts, size=(DRAWS, prompts))
-
-
-def interval(values: np.ndarray) -> list[float]:
-    """The central 95% of bootstrap values (N,)."""
-    low, high = np.quantile(values, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return [float(low), float(high)]
-
-
-def difference(value: np.ndarray, draws: np.ndarray) -> dict[str, Any]:
-    """A paired difference to the baseline: the same prompts are drawn for both.
-
-    Args:
-        value: of the prompts as they are, (1,).
-        draws: of the bootstrap draws, (N,).
-    """
-    low, high = interval(draws)
-    return {"value": float(value[0]), "low": low, "high": high, "within_noise": low <= 0.0 <= high}

@@ -7,12 +7,12 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
+from ngrpo.command_parser import CommandParser, checked_model, problems_of
 from ngrpo.strategies import Strategy, parse_strategies
-from perturbations.options import nearest
+from perturbations.errors import UsageError
 
 _EXAMPLES = """\
 SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset, as in ngrpo eval.
@@ -26,11 +26,6 @@ What each number is: docs/diagnose.md."""
 _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"ngrpo diagnose: {message}. See ngrpo diagnose --help.")
-
-
 def run(words: list[str], *, report: Callable[[str], None]) -> int:
     """Diagnoses.
 
@@ -42,23 +37,33 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         The exit code, 0.
 
     Raises:
-        ValueError: for bad input, before any model loads.
+        UsageError: for bad input, before any model loads.
     """
     if "-h" in words or "--help" in words:
         print(_parser().format_help(), end="")
         return 0
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    given = _parse(words)
+    from ngrpo import models
+    from ngrpo.diagnose.sample import GroupSampling
+    from ngrpo.preflight import check_model
+
+    given = _parser().read(words)
+    if given.tokens and not given.embedding_map:
+        raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
+    sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
     strategies = _strategies(given)
-    problems, dataset = _problems(given)
+    problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
-    _check_model(given.model, strategies, report)
+    checked_model(given)
+    path = models.resolve(given.model, report=report)
+    for strategy in strategies:
+        if strategy.spec is not None:
+            check_model(path, strategy.spec)
 
     from ngrpo.diagnose.diagnosis import diagnose
     from ngrpo.diagnose.diagnosis_folder import REPORT
-    from ngrpo.diagnose.engine import Sampling
     from ngrpo.diagnose.table import differences, table
 
     if len(problems) < given.prompts:
@@ -69,7 +74,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         problems,
         strategies,
         out=out,
-        sampling=Sampling(given.group, given.max_tokens, given.temperature, given.top_p, given.seed),
+        sampling=sampling,
         dataset=dataset,
         with_map=given.embedding_map,
         map_words=given.tokens,
@@ -91,93 +96,21 @@ def _strategies(given: argparse.Namespace) -> list[Strategy]:
     return parse_strategies(perturbations, given.sweep, given.strategy)
 
 
-def _problems(given: argparse.Namespace) -> tuple[list[Any], str]:
-    from ngrpo.evaluate import load_problems, load_task
-
-    if (given.data is None) == (given.task is None):
-        raise ValueError("give the prompts by --data SRC or by --task NAME, one of the two.")
-    if given.task is not None:
-        if given.scorer != "auto":
-            raise ValueError(f"--scorer {given.scorer}: a task has its own. Leave --scorer out, or use --data.")
-        return load_task(given.task, limit=given.prompts), f"task {given.task}"
-    problems = load_problems(
-        given.data,
-        input_key=given.input_key,
-        label_key=given.label_key,
-        scorer=given.scorer,
-        limit=given.prompts,
-        split=given.split,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "diagnose",
+        "Before any training: how different the answers of a group are under each strategy, and how valid.",
+        _EXAMPLES,
     )
-    return problems, given.data
-
-
-def _check_model(model: str | None, strategies: Sequence[Strategy], report: Callable[[str], None]) -> None:
-    from ngrpo import models
-    from ngrpo.preflight import check_model
-
-    if not model:
-        raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    models.check_name(model)
-    path = models.resolve(model, report=report)
-    for strategy in strategies:
-        if strategy.spec is not None:
-            check_model(path, strategy.spec)
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
-    given, unknown = parser.parse_known_args(list(words))
-    if unknown:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        raise ValueError(
-            f"ngrpo diagnose: unknown word {unknown[0]!r}.{nearest(unknown[0], known)} See ngrpo diagnose --help."
-        )
-    for name, fine, allowed in (
-        ("--prompts", given.prompts >= 1, "at least 1"),
-        ("--group", given.group >= 2, "at least 2: diversity is between the answers of a group"),
-        ("--max-tokens", given.max_tokens >= 1, "at least 1"),
-        ("--temperature", given.temperature >= 0.0, "at least 0"),
-        ("--top-p", 0.0 < given.top_p <= 1.0, "in (0, 1]"),
-    ):
-        if not fine:
-            value = getattr(given, name.removeprefix("--").replace("-", "_"))
-            raise ValueError(f"{name} {value}: must be {allowed}.")
-    if given.tokens and not given.embedding_map:
-        raise ValueError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
-    return given
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="ngrpo diagnose",
-        description="Before any training: how different the answers of a group are under each strategy, and how valid.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.add_problems()
     add = parser.add_argument
-    add("--model", "--actor.model_name_or_path", metavar="NAME", help="packaged name, model folder or hub name")
     add("--perturbations", metavar="A,B:option=value", help=f"operators, with commas [{_DEFAULT}]")
-    add(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="perturbation.OPTION=V,V",
+    add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
         help="one strategy per value, for each operator of --perturbations that has the option; may be repeated",
-    )
-    add(
-        "--strategy",
-        action="append",
-        default=[],
-        metavar="'NAME OPTION=V'",
+    )  # fmt: skip
+    add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
         help="one more strategy, as it stands; may be repeated",
-    )
-    add("--task", metavar="NAME", help="the held-out problems of a task: arithmetic, reasoning_gym:DATASET")
-    add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset")
-    add("--split", help="of a hub dataset")
-    add("--scorer", default="auto", help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]")
-    add("--input-key", default="input", help="column of prompts in OpenRLHF's layout [input]")
-    add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
+    )  # fmt: skip
     add("--prompts", type=int, default=32, help="only the first so many problems [32]")
     add("--group", type=int, default=8, help="answers per prompt [8]")
     add("--max-tokens", type=int, default=256, help="longest answer [256]")

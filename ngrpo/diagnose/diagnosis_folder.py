@@ -11,6 +11,8 @@ from typing import Any
 
 from ngrpo.diagnose.sample import Sample
 from ngrpo.result_folder import ResultFolder
+from ngrpo.strategies import Strategy
+from perturbations.errors import UsageError
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"
 DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"
@@ -31,6 +33,20 @@ class DiagnosisFolder(ResultFolder):
         if len(kept) < len(lines):
             self.write_lines(SAMPLES, kept)
         return new
+
+    def has(self, strategy: Strategy) -> bool:
+        """Whether a strategy is finished here.
+
+        Raises:
+            UsageError: where it was sampled with other options.
+        """
+        kept = self.finished.get(strategy.id)
+        if kept is not None and kept["perturbation"] != strategy.spec:
+            raise UsageError(
+                f"--out {self.path}: {strategy.id!r} was sampled there with other options"
+                f" ({kept['perturbation']}, now {strategy.spec}). Give a new folder."
+            )
+        return kept is not None
 
     def samples(self, strategy: str) -> list[Sample]:
         """The samples of a finished strategy."""

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ngrpo.diagnose.engine import attached, put
 from ngrpo.diagnose.inputs import nearest_tokens
+from ngrpo.diagnose.measuring import attached, put
 from ngrpo.diagnose.probe import ADDRESS, COLLECTION
+from ngrpo.diagnose.sample import GroupSampling
+from ngrpo.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, streams
 from perturbations.edit import realise
+from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.strategies import Strategy
@@ -48,7 +51,7 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
         words: separated by commas; None for the first ten of :data:`WORDS` that are one token with their blank.
 
     Raises:
-        ValueError: for a word that is more than one token.
+        UsageError: for a word that is more than one token.
     """
     asked = [word.strip() for word in words.split(",")] if words else list(WORDS)
     found = []
@@ -57,9 +60,9 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
         if singles:
             found.append((singles[0], tokenizer.decode([singles[0]])))
         elif words:
-            raise ValueError(f"--tokens: {word!r} is not one token of this model. Give common whole words.")
+            raise UsageError(f"--tokens: {word!r} is not one token of this model. Give common whole words.")
     if not found:
-        raise ValueError("--embedding-map: none of the usual words is one token here. Name some with --tokens.")
+        raise UsageError("--embedding-map: none of the usual words is one token here. Name some with --tokens.")
     return found if words else found[:TOKENS]
 
 
@@ -67,7 +70,7 @@ def make(llm: Any, strategies: Sequence[Strategy], tokens: list[tuple[int, str]]
     """The map of all perturbing strategies; of those that differ in their gates alone, the first.
 
     Args:
-        llm: of :func:`ngrpo.diagnose.engine.build`.
+        llm: of :func:`ngrpo.diagnose.measuring.build`.
         strategies: the unperturbed ones are left out.
         tokens: of :func:`choose_tokens`.
         seed: of the contexts and the perturbations.
@@ -76,12 +79,12 @@ def make(llm: Any, strategies: Sequence[Strategy], tokens: list[tuple[int, str]]
         ``embedding_map`` of diagnosis.json.
 
     Raises:
-        ValueError: where the model never writes any of the tokens.
+        UsageError: where the model never writes any of the tokens.
     """
     found = contexts(llm, tokens, seed)
     tokens = [token for token in tokens if found[token[0]]]
     if not tokens:
-        raise ValueError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
+        raise UsageError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
     ids = torch.tensor([token for token, _ in tokens])
     here = attached(llm)
     matrix, tokenizer = here.geometry.matrix(), llm.get_tokenizer()
@@ -133,9 +136,7 @@ class Plane:
 
 def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int, list[tuple[Tensor, int]]]:
     """Real steps at which each token was the likeliest: rows of z̃ (V,), and positions."""
-    from vllm import SamplingParams
-
-    from ngrpo.rollout import set_perturbation, take_trajectories
+    from ngrpo.rollout import set_perturbation
 
     tokenizer = llm.get_tokenizer()
     set_perturbation(llm, ADDRESS)
@@ -143,18 +144,12 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
     try:
         for asked, length in ((_sentences(tokenizer, tokens), _LENGTH), (_repeated(tokens), _MORE)):
             prompts = [prompt for token, prompt in asked if len(COLLECTION.rows[token]) < _FEW]
-            params = [
-                SamplingParams(
-                    max_tokens=length,
-                    extra_args={"perturbation": {"seed": streams.trajectory_seed(seed, "map", i), "sample": member}},
-                )
-                for i in range(len(prompts))
+            jobs = [
+                (prompt, streams.trajectory_seed(seed, "map", i), member)
+                for i, prompt in enumerate(prompts)
                 for member in range(_ANSWERS)
             ]
-            requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(_ANSWERS)]
-            if requests:
-                llm.generate(requests, params, use_tqdm=False)
-                take_trajectories(llm)
+            list(generate(llm, jobs, GroupSampling(max_tokens=length), perturbed=True, reproducible=True))
     finally:
         found = COLLECTION.stop()
     return found
@@ -163,11 +158,11 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
 def _sentences(tokenizer: Any, tokens: Sequence[tuple[int, str]]) -> list[tuple[int, list[int]]]:
     result = []
     for token, text in tokens:
-        wish = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
+        request = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
         if getattr(tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": wish}]
-            wish = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        result.append((token, _encode(tokenizer, wish)))
+            message = [{"role": "user", "content": request}]
+            request = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        result.append((token, _encode(tokenizer, request)))
     return result
 
 

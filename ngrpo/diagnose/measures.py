@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
-from decimal import Decimal
 
 import numpy as np
+
+from ngrpo.answers import numbers
 
 Tokens = Sequence[int]
 
 # An answer is degenerate where more than half of the n-grams of its last tokens have stood there before.
 LOOP_NGRAM, LOOP_TOKENS, LOOP_SHARE = 4, 128, 0.5
 _BLEU_ORDER = 4
-# 1,234.50 and 12 are numbers; the 3 of x3 and the 2 of 2x are not. The minus of 8-5 is not a sign.
-_NUMBER = re.compile(r"((?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)(?!\w)")
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
@@ -128,13 +126,8 @@ def intermediate_results(text: str, question: str, final: str | None) -> set[str
     Returns:
         Numbers in one form each: ``1,200.50`` is ``1200.5``.
     """
-    return numbers(text) - numbers(question) - numbers(final or "")
-
-
-def numbers(text: str) -> set[str]:
-    """The numbers in a text, in one form each."""
-    values = (Decimal(match.replace(",", "")) + 0 for match in _NUMBER.findall(text))  # + 0: there is no -0
-    return {format(value.normalize(), "f") for value in values}
+    mine, asked, said = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
+    return mine - asked - said
 
 
 def distinct_share(sets: Sequence[set[str]]) -> float | None:

@@ -6,7 +6,24 @@ import base64
 from dataclasses import dataclass
 from typing import Any
 
+from ngrpo.evaluate.engine import Sampling
+from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
+
+
+@dataclass(frozen=True)
+class GroupSampling(Sampling):
+    """How the answers of a group are drawn, the same for every strategy; ``group`` is how many."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group < 2:
+            raise UsageError(f"group={self.group}: must be at least 2: diversity is between the answers of a group.")
 
 
 @dataclass(frozen=True)

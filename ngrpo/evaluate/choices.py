@@ -6,7 +6,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from ngrpo.evaluate.final_answer import last_boxed, visible
+from ngrpo.answers import last_boxed, visible
 from ngrpo.evaluate.problem import Verdict
 
 _OPEN, _CLOSE = r"[\s*_`\"'(\[{$]*", r"(?![\w'’])"

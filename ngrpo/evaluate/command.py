@@ -6,13 +6,14 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from perturbations.options import nearest
+from ngrpo.command_parser import CommandParser, checked_model, problems_of
+from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.evaluate.engine import Sampling
-    from ngrpo.evaluate.problem import Problem
 
 _EXAMPLES = """\
   --perturbation NAME            perturb the rollouts; off unless asked for
@@ -30,11 +31,6 @@ examples
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"ngrpo eval: {message}. See ngrpo eval --help.")
-
-
 def run(words: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again.
 
@@ -46,7 +42,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         The exit code: 0, or 1 where a folder to rescore lacks samples.
 
     Raises:
-        ValueError: for bad input, before any model loads.
+        UsageError: for bad input, before any model loads.
     """
     if "-h" in words or "--help" in words:
         print(_parser().format_help(), end="")
@@ -73,11 +69,11 @@ def check(words: Sequence[str]) -> None:
     """Reads words and problems as :func:`run` would, and samples nothing.
 
     Raises:
-        ValueError: for bad input: an unknown option, an empty dataset, a problem without an answer.
+        UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
     """
-    given, command, _ = _read(words)
+    given, _, _ = _read(words)
     _sampling(given)
-    _problems(given, command, lambda line: None)
+    problems_of(given, given.limit, lambda line: None)
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
@@ -93,10 +89,12 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
         "--advantage": (command.advantage, "Leave it out."),
         "--sampling.*": (command.sampling, "Evaluation has --temperature and --top-p."),
     }
-    for flag, (value, mend) in refused.items():
+    for flag, (value, fix) in refused.items():
         if value:
-            raise ValueError(f"{flag} belongs to ngrpo train. {mend}")
-    return _parse(rest), command, engine_options
+            raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
+    given = _parser().read(rest)
+    given.task = command.task
+    return given, command, engine_options
 
 
 def _evaluate(
@@ -106,7 +104,7 @@ def _evaluate(
     from ngrpo.evaluate.evaluation import evaluate
 
     sampling = _sampling(given)
-    problems = _problems(given, command, report)
+    problems, dataset = problems_of(given, given.limit, report)
     model = models.resolve(given.model, report=report)
     if command.spec is not None:
         from ngrpo.preflight import check_model
@@ -120,7 +118,7 @@ def _evaluate(
         k=given.k,
         sampling=sampling,
         perturbation=command.spec,
-        dataset=given.data if command.task is None else f"task {command.task}",
+        dataset=dataset,
         hardware=command.hardware,
         engine_options=engine_options,
         report=report,
@@ -129,60 +127,20 @@ def _evaluate(
 
 def _sampling(given: argparse.Namespace) -> Sampling:
     """How to draw, with every setting checked, and the model's name with it."""
-    from ngrpo import models
     from ngrpo.evaluate.engine import Sampling
     from ngrpo.evaluate.outcome import checked_ks
 
-    if not given.model:
-        raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    models.check_name(given.model)
+    checked_model(given)
     checked_ks(given.k, given.n)
     return Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
 
 
-def _problems(given: argparse.Namespace, command: Any, report: Callable[[str], None]) -> list[Problem]:
-    from ngrpo.evaluate.problems import load_problems, load_task
-
-    if (given.data is None) == (command.task is None):
-        raise ValueError("give the problems by --data SRC or by --task NAME, one of the two.")
-    if command.task is not None:
-        if given.scorer != "auto":
-            raise ValueError(f"--scorer {given.scorer}: a task has its own. Leave --scorer out, or use --data.")
-        return load_task(command.task, limit=given.limit)
-    return load_problems(
-        given.data,
-        input_key=given.input_key,
-        label_key=given.label_key,
-        scorer=given.scorer,
-        limit=given.limit,
-        instruction=given.instruction,
-        skip_unanswered=given.skip_unanswered,
-        report=report,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "eval", "Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
     )
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
-    given, unknown = parser.parse_known_args(list(words))
-    if unknown:
-        # argparse keeps its own table of flags; format_usage would only repeat it.
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        raise ValueError(f"ngrpo eval: unknown word {unknown[0]!r}.{nearest(unknown[0], known)} See ngrpo eval --help.")
-    return given
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="ngrpo eval",
-        description="Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.add_problems()
     add = parser.add_argument
-    add("--model", "--actor.model_name_or_path", metavar="NAME", help="packaged name, model folder or hub name")
-    add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset, see below")
-    add("--task", metavar="NAME", help="the held-out problems of a task: arithmetic, reasoning_gym:DATASET")
     add("--n", type=int, default=32, help="samples per problem [32]")
     add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
     add("--temperature", type=float, default=0.6, help="[0.6]")
@@ -190,11 +148,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=4096, help="longest answer [4096]")
     add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
     add("--limit", type=int, help="only the first so many problems")
-    add("--scorer", default="auto", help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]")
-    add("--input-key", default="input", help="column of prompts in OpenRLHF's layout [input]")
-    add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
-    add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
-    add("--skip-unanswered", action="store_true", help="leave problems without an answer out")
     add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
     add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating")
     return parser
@@ -213,16 +166,11 @@ def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
     rest: list[str] = []
     options: dict[str, Any] = {}
-    i = 0
-    while i < len(words):
-        name, equals, value = words[i].partition("=")
-        i += 1
-        if not name.startswith("--vllm."):
-            rest.append(words[i - 1])
-            continue
-        if not equals:
-            value = "true"
-            if i < len(words) and not words[i].startswith("--"):
-                value, i = words[i], i + 1
-        options[name.removeprefix("--vllm.").replace("-", "_")] = yaml.safe_load(value)
+    for flag in Flags(words):
+        if flag.name.startswith("--vllm."):
+            value, *more = flag.values or ("true",)
+            options[flag.name.removeprefix("--vllm.").replace("-", "_")] = yaml.safe_load(value)
+            rest += more
+        else:
+            rest += flag.words
     return rest, options

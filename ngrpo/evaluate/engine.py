@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.evaluate.problem import Problem
+from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
+
+if TYPE_CHECKING:
+    from perturbations.replay import ReplayRecord
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
 _WINDOW = 2048
+
+# The tokens of a prompt, the seed that all its samples share, and the sample's number among them.
+Job = tuple[list[int], int, int]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Sampling:
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
         ):
             if not fine:
-                raise ValueError(f"{name}={getattr(self, name)}: must be {allowed}.")
+                raise UsageError(f"{name}={getattr(self, name)}: must be {allowed}.")
 
 
 @dataclass(frozen=True)
@@ -48,16 +54,16 @@ class Generated:
     Attributes:
         job: its place in the list of jobs.
         text: without special tokens.
-        tokens: how many were generated.
+        tokens: all that were generated, the end token included.
         finish: ``stop``, or ``length`` where the limit cut it.
-        perturbed: perturbed positions; None where the engine keeps no records.
+        record: what was fed in place of tokens; None where the engine keeps no records.
     """
 
     job: int
     text: str
-    tokens: int
+    tokens: list[int]
     finish: str
-    perturbed: int | None
+    record: ReplayRecord | None
 
 
 def build(
@@ -76,6 +82,9 @@ def build(
         max_model_len: prompt and answer together.
         hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
+
+    Raises:
+        UsageError: where vLLM refuses the model or the options.
     """
     from ngrpo.hardware import profile_for
 
@@ -91,8 +100,11 @@ def build(
         **(options or {}),
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
-    perturbation = dict(spec or {"name": "none"})
-    return vllm.LLM(model, additional_config={"perturbation": perturbation, "seeded_draws": True}, **settings)
+    config = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
+    try:
+        return vllm.LLM(model, additional_config=config, **settings)
+    except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
+        raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 
 
 def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:
@@ -100,7 +112,7 @@ def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:
 
     Raises:
         RuntimeError: for a perturbation where the engine has none installed.
-        ValueError: for a bad spec.
+        UsageError: for a bad spec.
     """
     from ngrpo.rollout import set_perturbation
 
@@ -112,6 +124,20 @@ def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:
         return False
 
 
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        UsageError: where it cannot be loaded: a hub name without network, or a folder without a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except OSError as error:
+        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
+
+
 def render(tokenizer: Any, problem: Problem) -> str:
     """The prompt as the model sees it; a tokenizer without a chat template gets the messages' text."""
     if getattr(tokenizer, "chat_template", None):
@@ -121,7 +147,7 @@ def render(tokenizer: Any, problem: Problem) -> str:
 
 def generate(
     llm: Any,
-    jobs: Sequence[tuple[list[int], int]],
+    jobs: Sequence[Job],
     sampling: Sampling,
     *,
     perturbed: bool,
@@ -131,7 +157,7 @@ def generate(
 
     Args:
         llm: an idle ``vllm.LLM``.
-        jobs: prompt tokens and the sample's number among that prompt's.
+        jobs: what to sample.
         sampling: how to draw.
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
@@ -147,11 +173,9 @@ def generate(
     try:
         while live or following < len(jobs):
             while following < len(jobs) and len(live) < _WINDOW:
-                tokens, sample = jobs[following]
                 name = f"eval-{following}"
-                engine.add_request(
-                    name, {"prompt_token_ids": tokens}, _params(sampling, tokens, sample, perturbed, reproducible)
-                )
+                params = _params(sampling, jobs[following], perturbed, reproducible)
+                engine.add_request(name, {"prompt_token_ids": jobs[following][0]}, params)
                 live[name] = following
                 following += 1
             done = [output for output in engine.step() if output.finished]
@@ -160,29 +184,19 @@ def generate(
             records = take_records(llm, [output.request_id for output in done]) if reproducible else {}
             found = []
             for output in done:
-                answer, record = output.outputs[0], records.get(output.request_id)
-                count = None if record is None else len(record)
-                found.append(
-                    Generated(
-                        live.pop(output.request_id),
-                        answer.text,
-                        len(answer.token_ids),
-                        str(answer.finish_reason),
-                        count,
-                    )
-                )
+                job, answer, record = live.pop(output.request_id), output.outputs[0], records.get(output.request_id)
+                found.append(Generated(job, answer.text, list(answer.token_ids), str(answer.finish_reason), record))
             yield found
     finally:
         if live:
             engine.abort_request(list(live))
 
 
-def _params(sampling: Sampling, prompt: list[int], sample: int, perturbed: bool, reproducible: bool) -> Any:
+def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
-    seed = trajectory_seed(sampling.seed, json.dumps(prompt))
+    _, seed, sample = job
     settings: dict[str, Any] = {}
     if reproducible:
         settings["extra_args"] = {"perturbation": {"enabled": perturbed, "seed": seed, "sample": sample}}

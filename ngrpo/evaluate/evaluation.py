@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,11 @@ from ngrpo import models
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.outcome import checked_ks, summarise
-from ngrpo.evaluate.problem import Problem
-from ngrpo.evaluate.scoring import check_scorer, score
+from ngrpo.evaluate.problem import Problem, digest
+from ngrpo.evaluate.scoring import check_problems, check_scorer, score
 from ngrpo.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
+from perturbations.streams import trajectory_seed
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
@@ -65,27 +65,21 @@ def evaluate(
         The content of ``evaluation.json``, which is also written.
 
     Raises:
-        ValueError: for bad settings, a folder with another evaluation, or one that cannot be written.
+        UsageError: for bad settings, a folder with another evaluation, or one that cannot be written.
     """
     sampling = sampling or Sampling()
     if isinstance(model, str):
         model = models.resolve(model, report=report)
-    if not problems:
-        raise UsageError("no problems to evaluate: the dataset is empty.")
     if n < 1:
         raise UsageError(f"n={n}: must be at least 1 sample per problem.")
-    if len({problem.id for problem in problems}) < len(problems):
-        raise UsageError("two problems have the same id; ids must be distinct.")
     ks = checked_ks(k, n)
-    # A missing package or a broken reward file must show before an hour of sampling, not after it.
-    for problem in {problem.scorer: problem for problem in problems}.values():
-        score(problem, problem.answer)
+    check_problems(problems)
     settings = {
         "format": 1,
         "model": model if isinstance(model, str) else str(model.llm_engine.model_config.model),
         "dataset": dataset,
         "problems": len(problems),
-        "digest": _digest(problems),
+        "digest": digest(problems),
         "scorer": ", ".join(sorted({problem.scorer for problem in problems})),
         "n": n,
         "sampling": asdict(sampling),
@@ -134,7 +128,7 @@ def rescore(
         The new result; None where samples are missing: they are checked again, but there is nothing to count yet.
 
     Raises:
-        ValueError: for a folder without an evaluation, or a bad scorer.
+        UsageError: for a folder without an evaluation, or a bad scorer.
     """
     place = Path(folder)
     if not (place / SETTINGS).is_file():
@@ -148,7 +142,7 @@ def rescore(
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             problems = [replace(problem, scorer=scorer) for problem in problems]
-            settings = {**settings, "scorer": scorer, "digest": _digest(problems)}
+            settings = {**settings, "scorer": scorer, "digest": digest(problems)}
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
             sample.update(_verdict(by_id[sample["problem"]], sample["text"], sample["prompt"]))
@@ -182,7 +176,7 @@ def _generate(
     progress: _Progress,
 ) -> Iterator[list[Sample]]:
     """Lines of ``samples.jsonl`` in the order in which they finish, each with its verdict."""
-    tokenizer = _tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
+    tokenizer = engines.load_tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
     prompts = {p.id: engines.render(tokenizer, p) for p, _ in missing}
     tokens = {key: tokenizer.encode(prompt, add_special_tokens=False) for key, prompt in prompts.items()}
     if isinstance(model, str):
@@ -195,7 +189,9 @@ def _generate(
         if not reproducible:
             progress.report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
     progress.start()
-    jobs = [(tokens[p.id], i) for p, i in missing]
+    # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
+    seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
+    jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     stream = engines.generate(llm, jobs, sampling, perturbed=spec is not None, reproducible=reproducible)
     with closing(stream):
         for found in stream:
@@ -207,11 +203,13 @@ def _generate(
                     "sample": index,
                     "prompt": prompts[problem.id],
                     "text": answer.text,
-                    "tokens": answer.tokens,
+                    "tokens": len(answer.tokens),
                     "finish": answer.finish,
                     **_verdict(problem, answer.text, prompts[problem.id]),
                 }
-                rows.append({**row, "perturbed": answer.perturbed} if spec is not None else row)
+                if spec is not None:
+                    row["perturbed"] = None if answer.record is None else len(answer.record)
+                rows.append(row)
             yield rows
 
 
@@ -245,17 +243,6 @@ class _Progress:
 
 def _verdict(problem: Problem, text: str, prompt: str) -> dict[str, Any]:
     return asdict(score(problem, text, prompt=prompt))
-
-
-def _digest(problems: Sequence[Problem]) -> str:
-    rows = [[p.id, list(p.messages), p.answer, p.scorer] for p in problems]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
 
 
 def _check_length(model: str, needed: int, max_tokens: int) -> None:

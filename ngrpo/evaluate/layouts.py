@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ngrpo.evaluate.final_answer import last_boxed
-from ngrpo.evaluate.readers import Row
+from ngrpo.answers import last_boxed
+from ngrpo.datafiles import Row
+from perturbations.errors import UsageError
 
 BOXED = "Reason step by step and put the final answer in \\boxed{}."
 LETTER = "Reason step by step and put the letter of the right option in \\boxed{}."
@@ -67,7 +68,7 @@ def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> L
         label_key: OpenRLHF's column of references.
 
     Raises:
-        ValueError: where the columns are not known, with those found and the mend.
+        UsageError: where the columns are not known, with those found and the fix.
     """
     layouts = (
         Layout("verl", lambda r: "prompt" in r and "reward_model" in r, _verl),
@@ -84,7 +85,7 @@ def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> L
     for layout in layouts:
         if layout.fits(row):
             return layout
-    raise ValueError(
+    raise UsageError(
         f"unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model; {input_key!r} and"
         f" {label_key!r} (other columns with --input-key and --label-key); one of {', '.join(_QUESTIONS)} with one of"
         f" {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect Answer 1 to 3."
@@ -115,7 +116,7 @@ def _verl(row: Row) -> Asked:
 
 def _openrlhf(row: Row, input_key: str, label_key: str) -> Asked:
     if label_key not in row:
-        raise ValueError(f"no column {label_key!r} beside {input_key!r}; name the reference's with --label-key.")
+        raise UsageError(f"no column {label_key!r} beside {input_key!r}; name the reference's with --label-key.")
     messages, answer = _messages(row[input_key]), _reference(row[label_key])
     label = _mapping(answer) if answer.startswith("{") else {}
     if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
@@ -197,14 +198,14 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
         return ({"role": "user", "content": value},)
     if isinstance(value, (list, tuple)) and value and all(isinstance(m, dict) and "content" in m for m in value):
         return tuple({"role": str(m.get("role", "user")), "content": str(m["content"])} for m in value)
-    raise ValueError("no question: the prompt must be a text or a list of messages with role and content.")
+    raise UsageError("no question: the prompt must be a text or a list of messages with role and content.")
 
 
 def _reference(value: Any) -> str:
     """The reference as text; a list must hold one."""
     if isinstance(value, (list, tuple)):
         if len(value) > 1:
-            raise ValueError(f"{len(value)} reference answers ({value!r:.80}); one is supported.")
+            raise UsageError(f"{len(value)} reference answers ({value!r:.80}); one is supported.")
         value = value[0] if value else ""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)

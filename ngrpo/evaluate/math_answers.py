@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ngrpo.evaluate.problem import Verdict
+from perturbations.errors import UsageError
 
 # The child gives up by itself after some 12 s (math_worker.py); this is for what it cannot interrupt.
 HARD_LIMIT_SECONDS = 30.0
@@ -77,7 +78,7 @@ class MathChecker:
 
 def _start() -> subprocess.Popen[str]:
     if find_spec("math_verify") is None:
-        raise ValueError(
+        raise UsageError(
             "math answers are checked by math-verify, which is not installed. Run: pip install math-verify"
         )
     path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
@@ -94,7 +95,7 @@ def _start() -> subprocess.Popen[str]:
     ready, _, _ = select.select([child.stdout], [], [], _START_SECONDS)
     if not ready or not child.stdout.readline():
         child.kill()
-        raise ValueError(
+        raise UsageError(
             f"the process that checks math answers did not start. Try: {sys.executable} -m ngrpo.evaluate.math_worker"
         )
     return child
@@ -117,6 +118,6 @@ def check(answer: str, text: str) -> Verdict:
         :data:`HARD_LIMIT_SECONDS` counts as unreadable.
 
     Raises:
-        ValueError: where math-verify is not installed.
+        UsageError: where math-verify is not installed.
     """
     return _shared.check(answer, text)

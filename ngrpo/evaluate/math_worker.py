@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from ngrpo.evaluate.final_answer import last_boxed, stated, visible
+from ngrpo.answers import last_boxed, stated, visible
 
 # Seconds for math-verify's own alarms, each of parse and verify, and for making one answer canonical.
 _SECONDS = 3

@@ -8,6 +8,7 @@ from typing import Any
 
 from ngrpo.evaluate.estimators import mean_at_n, pass_at_k
 from ngrpo.evaluate.problem import Problem
+from perturbations.errors import UsageError
 
 DEFAULT_KS = (1, 4, 8, 16, 32)
 
@@ -16,13 +17,13 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
     """The k of Pass@k, sorted; by default those of 1, 4, 8, 16, 32 up to n.
 
     Raises:
-        ValueError: for a k outside [1, n].
+        UsageError: for a k outside [1, n].
     """
     if ks is None:
         return tuple(k for k in DEFAULT_KS if k <= n)
     for k in ks:
         if not 1 <= k <= n:
-            raise ValueError(f"k={k}: Pass@k of n={n} samples needs k in [1, {n}]. Draw more with --n.")
+            raise UsageError(f"k={k}: Pass@k of n={n} samples needs k in [1, {n}]. Draw more with --n.")
     return tuple(sorted(set(ks)))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,12 @@ class Problem:
     def question(self) -> str:
         """The last message, for people."""
         return self.messages[-1]["content"]
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """A short hash of all that decides the samples of some problems and their scores."""
+    rows = [[p.id, list(p.messages), p.answer, p.scorer] for p in problems]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import string
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+from ngrpo.datafiles import ENDINGS, Row, read_rows
 from ngrpo.evaluate.layouts import Layout, layout_of
 from ngrpo.evaluate.problem import Problem
-from ngrpo.evaluate.readers import HubSource, Row, is_file, parse_hub, read_file, read_hub
 from ngrpo.evaluate.scoring import check_scorer
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 # Benchmarks by short name; their columns are those of layouts.py.
 BENCHMARKS = {
-    "aime2025": HubSource("math-ai/aime25", split="test"),  # problem, answer; 30 rows
-    "amc23": HubSource("math-ai/amc23", split="test"),  # question, answer; 40 rows
-    "math500": HubSource("HuggingFaceH4/MATH-500", split="test"),  # problem, answer; 500 rows
-    "gpqa_diamond": HubSource("Idavidrein/gpqa", "gpqa_diamond", "train"),  # GPQA's columns; 198 rows; gated
+    "aime2025": "math-ai/aime25@test",  # problem, answer; 30 rows
+    "amc23": "math-ai/amc23@test",  # question, answer; 40 rows
+    "math500": "HuggingFaceH4/MATH-500@test",  # problem, answer; 500 rows
+    "gpqa_diamond": "Idavidrein/gpqa:gpqa_diamond@train",  # GPQA's columns; 198 rows; gated
 }
+_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.-]+))?")
+# The split to take where none is named; one with a reference is meant, and a test set before the rest.
+_SPLITS = ("test", "validation", "train")
 
 
 def load_problems(
@@ -54,31 +60,31 @@ def load_problems(
         The problems, in the order of the dataset. Their ids do not depend on ``limit``.
 
     Raises:
-        ValueError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.
+        UsageError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.
     """
     if scorer != "auto":
         check_scorer(scorer)
     if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit}: must be at least 1.")
+        raise UsageError(f"limit={limit}: must be at least 1.")
     name, rows = _rows(source, limit, split)
     try:
         layout = layout_of(rows[0], input_key, label_key)
-    except ValueError as error:
-        raise ValueError(f"--data {source}: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"--data {source}: {error}") from None
     problems = []
     for i, row in enumerate(rows):
         problem = _problem(f"--data {source}: row {i + 1}", f"{name}-{i}", row, layout, scorer, instruction)
         if problem is not None:
             problems.append(problem)
         elif not skip_unanswered:
-            raise ValueError(
+            raise UsageError(
                 f"--data {source}: row {i + 1} has no answer ({layout.name} layout; columns {', '.join(row)}). Add the"
                 " reference, or leave such rows out with --skip-unanswered."
             )
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
-        raise ValueError(f"--data {source}: no row has an answer ({layout.name} layout). Add the references.")
+        raise UsageError(f"--data {source}: no row has an answer ({layout.name} layout). Add the references.")
     return problems
 
 
@@ -90,7 +96,7 @@ def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
         limit: only the first so many.
 
     Raises:
-        ValueError: for an unknown task.
+        UsageError: for an unknown task.
     """
     from ngrpo import tasks
 
@@ -98,7 +104,7 @@ def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
         tasks.prepare(task, Path(folder))
         held_out = Path(folder) / "eval.jsonl"
         if not held_out.is_file():
-            raise ValueError(f"--task {task} has no held-out problems: give --data with a file of your own.")
+            raise UsageError(f"--task {task} has no held-out problems: give --data with a file of your own.")
         problems = load_problems(str(held_out), limit=limit, instruction="")
     name = task.replace(":", "-")
     scorer = f"task:{task.partition(':')[0]}"
@@ -107,22 +113,47 @@ def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
 
 def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[Row]]:
     """A short name for ids, and the rows."""
-    if is_file(source):
-        return Path(source).stem, read_file(source, limit)
+    path = Path(source).expanduser()
+    if path.suffix.lower() in ENDINGS or path.exists():
+        return path.stem, read_rows("--data", source, limit)
     short = source.lower().replace("-", "_")
-    if short in BENCHMARKS:
-        hub = BENCHMARKS[short]
-    elif "/" not in source:
-        raise ValueError(
-            f"--data {source!r}: unknown.{nearest(source, BENCHMARKS)} Give {', '.join(BENCHMARKS)}, a file ending in"
-            " .jsonl, .json, .csv or .parquet, or a hub name like owner/name."
+    hub = _HUB.fullmatch(BENCHMARKS.get(short, source))
+    if hub is None:
+        raise UsageError(
+            f"--data {source!r} is unknown: it is neither a benchmark nor a file nor a hub name."
+            f"{nearest(source, BENCHMARKS)} Give {', '.join(BENCHMARKS)}, a file ending in {', '.join(ENDINGS)}, or a"
+            " hub name like owner/name, owner/name@split or owner/name:config@split."
         )
-    else:
-        hub = parse_hub(source)
-        short = hub.name.rpartition("/")[2]
-    if split is not None:
-        hub = replace(hub, split=split)
-    return short, read_hub(hub, limit)
+    name = short if short in BENCHMARKS else hub["name"].rpartition("/")[2]
+    return name, _hub_rows(hub["name"], hub["config"], split or hub["split"], limit)
+
+
+def _hub_rows(name: str, config: str | None, split: str | None, limit: int | None) -> list[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"--data {name}: hub datasets are loaded by the package datasets. Run: pip install datasets"
+        ) from None
+    try:
+        loaded = datasets.load_dataset(name, config, split=split)
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise UsageError(
+            f"--data {name}: cannot be loaded from the hub ({type(error).__name__}: {message[:300]})."
+            " Without access to the hub give a local file instead: --data FILE.jsonl or FILE.parquet."
+            " A gated dataset needs HF_TOKEN."
+        ) from None
+    if isinstance(loaded, dict):
+        found = list(loaded)
+        chosen = found[0] if len(found) == 1 else next((s for s in _SPLITS if s in found), None)
+        if chosen is None:
+            raise UsageError(f"--data {name}: has the splits {', '.join(found)}. Name one: {name}@{found[0]}.")
+        loaded = loaded[chosen]
+    rows = [dict(row) for row in islice(iter(loaded), limit)]
+    if not rows:
+        raise UsageError(f"--data {name} is empty. Name another split: {name}@SPLIT.")
+    return rows
 
 
 def _problem(where: str, name: str, row: Row, layout: Layout, scorer: str, instruction: str | None) -> Problem | None:
@@ -130,7 +161,7 @@ def _problem(where: str, name: str, row: Row, layout: Layout, scorer: str, instr
     try:
         asked = layout.read(row)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where} ({layout.name} layout): {error}") from None
+        raise UsageError(f"{where} ({layout.name} layout): {error}") from None
     chosen = asked.scorer if scorer == "auto" else scorer
     if not asked.answer and chosen != "reasoning_gym":
         return None
@@ -139,11 +170,11 @@ def _problem(where: str, name: str, row: Row, layout: Layout, scorer: str, instr
         answer = answer.strip("().").upper()
         letters = string.ascii_uppercase[: len(asked.meta.get("options", string.ascii_uppercase))]
         if len(answer) != 1 or answer not in letters:
-            raise ValueError(
+            raise UsageError(
                 f"{where}: the answer {asked.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
             )
     if chosen == "reasoning_gym" and "label" not in asked.meta:
-        raise ValueError(f"{where} was not made by reasoning-gym: its metadata has no source_dataset.")
+        raise UsageError(f"{where} was not made by reasoning-gym: its metadata has no source_dataset.")
     add = asked.instruction if instruction is None else instruction
     messages = asked.messages
     if add:

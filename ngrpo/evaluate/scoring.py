@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ngrpo.answers import last_statement
 from ngrpo.evaluate.problem import Problem, Verdict
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 BUILT_IN = ("math", "choice", "reasoning_gym")
@@ -28,7 +34,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         The verdict. An answer that cannot be read is wrong, not an error.
 
     Raises:
-        ValueError: for an unknown scorer, a missing package, or a reward file that fails.
+        UsageError: for an unknown scorer, a missing package, or a reward file that fails.
     """
     if problem.scorer == "math":
         from ngrpo.evaluate import math_answers
@@ -40,38 +46,44 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         return choices.check(problem.answer, text, problem.meta.get("options"))
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(_TASK):
         return _by_task(problem, text)
-    if problem.scorer.endswith(".py"):
-        return _by_file(problem, text, prompt if prompt is not None else problem.question)
-    raise ValueError(_unknown(problem.scorer))
+    check_scorer(problem.scorer)
+    return _by_file(problem, text, prompt if prompt is not None else problem.question)
 
 
-def check_scorer(name: str) -> str:
-    """Returns a scorer's name unchanged if there is such a scorer.
+def check_problems(problems: Sequence[Problem]) -> None:
+    """Checks problems and their scorers before an hour of sampling, and not after it.
 
     Raises:
-        ValueError: for an unknown one or a missing file, with the nearest match.
+        UsageError: where there are none, two have one id, a package is missing, or a reward file fails.
+    """
+    if not problems:
+        raise UsageError("there are no problems: the dataset is empty.")
+    if len({problem.id for problem in problems}) < len(problems):
+        raise UsageError("two problems have the same id; ids must be distinct.")
+    for problem in {problem.scorer: problem for problem in problems}.values():
+        score(problem, problem.answer)
+
+
+def check_scorer(name: str) -> None:
+    """Checks that there is such a scorer.
+
+    Raises:
+        UsageError: for an unknown one or a missing file, with the nearest match.
     """
     if name.startswith(_TASK):
         from ngrpo import tasks
 
         tasks.check_name(name[len(_TASK) :].partition(":")[0], argument_needed=False)
-        return name
-    if name.endswith(".py"):
+    elif name.endswith(".py"):
         path = Path(name).expanduser()
         if not path.is_file():
             near = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
-            raise ValueError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
-        return name
-    if name not in BUILT_IN:
-        raise ValueError(_unknown(name))
-    return name
-
-
-def _unknown(name: str) -> str:
-    return (
-        f"unknown scorer {name!r}.{nearest(name, BUILT_IN)} Scorers: {', '.join(BUILT_IN)}, task:NAME, or a Python"
-        " file with OpenRLHF's reward_func(queries, prompts, labels)."
-    )
+            raise UsageError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
+    elif name not in BUILT_IN:
+        raise UsageError(
+            f"unknown scorer {name!r}.{nearest(name, BUILT_IN)} Scorers: {', '.join(BUILT_IN)}, task:NAME, or a Python"
+            " file with OpenRLHF's reward_func(queries, prompts, labels)."
+        )
 
 
 def _by_task(problem: Problem, text: str) -> Verdict:
@@ -85,37 +97,23 @@ def _by_task(problem: Problem, text: str) -> Verdict:
 
 
 def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
-    from ngrpo.evaluate.final_answer import last_statement
-
     label = problem.meta.get("label", problem.answer)
     try:
         result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
-        rewards = result["rewards"] if isinstance(result, dict) else result
-        scores = result.get("scores", rewards) if isinstance(result, dict) else rewards
-        reward, value = _number(rewards), _number(scores)
+        found = result if isinstance(result, dict) else {"rewards": result}
+        reward, value = (_number(found.get(key, found["rewards"])) for key in ("rewards", "scores"))
     except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(
-            f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({kind}: {error})."
-        ) from error
+        told = f"{type(error).__name__}: {error}"
+        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({told}).") from error
     extracted = last_statement(text)
     return Verdict(reward, value >= _FULL, extracted, extracted is not None)
 
 
 @lru_cache(maxsize=8)
 def _reward_func(path: str) -> Any:
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("reward_func", Path(path).expanduser())
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.reward_func
+    return runpy.run_path(str(Path(path).expanduser()))["reward_func"]
 
 
 def _number(value: Any) -> float:
     """The first number of a tensor, an array, a list or a number."""
-    while isinstance(value, (list, tuple)):
-        value = value[0]
-    return float(value.flatten()[0]) if hasattr(value, "flatten") else float(value)
+    return float(np.asarray(value, dtype=np.float64).flat[0])

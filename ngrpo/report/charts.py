@@ -83,7 +83,6 @@ def line_chart(
     x_title: str,
     y_title: str,
     size: Size,
-    share: bool = True,
     digits: int = 3,
 ) -> str:
     """Curves with their bands.
@@ -97,7 +96,6 @@ def line_chart(
         x_title: title of the axis across.
         y_title: title of the axis upward, written above it.
         size: its size.
-        share: whether the values are never negative (see `spread`).
         digits: decimals in the tooltip.
 
     Returns:
@@ -106,7 +104,7 @@ def line_chart(
     reach = [value for line in lines for point in line.points for value in point[1:] if value is not None]
     if not reach:
         return ""
-    ys = spread(reach, *size.upward, count=4 if size.kind == "small" else 5, share=share)
+    ys = spread(reach, *size.upward, count=4 if size.kind == "small" else 5, share=True)
     body, series = [], []
     many = " many" if len(lines) > 5 else ""
     for line in lines:
@@ -137,31 +135,25 @@ def line_chart(
     return plot(name, frame + "".join(body), size, title, f"Last values: {finals}.", data)
 
 
-def scatter(
-    name: str, points: Sequence[Point], *, title: str, x_title: str, y_title: str, size: Size, share: bool = True
-) -> str:
+def scatter(name: str, points: Sequence[Point], *, title: str, x_title: str, y_title: str, size: Size) -> str:
     """One labelled point per strategy, with whiskers. Arguments as in `line_chart`; empty without points."""
     if not points:
         return ""
-    xs = spread([v for p in points for v in (p.x, *(p.x_interval or ()))], *size.across, share=False)
-    ys = spread([v for p in points for v in (p.y, *(p.y_interval or ()))], *size.upward, share=False)
-    body, data = [], []
-    taken = []
+    xs = spread([v for p in points for v in (p.x, *(p.x_interval or ()))], *size.across)
+    ys = spread([v for p in points for v in (p.y, *(p.y_interval or ()))], *size.upward)
+    body, data, taken, drawn = [], [], [], []
     for point in points:  # Labels keep off markers and whiskers.
-        x, y, across, upward = xs(point.x), ys(point.y), point.x_interval, point.y_interval
-        taken.append((x - 6, y - 6, x + 6, y + 6))
-        taken += [(xs(across[0]), y - 1, xs(across[1]), y + 1)] if across else []
-        taken += [(x - 1, ys(upward[1]), x + 1, ys(upward[0]))] if upward else []
-    for point in points:
         x, y = xs(point.x), ys(point.y)
-        parts = []
-        if point.x_interval:
-            parts.append(f'<path class="whisker" d="M{xs(point.x_interval[0]):g} {y:g}H{xs(point.x_interval[1]):g}"/>')
-        if point.y_interval:
-            parts.append(f'<path class="whisker" d="M{x:g} {ys(point.y_interval[0]):g}V{ys(point.y_interval[1]):g}"/>')
-        parts.append(point.series.marker(x, y))
-        parts.append(place_label(point.series.name, x, y, size, taken))
-        body.append(f'<g class="{point.series.classes} big" data-s="{point.series.index}">{"".join(parts)}</g>')
+        across, upward = ([scale(v) for v in i or ()] for scale, i in ((xs, point.x_interval), (ys, point.y_interval)))
+        drawn.append((point, x, y, across, upward))
+        taken.append((x - 6, y - 6, x + 6, y + 6))
+        taken += [(across[0], y - 1, across[1], y + 1)] if across else []
+        taken += [(x - 1, upward[1], x + 1, upward[0])] if upward else []
+    for point, x, y, across, upward in drawn:
+        whiskers = f'<path class="whisker" d="M{across[0]:g} {y:g}H{across[1]:g}"/>' if across else ""
+        whiskers += f'<path class="whisker" d="M{x:g} {upward[0]:g}V{upward[1]:g}"/>' if upward else ""
+        shown = whiskers + point.series.marker(x, y) + place_label(point.series.name, x, y, size, taken)
+        body.append(f'<g class="{point.series.classes} big" data-s="{point.series.index}">{shown}</g>')
         data.append([x, y, point.series.index, [point.series.name, *point.notes]])
     told = "; ".join(f"{p.series.name}: {x_title} {figure(p.x)}, {y_title} {figure(p.y)}" for p in points)
     frame = axes(xs, ys, size, x_title, y_title)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from perturbations.options import nearest
+from ngrpo.command_parser import CommandParser
+from perturbations.errors import UsageError
 
-_USAGE = """\
-usage: ngrpo report FOLDER|results.json|diagnosis.json [--out FILE]
-
-Makes the report again, the same to the byte. It is written beside the file, as report.html, unless --out says
-otherwise."""
+_HELP = "It is written beside the file, as report.html, unless --out says otherwise."
 
 
 def run(words: list[str], report: Callable[[str], None]) -> int:
@@ -25,40 +22,26 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
         The exit code.
 
     Raises:
-        ValueError: for bad input, or a report that cannot be written.
+        UsageError: for bad input, or a report that cannot be written.
     """
+    parser = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
+    parser.add_argument("places", nargs="*", metavar="FOLDER|results.json|diagnosis.json", help="one result")
+    parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
     if words in (["-h"], ["--help"]):
-        print(_USAGE)
+        print(parser.format_help())
         return 0
-    places, out = _parse(words)
-    if len(places) != 1:
-        raise ValueError(f"ngrpo report takes one folder or file, got {len(places)}.\n{_USAGE}")
+    given = parser.read(words)
+    if len(given.places) != 1:
+        raise UsageError(f"ngrpo report takes one folder or file, got {len(given.places)}. See ngrpo report --help.")
     from ngrpo.report.load import load
     from ngrpo.report.page import write_diagnosis, write_report
 
-    kind, data, file = load(Path(places[0]).expanduser())
-    target = Path(out).expanduser() if out else file.parent / "report.html"
+    kind, data, file = load(Path(given.places[0]).expanduser())
+    target = Path(given.out).expanduser() if given.out else file.parent / "report.html"
     if target.is_dir():
         target = target / "report.html"
     if target.resolve() == file.resolve():
-        raise ValueError(f"--out {out} is the result itself. Name another file.")
+        raise UsageError(f"--out {given.out} is the result itself. Name another file.")
     (write_report if kind == "comparison" else write_diagnosis)(data, target)
     report(f"report of {file}: {target}")
     return 0
-
-
-def _parse(words: list[str]) -> tuple[list[str], str | None]:
-    places: list[str] = []
-    out: str | None = None
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            places.append(word)
-        elif name != "--out":
-            raise ValueError(f"unknown flag {name!r} of ngrpo report.{nearest(name, ['--out', '--help'])}\n{_USAGE}")
-        else:
-            out = value if equals else next(rest, "")
-            if not out:
-                raise ValueError("--out needs a file, for example --out report.html.")
-    return places, out

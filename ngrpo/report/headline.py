@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.openrlhf_flags import Flags
 from ngrpo.report.marks import Series
 from ngrpo.report.tables import facts
 from ngrpo.report.values import dig, duration, escape, figure, number, numbers, plural, rows
@@ -39,7 +38,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
     states = {state: [run for run in runs if run.get("status") == state] for state in ("done", "failed", "pending")}
     counted = ", ".join(f"{len(found)} {state}" for state, found in states.items() if found) or "none"
     known = {
-        "Model": _model(results),
+        "Model": results.get("model"),
         "Task": results.get("task"),
         "Machine": _machine(results),
         "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
@@ -116,18 +115,6 @@ def _together(name: Any) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _model(results: Mapping[str, Any]) -> Any:
-    """The model trained, from the result itself or the flags given."""
-    if results.get("model"):
-        return results["model"]
-    for key in ("openrlhf_args", "command"):
-        words = [str(word) for word in results.get(key) or [] if word is not None]
-        for flag in ("--actor.model_name_or_path", "--model"):
-            if value := Flags(words).value(flag):
-                return value
-    return None
 
 
 def _machine(source: Mapping[str, Any]) -> str | None:

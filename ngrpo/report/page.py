@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ngrpo.report import curves, embedding, headline, picture, provenance, samples, tables
+from ngrpo.report import curves, headline, map_panels, picture, provenance, samples, tables
 from ngrpo.report.load import check
 from ngrpo.report.marks import all_series
 from ngrpo.report.values import escape
@@ -26,7 +26,7 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         path: the HTML file; its folder must exist. A report already there is replaced whole or left as it is.
 
     Raises:
-        ValueError: where this is no comparison, is of a newer format, or the file cannot be written.
+        UsageError: where this is no comparison, is of a newer format, or the file cannot be written.
     """
     check(results, "comparison")
     series = all_series(results)
@@ -39,7 +39,7 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         ("cost", "Cost", tables.cost_table(results, series)),
         ("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
         ("samples", "Sample answers", samples.samples(diagnosis, series)),
-        ("map", "Embedding map", embedding.embedding_map(diagnosis, series)),
+        ("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
         ("runs", "Runs", provenance.all_runs(results)),
         ("made", "How it was made", provenance.made(results)),
     ]
@@ -56,7 +56,7 @@ def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
         ("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
         ("pass-at-k", "Pass@k", curves.pass_at_k(diagnosis, series, trained=False)),
         ("samples", "Sample answers", samples.samples(diagnosis, series)),
-        ("map", "Embedding map", embedding.embedding_map(diagnosis, series)),
+        ("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
         ("made", "How it was made", provenance.made(diagnosis)),
     ]
     write_text(path, _page("Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ngrpo.report.charts import SQUARE, Point, scatter
 from ngrpo.report.marks import Series, legend
-from ngrpo.report.tables import name_cell, table
+from ngrpo.report.tables import cell, name_cell, sub, table
 from ngrpo.report.values import between, dig, figure, number, numbers, rows
 
 # Heading with what is better, keys, decimals.
@@ -41,12 +41,13 @@ def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         if one is None or x is None or y is None:
             continue
         across, upward = (numbers(dig(row, "intervals", key), 2) for key in ("validity", "diversity"))
-        notes = [f"{word} {figure(value)}" + (f" ({between(*interval)})" if interval else "")
-                 for word, value, interval in (("validity", x, across), ("diversity", y, upward))]  # fmt: skip
-        reward = number(row.get("reward"))
-        points.append(
-            Point(one, x, y, across, upward, notes + ([f"reward {figure(reward)}"] if reward is not None else []))
-        )
+        notes = [
+            f"{word} {figure(value)}" + (f" ({between(*interval)})" if interval else "")
+            for word, value, interval in (("validity", x, across), ("diversity", y, upward))
+        ]
+        if number(row.get("reward")) is not None:
+            notes.append(f"reward {figure(row['reward'])}")
+        points.append(Point(one, x, y, across, upward, notes))
     chart = scatter(
         "diversity-validity", points, title="Diversity against validity, one point per strategy",
         x_title="validity → more valid is better", y_title="↑ diversity: more diverse is better", size=SQUARE,
@@ -65,14 +66,10 @@ def diagnosis_table(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) 
     """The two axes, the reward and what GRPO can learn from, per strategy."""
     body = []
     for row in rows(diagnosis, "strategies"):
-        cells = [name_cell(series[str(row.get("name"))]) + "</th>"]
-        for keys, interval in (
-            (("diversity", "score"), "diversity"), (("validity", "score"), "validity"), (("reward",), "reward"),
-            (("learnable_groups",), None),
-        ):  # fmt: skip
-            ends = numbers(dig(row, "intervals", interval), 2) if interval else None
-            under = f'<span class="sub">{between(*ends)}</span>' if ends else ""
-            cells.append(f'<td><span class="value">{figure(dig(row, *keys))}</span>{under}</td>')
+        cells = [name_cell(series[str(row.get("name"))])]
+        for keys in (("diversity", "score"), ("validity", "score"), ("reward",), ("learnable_groups",)):
+            ends = numbers(dig(row, "intervals", keys[0]), 2)
+            cells.append(cell(figure(dig(row, *keys)), *([sub(between(*ends))] if ends else [])))
         body.append("".join(cells))
     note = (
         "Under each value its 95% interval over problems. Learnable groups: the share of groups whose answers do not "
@@ -86,7 +83,7 @@ def _numbers(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> str:
     found = rows(diagnosis, "strategies")
     columns = [column for column in _COLUMNS if any(number(dig(row, *column[1])) is not None for row in found)]
     body = [
-        f"{name_cell(series[str(row.get('name'))])}</th>"
+        name_cell(series[str(row.get("name"))])
         + "".join(f"<td>{figure(dig(row, *keys), digits)}</td>" for _, keys, digits in columns)
         for row in found
     ]

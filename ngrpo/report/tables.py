@@ -23,19 +23,14 @@ def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> s
         row = summary.get(one.name)
         if row is None:
             continue
-        seeds = row.get("seeds") if isinstance(row.get("seeds"), list) else []
-        failed = row.get("failed") if isinstance(row.get("failed"), list) else []
+        seeds, failed = (len(row[key]) if isinstance(row.get(key), list) else 0 for key in ("seeds", "failed"))
         under = "baseline, " if one.name == results.get("baseline") else ""
-        under += plural(len(seeds), "seed") + (f", {len(failed)} failed" if failed else "")
-        cells = [f'{name_cell(one)}<span class="sub">{escape(under)}</span></th>']
-        cells += [f"<td>{_cell(row, keys)}</td>" for _, keys in metrics]
-        body.append("".join(cells))
+        under += plural(seeds, "seed") + (f", {failed} failed" if failed else "")
+        body.append(name_cell(one, under) + "".join(_metric(row, keys) for _, keys in metrics))
     untrained = results.get("untrained")
     if number(dig(untrained, "mean_at_n")) is not None:
-        cells = ['<th scope="row">before training</th>']
-        for _, keys in metrics:
-            cells.append(f'<td><span class="value">{figure(dig(untrained, *keys))}</span></td>')
-        body.append("".join(cells))
+        cells = "".join(cell(figure(dig(untrained, *keys))) for _, keys in metrics)
+        body.append(f'<th scope="row">before training</th>{cells}')
     note = (
         "Under each value its 95% interval over problems and seeds (rewards: over seeds), then the paired difference "
         "to the baseline with its interval; “within noise” means that this interval holds zero, or that there are too "
@@ -50,18 +45,13 @@ def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
     """What each strategy costs, and as a ratio to the baseline of the same comparison."""
     body = []
     for name, row in _by_strategy(results).items():
-        cells = [name_cell(series[name]) + "</th>"]
+        cells = [name_cell(series[name])]
         for key, digits in (("tokens_per_second", 1), ("step_seconds", 2), ("memory_bytes", None)):
-            value = dig(row, "cost", key, "value")
-            ratio = number(dig(row, "cost", key, "ratio"))
-            shown = size(value) if digits is None else figure(value, digits)
-            under = (
-                "baseline" if name == results.get("baseline") else f"×{figure(ratio, 2)}" if ratio is not None else ""
-            )
-            cells.append(f'<td><span class="value">{shown}</span><span class="sub">{under}</span></td>')
-        cells.append(
-            f'<td><span class="value">{figure(dig(row, "cost", "record_bytes_per_token", "value"), 2)}</span></td>'
-        )
+            value, ratio = dig(row, "cost", key, "value"), number(dig(row, "cost", key, "ratio"))
+            under = "" if ratio is None else f"×{figure(ratio, 2)}"
+            under = "baseline" if name == results.get("baseline") else under
+            cells.append(cell(size(value) if digits is None else figure(value, digits), sub(under)))
+        cells.append(cell(figure(dig(row, "cost", "record_bytes_per_token", "value"), 2)))
         body.append("".join(cells))
     if not body:
         return ""
@@ -91,9 +81,20 @@ def facts(known: Mapping[str, Any]) -> str:
     return f'<dl class="facts">{items}</dl>'
 
 
-def name_cell(one: Series) -> str:
-    """The opening of a row's heading: swatch and name; the caller closes it."""
-    return f'<th scope="row"><span class="named">{one.swatch()}<bdi>{escape(one.name)}</bdi></span>'
+def name_cell(one: Series, under: str = "") -> str:
+    """A row's heading: swatch and name, and a smaller line under it."""
+    named = f'<span class="named">{one.swatch()}<bdi>{escape(one.name)}</bdi></span>'
+    return f'<th scope="row">{named}{sub(escape(under)) if under else ""}</th>'
+
+
+def cell(value: str, *under: str) -> str:
+    """A cell of a table: a value, and what is under it."""
+    return f'<td><span class="value">{value}</span>{"".join(under)}</td>'
+
+
+def sub(text: str) -> str:
+    """A smaller line under a value."""
+    return f'<span class="sub">{text}</span>'
 
 
 def _by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -119,24 +120,21 @@ def _evaluated(
     return columns + [(f"Pass@{k}", ("pass_at_k", k)) for k in ks]
 
 
-def _cell(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _metric(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     found = dig(row, *keys)
-    parts = [f'<span class="value">{figure(dig(found, "value"))}</span>']
     if number(dig(found, "value")) is None:
-        return parts[0]
-    parts.append(f'<span class="sub">{between(dig(found, "low"), dig(found, "high"))}</span>')
+        return cell(MISSING)
+    parts = [sub(between(dig(found, "low"), dig(found, "high")))]
     first = number(dig(row, "reward_first", "value")) if keys == ("reward_last",) else None
     if first is not None:
-        parts.append(f'<span class="sub">from {figure(first)}</span>')
+        parts.append(sub(f"from {figure(first)}"))
     change = dig(row, "difference", *keys)
     if number(dig(change, "value")) is not None:
         within = dig(change, "within_noise")
         words = f", {_WITHIN[within]}" if isinstance(within, bool) else ""
-        parts.append(
-            f'<span class="change {"noise" if within else "signal"}">{signed(dig(change, "value"))}{words}</span>'
-            f'<span class="sub">{between(dig(change, "low"), dig(change, "high"), sign=True)}</span>'
-        )
-    return "".join(parts)
+        shown = f'<span class="change {"noise" if within else "signal"}">{signed(dig(change, "value"))}{words}</span>'
+        parts += [shown, sub(between(dig(change, "low"), dig(change, "high"), sign=True))]
+    return cell(figure(dig(found, "value")), *parts)
 
 
 def _differences(
@@ -157,18 +155,14 @@ def _differences(
     lines = []
     for name, change in changes.items():
         value, low, high = (number(dig(change, k)) for k in ("value", "low", "high"))
-        place = 100 + 92 * (value or 0.0) / reach
-        whisker = (
-            f'<path class="whisker" d="M{100 + 92 * low / reach:.1f} 10H{100 + 92 * high / reach:.1f}"/>'
-            if low is not None and high is not None
-            else ""
-        )
-        words = _WITHIN.get(dig(change, "within_noise"), MISSING)
-        told = f"{signed(value)} ({between(low, high, sign=True)}), {words}"
+        at, left, right = (100 + 92 * (v or 0.0) / reach for v in (value, low, high))
+        known = low is not None and high is not None
+        whisker = f'<path class="whisker" d="M{left:.1f} 10H{right:.1f}"/>' if known else ""
+        told = f"{signed(value)} ({between(low, high, sign=True)}), {_WITHIN.get(dig(change, 'within_noise'), MISSING)}"
         lines.append(
             f'<li class="{series[name].classes}">{series[name].swatch()}<bdi>{escape(name)}</bdi>'
             f'<svg viewBox="0 0 200 20" role="img" aria-label="{escape(told)}" preserveAspectRatio="xMidYMid meet">'
-            f'<path class="zero" d="M100 0V20"/>{whisker}{series[name].marker(round(place, 1), 10)}</svg>'
+            f'<path class="zero" d="M100 0V20"/>{whisker}{series[name].marker(round(at, 1), 10)}</svg>'
             f'<span class="told">{told}</span></li>'
         )
     return (

@@ -8,12 +8,18 @@ takes the argument too, and its ``check`` refuses a wrong one.
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ngrpo.answers import generated
 from ngrpo.openrlhf_flags import Default
+from ngrpo.result_folder import json_lines, write_text, writing
+from perturbations.errors import UsageError
 from perturbations.options import nearest
+
+Rows = Iterable[Mapping[str, Any]]
 
 
 def available() -> list[str]:
@@ -27,7 +33,7 @@ def usage() -> list[str]:
 
 
 def check_name(task: str, *, argument_needed: bool = True) -> None:
-    """Raises ``ValueError`` for an unknown task, or a wrong or missing argument, with the nearest match.
+    """Raises ``UsageError`` for an unknown task, or a wrong or missing argument, with the nearest match.
 
     Args:
         task: ``name`` or ``name:argument``.
@@ -35,18 +41,18 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
     """
     name, colon, argument = task.partition(":")
     if name not in available():
-        raise ValueError(
+        raise UsageError(
             f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(usage())}; for"
             " your own data leave --task out and give OpenRLHF's --data.prompt_dataset and"
             " --reward.remote_url."
         )
     wanted = _argument(name)
     if wanted is None and colon:
-        raise ValueError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
+        raise UsageError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
     if wanted is not None and argument:
         _module(name).check(argument)
     elif wanted is not None and argument_needed:
-        raise ValueError(f"task {task!r} needs an argument: --task {name}:{wanted}, {_module(name).EXAMPLE}.")
+        raise UsageError(f"task {task!r} needs an argument: --task {name}:{wanted}, {_module(name).EXAMPLE}.")
 
 
 def prepare(task: str, folder: Path) -> dict[str, Default]:
@@ -60,12 +66,72 @@ def prepare(task: str, folder: Path) -> dict[str, Default]:
         OpenRLHF's flags for the task.
 
     Raises:
-        ValueError: as :func:`check_name`.
+        UsageError: as :func:`check_name`.
     """
     check_name(task)
     name, _, argument = task.partition(":")
     write = _module(name).prepare
     return write(folder, argument) if argument else write(folder)
+
+
+def write(folder: Path, reward_file: Path, train: Rows, held_out: Rows | None = None) -> dict[str, Default]:
+    """Writes ``train.jsonl`` and ``eval.jsonl`` with the columns ``input`` and ``label``.
+
+    Args:
+        folder: made if missing.
+        reward_file: the file with ``reward_func``.
+        train: the training rows.
+        held_out: rows for evaluation, if any.
+
+    Returns:
+        As :func:`flags`.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("eval", held_out)):
+        if rows is not None:
+            write_text(folder / f"{name}.jsonl", json_lines(rows))
+    return flags(folder, reward_file)
+
+
+def flags(folder: Path, reward_file: Path) -> dict[str, Default]:
+    """OpenRLHF's flags for what :func:`write` wrote (None: a switch)."""
+    held_out = folder / "eval.jsonl"
+    return {
+        "--data.prompt_dataset": str(folder / "train.jsonl"),
+        "--data.input_key": "input",
+        "--data.label_key": "label",
+        "--data.apply_chat_template": None,
+        **({"--eval.dataset": str(held_out)} if held_out.is_file() else {}),
+        "--reward.remote_url": str(reward_file.resolve()),
+    }
+
+
+def rewards(
+    queries: Sequence[str],
+    prompts: Sequence[str],
+    labels: Sequence[str],
+    judge: Callable[[str, str], tuple[float, bool]],
+    log: str,
+) -> dict[str, Any]:
+    """What OpenRLHF 0.11.2 takes from a reward function (``utils/agent.py``).
+
+    Args:
+        queries: prompt and answer, decoded with special tokens.
+        prompts: the prompts alone, chat template applied.
+        labels: one per answer.
+        judge: an answer and its label to the reward, and whether the answer has the form that was asked for.
+        log: under which name the share of such answers is logged.
+
+    Returns:
+        ``rewards`` and ``scores``, (N,) float32, and in ``extra_logs`` 1 for an answer of that form, else 0.
+    """
+    import torch
+
+    judged = [judge(generated(query, prompt), label) for query, prompt, label in zip(queries, prompts, labels)]
+    found = torch.tensor([float(formed) for _, formed in judged])
+    values = torch.tensor([reward for reward, _ in judged])
+    return {"rewards": values, "scores": values, "extra_logs": {log: found}}
 
 
 def _module(name: str) -> Any:

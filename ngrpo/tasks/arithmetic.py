@@ -7,12 +7,14 @@ This file is also the value of OpenRLHF's ``--reward.remote_url``: OpenRLHF load
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ngrpo.answers import last_number
+from ngrpo.openrlhf_flags import Default
+from ngrpo.tasks import rewards, write
 
 # Of nine wordings the one with the most right answers at the start: 0.16 at temperature 1 and 12 new tokens
 # (SmolLM2-135M-Instruct, 128 samples); the others lay between 0.00 and 0.12.
@@ -20,12 +22,8 @@ QUESTION = "What is {a} + {b}? Answer briefly."
 TRAIN_ROWS = 4096
 EVAL_ROWS = 16
 
-# A number that is not part of a word; 12.5 is one number, and the minus of "8-5" is not a sign.
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
-_ASSISTANT = "assistant\n"
 
-
-def prepare(folder: Path) -> dict[str, str | None]:
+def prepare(folder: Path) -> dict[str, Default]:
     """Writes the training and the held-out problems.
 
     Args:
@@ -35,18 +33,7 @@ def prepare(folder: Path) -> dict[str, str | None]:
         OpenRLHF's flags for the task (None: a switch).
     """
     train, held_out = problems()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("eval", held_out)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    return {
-        "--data.prompt_dataset": str(folder / "train.jsonl"),
-        "--data.input_key": "input",
-        "--data.label_key": "label",
-        "--data.apply_chat_template": None,
-        "--eval.dataset": str(folder / "eval.jsonl"),
-        "--reward.remote_url": str(Path(__file__).resolve()),
-    }
+    return write(folder, Path(__file__), train, held_out)
 
 
 def problems(
@@ -90,24 +77,13 @@ def score(answer: str, label: str) -> float:
     The last, because an answer like ``7 + 5 = 12`` repeats the question first. A number that the length
     limit cut is wrong.
     """
-    numbers = _NUMBER.findall(answer)
-    return float(bool(numbers) and float(numbers[-1]) == float(label))
+    found = final_answer(answer)
+    return float(found is not None and found == final_answer(label))
 
 
 def final_answer(answer: str) -> str | None:
     """The last number of an answer, which is what :func:`score` reads; None where there is none."""
-    numbers = _NUMBER.findall(answer)
-    return f"{float(numbers[-1]):.15g}" if numbers else None
-
-
-def answer_of(query: str, prompt: str) -> str:
-    """The generated part of a decoded sequence, special tokens and all.
-
-    Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
-    """
-    if query.startswith(prompt):
-        return query[len(prompt) :]
-    return query.rpartition(_ASSISTANT)[2]
+    return last_number(answer)
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
@@ -121,9 +97,6 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     Returns:
         ``rewards`` and ``scores``, (N,) float32 in {0, 1}, and in ``extra_logs`` whether a number was named.
     """
-    import torch
-
-    answers = [answer_of(query, prompt) for query, prompt in zip(queries, prompts)]
-    rewards = torch.tensor([score(answer, label) for answer, label in zip(answers, labels)])
-    named = torch.tensor([float(bool(_NUMBER.search(answer))) for answer in answers])
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {"answers_with_number": named}}
+    return rewards(
+        queries, prompts, labels, lambda a, b: (score(a, b), final_answer(a) is not None), "answers_with_number"
+    )

@@ -7,22 +7,25 @@ This file is also the value of OpenRLHF's ``--reward.remote_url``: OpenRLHF load
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from ngrpo.answers import last_statement
+from ngrpo.openrlhf_flags import Default
+from ngrpo.tasks import rewards, write
 
 ARGUMENT = "FILE"
 EXAMPLE = "such as --task math:problems.parquet"
 
 
 def check(source: str) -> None:
-    """Raises ``ValueError`` unless the source holds problems with answers."""
+    """Raises ``UsageError`` unless the source holds problems with answers."""
     _problems(source, report=lambda line: None)
 
 
-def prepare(folder: Path, source: str) -> dict[str, str | None]:
+def prepare(folder: Path, source: str) -> dict[str, Default]:
     """Writes the training problems. There are no held-out ones: give ``--eval.dataset`` for these.
 
     Problems without an answer are left out, and their number is printed: MATH's training set has two.
@@ -35,32 +38,19 @@ def prepare(folder: Path, source: str) -> dict[str, str | None]:
         OpenRLHF's flags for the task (None: a switch).
 
     Raises:
-        ValueError: as :func:`ngrpo.evaluate.load_problems`.
+        UsageError: as :func:`ngrpo.evaluate.load_problems`.
     """
     rows = [{"input": list(p.messages), "label": p.answer} for p in _problems(source, report=_say)]
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "train.jsonl").write_text(lines, encoding="utf-8")
-    return {
-        "--data.prompt_dataset": str(folder / "train.jsonl"),
-        "--data.input_key": "input",
-        "--data.label_key": "label",
-        "--data.apply_chat_template": None,
-        "--reward.remote_url": str(Path(__file__).resolve()),
-    }
+    return write(folder, Path(__file__), rows)
 
 
 def score(answer: str, label: str) -> float:
     """1 where math-verify finds the answer equal to the label, else 0."""
-    from ngrpo.evaluate.math_answers import check as compare
-
-    return compare(label, answer).reward
+    return _judge(answer, label)[0]
 
 
 def final_answer(answer: str) -> str | None:
     """The answer's final statement, for counting distinct ones."""
-    from ngrpo.evaluate.final_answer import last_statement
-
     return last_statement(answer)
 
 
@@ -75,16 +65,14 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     Returns:
         ``rewards`` and ``scores``, (N,) float32 in {0, 1}, and in ``extra_logs`` whether an answer was found.
     """
-    import torch
+    return rewards(queries, prompts, labels, _judge, "answers_found")
 
+
+def _judge(answer: str, label: str) -> tuple[float, bool]:
     from ngrpo.evaluate.math_answers import check as compare
-    from ngrpo.tasks.arithmetic import answer_of
 
-    answers = [answer_of(query, prompt) for query, prompt in zip(queries, prompts)]
-    verdicts = [compare(label, answer) for answer, label in zip(answers, labels)]
-    rewards = torch.tensor([verdict.reward for verdict in verdicts])
-    parsed = torch.tensor([float(verdict.parsed) for verdict in verdicts])
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {"answers_found": parsed}}
+    verdict = compare(label, answer)
+    return verdict.reward, verdict.parsed
 
 
 def _problems(source: str, report: Callable[[str], None]) -> list[Any]:

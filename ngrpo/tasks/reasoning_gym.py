@@ -16,6 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ngrpo.answers import last_boxed, visible
+from ngrpo.openrlhf_flags import Default
+from ngrpo.tasks import flags, rewards, write
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 ARGUMENT = "DATASET"
@@ -28,19 +32,18 @@ _TRAIN_SEED, _EVAL_SEED = 1, 0
 
 _TAGGED = re.compile(r"<answer>\s*(.*?)\s*(?:</answer>|$)", re.DOTALL)
 _SPECIAL = re.compile(r"<\|[^|<>]*\|>|</s>")
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 def check(name: str) -> None:
-    """Raises ``ValueError`` unless reasoning-gym is installed and has a dataset of this name."""
+    """Raises ``UsageError`` unless reasoning-gym is installed and has a dataset of this name."""
     known = sorted(_datasets())
     if name not in known:
-        raise ValueError(
+        raise UsageError(
             f"unknown reasoning-gym dataset {name!r}.{nearest(name, known)} Available: {', '.join(known)}."
         )
 
 
-def prepare(folder: Path, name: str) -> dict[str, str | None]:
+def prepare(folder: Path, name: str) -> dict[str, Default]:
     """Writes the training and the held-out problems, the same on every machine.
 
     Args:
@@ -51,7 +54,7 @@ def prepare(folder: Path, name: str) -> dict[str, str | None]:
         OpenRLHF's flags for the task (None: a switch).
 
     Raises:
-        ValueError: for an unknown dataset, or one that cannot be generated with its defaults.
+        UsageError: for an unknown dataset, or one that cannot be generated with its defaults.
     """
     check(name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,15 +69,8 @@ def prepare(folder: Path, name: str) -> dict[str, str | None]:
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"reasoning-gym cannot generate {name!r} with its defaults: {reason}")
-    return {
-        "--data.prompt_dataset": str(folder / "train.jsonl"),
-        "--data.input_key": "input",
-        "--data.label_key": "label",
-        "--data.apply_chat_template": None,
-        "--eval.dataset": str(folder / "eval.jsonl"),
-        "--reward.remote_url": str(Path(__file__).resolve()),
-    }
+        raise UsageError(f"reasoning-gym cannot generate {name!r} with its defaults: {reason}")
+    return flags(folder, Path(__file__))
 
 
 def problems(
@@ -91,7 +87,7 @@ def problems(
     kept = {row["input"] for row in evaluation}
     train = [row for row in _rows(name, _TRAIN_SEED, rows) if row["input"] not in kept]
     if not train:
-        raise ValueError("every training question is also held out")
+        raise UsageError("every training question is also held out")
     return train, evaluation
 
 
@@ -117,9 +113,9 @@ def score(answer: str, label: str) -> float:
 
 def final_answer(answer: str) -> str | None:
     """The text between the last answer tags; else the last ``\\boxed{}``; else all that was said."""
-    answer = _SPECIAL.sub("", answer.rpartition("</think>")[2])
-    found = _TAGGED.findall(answer) or _BOXED.findall(answer) or [answer]
-    return found[-1].strip() or None
+    answer = _SPECIAL.sub("", visible(answer))
+    tagged = _TAGGED.findall(answer)
+    return (tagged[-1] if tagged else last_boxed(answer) or answer).strip() or None
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
@@ -133,14 +129,7 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     Returns:
         ``rewards`` and ``scores``, (N,) float32 in [0, 1], and in ``extra_logs`` whether the tags were there.
     """
-    import torch
-
-    from ngrpo.tasks.arithmetic import answer_of
-
-    answers = [answer_of(query, prompt) for query, prompt in zip(queries, prompts)]
-    rewards = torch.tensor([score(answer, label) for answer, label in zip(answers, labels)])
-    tagged = torch.tensor([float("</answer>" in answer) for answer in answers])
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {"answers_in_tags": tagged}}
+    return rewards(queries, prompts, labels, lambda a, b: (score(a, b), "</answer>" in a), "answers_in_tags")
 
 
 def _rows(name: str, seed: int, size: int) -> list[dict[str, str]]:
@@ -157,7 +146,7 @@ def _datasets() -> dict[str, Any]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise ValueError("the package reasoning-gym is not installed. Run: pip install reasoning-gym") from None
+        raise UsageError("the package reasoning-gym is not installed. Run: pip install reasoning-gym") from None
     return DATASETS
 
 
@@ -192,10 +181,7 @@ def _unpack(value: Any) -> Any:
 
 def main(name: str, folder: str) -> None:
     """Writes both files; a process of its own, see :func:`prepare`."""
-    train, held_out = problems(name)
-    for part, rows in (("train", train), ("eval", held_out)):
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (Path(folder) / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    write(Path(folder), Path(__file__), *problems(name))
 
 
 if __name__ == "__main__":

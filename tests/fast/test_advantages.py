@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ngrpo import flags, presets
+from ngrpo.answers import outcome
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import launch, rollout_sampling
@@ -17,7 +18,7 @@ from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.advantages import ADVANTAGES, compute, create
 from ngrpo.trainer.run_settings import RunSettings, current_run
 from ngrpo.trainer.seams import active
-from ngrpo.trainer.visits import Visits, answer_of
+from ngrpo.trainer.visits import Visits
 
 # One answer of four right; all wrong; all right.
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4])
@@ -152,7 +153,7 @@ class TestVisits:
         ],
     )
     def test_answers(self, text: str, answer: str) -> None:
-        assert answer_of(text) == answer
+        assert outcome(text) == answer
 
     def test_counts_are_of_the_run_and_of_the_others_in_the_batch(self) -> None:
         visits = Visits()

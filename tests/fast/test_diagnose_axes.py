@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.diagnose import axes, inputs, statistics, table
+from ngrpo import bootstrap
+from ngrpo.diagnose import axes, inputs, strategy_row, table
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
@@ -44,9 +45,9 @@ FACTS = {"anchor_nearest": None, "text_nearest": None, "tokens_per_second": 7.0}
 
 
 def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Strategy | None = None) -> Any:
-    groups = statistics.groups_of(samples)
-    stats = statistics.prompt_statistics(groups)
-    return statistics.strategy_row(strategy or Strategy("s", None), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
+    groups = strategy_row.groups_of(samples)
+    stats = strategy_row.prompt_statistics(groups)
+    return strategy_row.strategy_row(strategy or Strategy("s", None), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
 
 
 TWO_GROUPS = [
@@ -128,16 +129,16 @@ def test_a_group_of_unparseable_answers_has_no_negative_diversity() -> None:
 
 
 def test_resamples_are_the_same_every_time_and_differ_by_seed() -> None:
-    assert (axes.resamples(5, 0) == axes.resamples(5, 0)).all()
-    assert (axes.resamples(5, 0) != axes.resamples(5, 1)).any()
-    assert axes.resamples(5, 0).shape == (axes.DRAWS, 5)
+    assert (bootstrap.resamples(5, 0) == bootstrap.resamples(5, 0)).all()
+    assert (bootstrap.resamples(5, 0) != bootstrap.resamples(5, 1)).any()
+    assert bootstrap.resamples(5, 0).shape == (bootstrap.DRAWS, 5)
 
 
 def test_the_interval_is_that_of_a_binomial() -> None:
     # 100 prompts, half with reward 1: the bootstrap mean is Binomial(100, 1/2)/100, whose 2.5% and 97.5% quantiles
     # are 40 and 60. The quantile over 2000 draws may miss by one.
     reward = np.array([0.0, 1.0] * 50)
-    low, high = axes.interval(reward[axes.resamples(100, 3)].mean(axis=1))
+    low, high = bootstrap.bounds(reward[bootstrap.resamples(100, 3)].mean(axis=1))
     assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
 
 
@@ -149,7 +150,7 @@ def test_the_difference_is_paired() -> None:
     # Prompts differ by far more than the strategies do, and every prompt gains the same: no noise is left.
     plain = [sample(g, m, [1, 2], "4", reward=r) for g, r in enumerate([0.0, 1.0]) for m in range(2)]
     better = [Sample(**{**vars(s), "reward": s.reward + 0.1}) for s in plain]
-    baseline = statistics.prompt_statistics(statistics.groups_of(plain))
+    baseline = strategy_row.prompt_statistics(strategy_row.groups_of(plain))
     found = row(better, baseline)
     assert found["difference"]["reward"] == {
         "value": pytest.approx(0.1), "low": pytest.approx(0.1), "high": pytest.approx(0.1), "within_noise": False

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from ngrpo.answers import numbers
 from ngrpo.diagnose import measures
 
 
@@ -104,10 +105,13 @@ def test_loops_looks_at_the_end() -> None:
 
 
 def test_numbers_in_one_form() -> None:
-    assert measures.numbers("1,234.50 and 007 and 100") == {"1234.5", "7", "100"}
-    assert measures.numbers("-7, 8-5, (-2), x-3 and 2(4)-1") == {"-7", "8", "5", "-2", "3", "2", "4", "1"}
-    assert measures.numbers("x3 2x 3rd v1.2") == set()
-    assert measures.numbers("12.5. 0.50, -0") == {"12.5", "0.5", "0"}
+    def found(text: str) -> set[str]:
+        return set(numbers(text, alone=True))
+
+    assert found("1,234.50 and 007 and 100") == {"1234.5", "7", "100"}
+    assert found("-7, 8-5, (-2), x-3 and 2(4)-1") == {"-7", "8", "5", "-2", "3", "2", "4", "1"}
+    assert found("x3 2x 3rd v1.2") == set()
+    assert found("12.5. 0.50, -0") == {"12.5", "0.5", "0"}
 
 
 def test_intermediate_results_leave_out_question_and_final_answer() -> None:

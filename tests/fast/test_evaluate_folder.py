@@ -44,13 +44,13 @@ class MadeUp:
         return type("Engine", (), {"model_config": type("Config", (), {"model": "made-up"})})
 
     def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
-        for place, (tokens, sample) in enumerate(jobs):
+        for place, (tokens, _, sample) in enumerate(jobs):
             if self.asked >= self.stop_after:
                 raise KeyboardInterrupt
             self.asked += 1
             i = int(chr(tokens[0]))
             text = f"It is {2 * i if sample < 3 - i else 99}."
-            yield [Generated(place, text, 5, "length" if sample == 2 else "stop", None)]
+            yield [Generated(place, text, [0] * 5, "length" if sample == 2 else "stop", None)]
 
 
 @pytest.fixture

@@ -178,13 +178,13 @@ def test_endings(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("empty.jsonl", "", "the dataset is empty"),
-        ("empty.json", "[]", "the dataset is empty"),
-        ("empty.csv", "problem,answer\n", "the dataset is empty"),
+        ("empty.jsonl", "", r"is empty\. Give a file"),
+        ("empty.json", "[]", "is empty"),
+        ("empty.csv", "problem,answer\n", "is empty"),
         ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem"\n', "line 2 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is not a JSON object"),
         ("a.json", "[1, 2]", "must be an array of JSON objects"),
-        ("a.parquet", "nothing", "is not a parquet file"),
+        ("a.parquet", "nothing", "cannot be read as parquet"),
         ("a.jsonl", '{"text": "x", "result": "1"}\n', "unknown layout: the columns are text, result"),
         ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y", "answer": ""}\n', "row 2 has no answer"),
         ("a.jsonl", '{"problem": "x", "answer": null}\n', "row 1 has no answer"),
@@ -214,8 +214,8 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("aime2052", r"'aime2052': unknown\. Did you mean 'aime2025'"),
-        ("notes.txt/x@y@z", "neither a file"),
+        ("aime2052", r"'aime2052' is unknown.*Did you mean 'aime2025'"),
+        ("notes.txt/x@y@z", "neither a benchmark nor a file"),
     ],
 )
 def test_unknown_sources(source: str, says: str) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ngrpo.answers import last_boxed, last_statement, stated, visible
 from ngrpo.evaluate import Problem, load_task, score
 from ngrpo.evaluate.choices import extract
-from ngrpo.evaluate.final_answer import last_boxed, last_statement, stated, visible
 
 
 def problem(answer: str, scorer: str, **meta: object) -> Problem:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import tasks
+from ngrpo import answers, tasks
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.tasks import arithmetic, reasoning_gym
 
@@ -58,9 +58,9 @@ def test_minus_between_numbers_is_not_a_sign() -> None:
 
 
 def test_reward_reads_the_answer_only() -> None:
-    assert arithmetic.answer_of(CHAT + "12", CHAT) == "12"
+    assert answers.generated(CHAT + "12", CHAT) == "12"
     # A prompt cut from the left does not match; the last turn's opening does.
-    assert arithmetic.answer_of(CHAT[9:] + "12", CHAT) == "12"
+    assert answers.generated(CHAT[9:] + "12", CHAT) == "12"
     assert arithmetic.reward_func([CHAT], [CHAT], ["5"])["rewards"].tolist() == [0.0]
 
 

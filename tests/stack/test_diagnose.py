@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from ngrpo.diagnose import diagnosis as diagnoses
-from ngrpo.diagnose import engine as engines
+from ngrpo.diagnose import measuring
 from ngrpo.diagnose.diagnosis import diagnose
 from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder
-from ngrpo.diagnose.engine import Sampling, prompt_tokens
-from ngrpo.diagnose.sample import Sample
+from ngrpo.diagnose.measuring import prompt_tokens
+from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task
 from ngrpo.rollout import set_perturbation
 from ngrpo.strategies import parse_strategies
 
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
 WILD = "gaussian sigma=20"
-SAMPLING = Sampling(group=4, max_tokens=16)
+SAMPLING = GroupSampling(group=4, max_tokens=16)
 WORDS = "because,number,green"
 
 
@@ -32,7 +32,7 @@ def made(engine: Any, smollm2: str, tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("diagnosis") / "out"
     problems = load_task("arithmetic", limit=4)
     with pytest.MonkeyPatch.context() as patch:  # speed is not tested here, and three tokens need no long texts
-        patch.setattr(engines, "_WARM_UP_TOKENS", 1)
+        patch.setattr(measuring, "_WARM_UP_TOKENS", 1)
         patch.setattr(diagnoses.embedding_map, "_LENGTH", 24)
         try:
             yield diagnose(smollm2, problems, parse_strategies(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
@@ -139,7 +139,7 @@ def test_finished_strategies_are_not_sampled_again(
     def refuse(*args: Any) -> Any:
         raise AssertionError("sampled again")
 
-    monkeypatch.setattr(engines, "sample_strategy", refuse)
+    monkeypatch.setattr(measuring, "sample_strategy", refuse)
     monkeypatch.setattr(diagnoses.embedding_map, "make", refuse)
     problems = load_task("arithmetic", limit=4)
     again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "llm": engine}
@@ -161,7 +161,7 @@ def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, smollm2: s
 
 def test_an_interrupted_diagnosis_goes_on(engine: Any, smollm2: str, tmp_path: Path, monkeypatch: Any) -> None:
     problems, out = load_task("arithmetic", limit=2), tmp_path / "out"
-    sampling = Sampling(group=2, max_tokens=4)
+    sampling = GroupSampling(group=2, max_tokens=4)
     keep = DiagnosisFolder.keep
 
     def killed(self: DiagnosisFolder, strategy: str, samples: Any, facts: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ngrpo.bootstrap import bounds, judged, resamples
 from ngrpo.diagnose import axes, measures
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
@@ -42,6 +43,19 @@ def prompt_statistics(groups: Sequence[Sequence[Sample]]) -> PromptStatistics:
     )
 
 
+def strategy_rows(
+    strategies: Sequence[Strategy],
+    groups: Mapping[str, Sequence[Sequence[Sample]]],
+    problems: Sequence[Problem],
+    facts: Mapping[str, dict[str, Any]],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """``strategies`` of diagnosis.json; the first unperturbed one is the baseline. Arguments as in `strategy_row`."""
+    stats = {strategy.id: prompt_statistics(groups[strategy.id]) for strategy in strategies}
+    baseline = next((stats[strategy.id] for strategy in strategies if strategy.spec is None), None)
+    return [strategy_row(s, groups[s.id], problems, stats[s.id], baseline, facts[s.id], seed) for s in strategies]
+
+
 def strategy_row(
     strategy: Strategy,
     groups: Sequence[Sequence[Sample]],
@@ -63,7 +77,7 @@ def strategy_row(
         seed: of the bootstrap.
     """
     samples = [sample for group in groups for sample in group]
-    whole, draws = stats.everyone, axes.resamples(len(groups), seed)
+    whole, draws = stats.everyone, resamples(len(groups), seed)
     several = len(groups) > 1
     # Each axis and the reward as a function of prompts drawn: for all prompts, and for bootstrap draws.
     curves = {
@@ -74,9 +88,7 @@ def strategy_row(
     difference = None
     if several and baseline is not None and baseline is not stats:
         difference = {
-            name: axes.difference(
-                curve(stats, whole) - curve(baseline, whole), curve(stats, draws) - curve(baseline, draws)
-            )
+            name: _difference(*(curve(stats, drawn) - curve(baseline, drawn) for drawn in (whole, draws)))
             for name, curve in curves.items()
         }
     generated = sum(len(s.tokens) for s in samples)
@@ -108,9 +120,14 @@ def strategy_row(
         "rate": sum(len(s.perturbed) for s in samples) / generated,
         "tokens_per_second": facts["tokens_per_second"],
         "record_bytes_per_token": sum(len(r.to_bytes()) for r in records) / generated if records else None,
-        "intervals": {name: axes.interval(curve(stats, draws)) if several else None for name, curve in curves.items()},
+        "intervals": {name: list(bounds(curve(stats, draws))) if several else None for name, curve in curves.items()},
         "difference": difference,
     }
+
+
+def _difference(value: np.ndarray, draws: np.ndarray) -> dict[str, Any]:
+    low, high = bounds(draws)
+    return judged({"value": float(value[0]), "low": low, "high": high})
 
 
 def _pass_at_k(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:

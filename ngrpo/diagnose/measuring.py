@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.diagnose import inputs, probe
-from ngrpo.diagnose.sample import Sample
+from ngrpo.diagnose.sample import GroupSampling, Sample
+from ngrpo.evaluate.engine import Generated, Job, generate, render
+from ngrpo.evaluate.engine import build as build_engine
 from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
@@ -20,21 +23,8 @@ _CONCURRENT = 64
 _WARM_UP_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn, the same for every strategy."""
-
-    group: int = 8
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
 def prompt_tokens(tokenizer: Any, problem: Problem) -> list[int]:
     """The prompt as the model sees it: chat template with a generation prompt, or plain text where there is none."""
-    from ngrpo.evaluate.engine import render
-
     return tokenizer.encode(render(tokenizer, problem), add_special_tokens=False)
 
 
@@ -47,12 +37,10 @@ def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "aut
         hardware: a hardware profile.
         dtype: as vLLM takes it.
     """
-    from ngrpo.evaluate import engine
-
     # The records, the embedding and the probe's rows are read where they are: in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = {"dtype": dtype, "max_num_seqs": _CONCURRENT, "distributed_executor_backend": "uni"}
-    return engine.build(model, {"name": probe.ADDRESS}, longest, hardware=hardware, options=options)
+    return build_engine(model, {"name": probe.ADDRESS}, longest, hardware=hardware, options=options)
 
 
 def attached(llm: Any) -> Any:
@@ -68,7 +56,7 @@ def put(llm: Any, strategy: Strategy) -> None:
 
 
 def sample_strategy(
-    llm: Any, strategy: Strategy, problems: Sequence[Problem], sampling: Sampling
+    llm: Any, strategy: Strategy, problems: Sequence[Problem], sampling: GroupSampling
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples a group for every problem under one strategy and measures what needs the model.
 
@@ -82,68 +70,47 @@ def sample_strategy(
         P × G samples, and ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``.
     """
     from ngrpo.evaluate import score
-    from ngrpo.evaluate.engine import render
-    from ngrpo.rollout import take_trajectories
 
     put(llm, strategy)
-    tokenizer = llm.get_tokenizer()
+    tokenizer, group = llm.get_tokenizer(), sampling.group
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
     shown = [render(tokenizer, problem) for problem in problems]
+    jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
     # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
-    _generate(llm, prompts, sampling, min(_WARM_UP_TOKENS, sampling.max_tokens))
-    take_trajectories(llm)
+    _all(llm, jobs, replace(sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens)))
     began = time.perf_counter()
-    outputs = _generate(llm, prompts, sampling, sampling.max_tokens)
+    found = _all(llm, jobs, sampling)
     seconds = time.perf_counter() - began
-    taken = take_trajectories(llm)
-    records = [taken[output.request_id][0] for output in outputs]
-    completions = [output.outputs[0] for output in outputs]
-    answers = [list(completion.token_ids) for completion in completions]
+    answers = [answer.tokens for answer in found]
+    records = [answer.record for answer in found]
     here = attached(llm)
     shares = inputs.shares_still_nearest(records, answers, here.geometry, here.module)
-    losses = losses_of(llm, [prompt for prompt in prompts for _ in range(sampling.group)], answers)
+    losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)
     samples = []
-    for i, (completion, tokens) in enumerate(zip(completions, answers)):
-        group, member = divmod(i, sampling.group)
-        verdict = score(problems[group], completion.text, prompt=shown[group])
+    for answer, loss in zip(found, losses):
+        place, member = divmod(answer.job, group)
         samples.append(
             Sample(
-                strategy.id,
-                problems[group].id,
-                group,
-                member,
-                completion.text,
-                tokens,
-                completion.finish_reason == "stop",
-                verdict.reward,
-                verdict.correct,
-                verdict.extracted,
-                verdict.parsed,
-                losses[i],
-                records[i] if strategy.spec is not None else None,
+                strategy=strategy.id,
+                problem=problems[place].id,
+                group=place,
+                member=member,
+                text=answer.text,
+                tokens=answer.tokens,
+                ended=answer.finish == "stop",
+                **vars(score(problems[place], answer.text, prompt=shown[place])),
+                nll=loss,
+                record=answer.record if strategy.spec is not None else None,
             )
         )
     speed = sum(map(len, answers)) / seconds
     return samples, {"tokens_per_second": speed, "anchor_nearest": shares[0], "text_nearest": shares[1]}
 
 
-def _generate(llm: Any, prompts: Sequence[list[int]], sampling: Sampling, max_tokens: int) -> list[Any]:
-    from vllm import SamplingParams
-
-    requests, params = [], []
-    for index, prompt in enumerate(prompts):
-        for member in range(sampling.group):
-            wish = {"seed": trajectory_seed(sampling.seed, index), "sample": member}
-            requests.append({"prompt_token_ids": prompt})
-            params.append(
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    max_tokens=max_tokens,
-                    extra_args={"perturbation": wish},
-                )
-            )
-    return llm.generate(requests, params, use_tqdm=False)
+def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling) -> list[Generated]:
+    """All answers, in the order of the jobs."""
+    parts = generate(llm, jobs, sampling, perturbed=True, reproducible=True)
+    return sorted(itertools.chain.from_iterable(parts), key=lambda answer: answer.job)
 
 
 def losses_of(llm: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[float]:

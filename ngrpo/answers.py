@@ -1,0 +1,96 @@
+"""Reading a model's answer: what was generated, what stands after the thinking, boxes, statements and numbers.
+
+The one reader of answers, below tasks, evaluation and trainer alike.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_THOUGHT_END = "</think>"
+_BOX = re.compile(r"\\(?:boxed|fbox)")
+_ASSISTANT = "assistant\n"
+# 1,234.50 and 12 are numbers; the 3 of x3 is not. The minus of 8-5 is not a sign.
+_NUMBER = re.compile(r"(?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+# "the answer is 12", "Answer: **12**", "#### 12" (GSM8K): the rest of the line, of the last such statement.
+_STATEMENT = re.compile(r"(?:\banswer\b[^\n:=.]{0,40}?(?:\bis\b|:|=)|####)\s*:?\s*(?P<rest>[^\n]+)", re.IGNORECASE)
+
+
+def generated(query: str, prompt: str) -> str:
+    """The generated part of a decoded sequence, special tokens and all.
+
+    Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
+    """
+    return query[len(prompt) :] if query.startswith(prompt) else query.rpartition(_ASSISTANT)[2]
+
+
+def visible(text: str) -> str:
+    """The text after the thinking; all of it where nothing comes after the thinking."""
+    thought, end, rest = text.rpartition(_THOUGHT_END)
+    return rest if end and rest.strip() else thought if end else text
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{...}``, braces balanced; ``\\boxed 3`` gives ``3``.
+
+    Empty where the last one was cut off before its end: an earlier one is not what the text settles on.
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    rest = text[boxes[-1].end() :]
+    if not rest.lstrip(" ").startswith("{"):
+        word = re.match(r" +([^\s$]+)", rest)
+        return word[1] if word else ""
+    depth = 0
+    for place, character in enumerate(rest):
+        # An escaped brace, as in \{1, 2\}, opens and closes nothing.
+        if character in "{}" and rest[place - 1] != "\\":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return rest[:place].strip().removeprefix("{").strip()
+    return ""
+
+
+def stated(text: str) -> str | None:
+    """What follows the last "answer is", "answer:" or "####", to the end of its line."""
+    found = list(_STATEMENT.finditer(text))
+    return found[-1]["rest"].strip() if found else None
+
+
+def numbers(text: str, *, alone: bool = False) -> list[str]:
+    """The numbers in a text, each in one form: ``1,200.50`` is ``1200.5``, and ``-0`` is ``0``.
+
+    Args:
+        text: any text.
+        alone: leave out numbers with a letter right after them, such as those of ``2x`` and ``3rd``.
+    """
+    found = [m[0] for m in _NUMBER.finditer(text) if not (alone and re.match(r"\w", text[m.end() :]))]
+    values = (Decimal(number.replace(",", "")) + 0 for number in found)  # + 0: there is no -0
+    return [format(value.normalize(), "f") for value in values]
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, in one form; None where there is none."""
+    found = numbers(text)
+    return found[-1] if found else None
+
+
+def last_statement(text: str) -> str | None:
+    """A canonical final answer where nothing is known of its kind: boxed, or stated, or the last number or line."""
+    text = visible(text)
+    said = last_boxed(text) or stated(text) or text
+    lines = [line for line in said.splitlines() if line.strip()]
+    return last_number(said) or (" ".join(lines[-1].lower().strip(" .*").split()) if lines else None)
+
+
+def outcome(text: str) -> str:
+    """What an answer comes to, so that two ways to the same answer are one outcome.
+
+    The content of the last box, else the last number, else the whole text in lower case with single spaces. Unlike
+    :func:`last_statement` it keeps all of a box, such as a fraction.
+    """
+    text = visible(text)
+    boxed = "".join((last_boxed(text) or "").split())
+    return boxed or last_number(text) or " ".join(text.lower().split())
