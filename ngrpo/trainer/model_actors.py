@@ -127,10 +127,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        records, operator = (
-            trajectory_record.records(experience.mm_train_inputs, len(experience.sequences)),
-            current_run().perturbation,
-        )
+        records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
