@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
+from ngrpo import advantages
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.base import Perturbation
@@ -23,7 +24,8 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --perturbation.<option> VALUE  an option of the operator, see below; a switch may stand alone
   --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
   --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
-  --advantage NAME               an advantage of ours, see below      [none: --algo.advantage.estimator rules]
+  --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
+                                 ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
   --advantage.<option> VALUE     an option of the advantage
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: {presets}
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
@@ -42,27 +44,34 @@ examples
   ngrpo train --perturbation.config neighbor.yaml --perturbation.rate 0.15 ...
 """
 
+# Each registry, and the flag that takes its names.
+_KINDS = {
+    registry.operators: "--perturbation",
+    registry.gates: "--perturbation.gate",
+    advantages.registry: "--advantage",
+}
+
 
 def listing() -> str:
-    """One line per operator and gate: name, source, paper, what it does."""
-    return "\n".join([_rows(registry.operators, "paper"), "", _rows(registry.gates, "")])
+    """One line for each perturbation, gate and advantage: name, source, paper, what it does."""
+    return "\n\n".join(map(_rows, _KINDS))
 
 
-def _rows(kept: Registry, paper: str) -> str:
-    rows = [("name" if paper else "gate", "source", paper, "")]
+def _rows(kept: Registry) -> str:
+    rows = [(kept.kind, "source", "" if kept is registry.gates else "paper", "")]
     for name, address in kept.available().items():
         try:
             cls = kept.get(name)
         except ValueError as error:
             rows.append((name, _source(kept, name, address), "cannot be loaded", str(error)))
             continue
-        rows.append((name, _source(kept, name, address), getattr(cls, "paper", "-") if paper else "", _first_line(cls)))
+        rows.append((name, _source(kept, name, address), getattr(cls, "paper", ""), _first_line(cls)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
 
 
 def train_help(words: Sequence[str] = ()) -> str:
-    """The help of ``ngrpo train``: our flags, then every operator and gate with its options.
+    """The help of ``ngrpo train``: our flags, then every perturbation, gate and advantage with its options.
 
     Args:
         words: the rest of the command line; an operator or gate that it names by file or module is listed too.
@@ -73,10 +82,10 @@ def train_help(words: Sequence[str] = ()) -> str:
     from ngrpo import models, presets, tasks
 
     names = {"models": models.PACKAGED, "tasks": tasks.usage(), "presets": presets.available()}
-    parts = [_TRAIN.format(**{key: ", ".join(value) for key, value in names.items()}), _advantages()]
+    parts = [_TRAIN.format(**{key: ", ".join(value) for key, value in names.items()})]
     shared = {field.name: field for field in dataclasses.fields(Perturbation)}
     parts.append("options of every operator (the gate)\n" + _table(Perturbation, list(shared.values())))
-    for kept, root in ((registry.operators, "--perturbation"), (registry.gates, "--perturbation.gate")):
+    for kept, root in _KINDS.items():
         common = shared if kept is registry.operators else {}
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
@@ -85,8 +94,9 @@ def train_help(words: Sequence[str] = ()) -> str:
                 parts.append(f"{name}: cannot be loaded: {error}\n")
                 continue
             own = [f for f in dataclasses.fields(cls) if f.name not in common or f.default != common[f.name].default]
-            note = f"{cls.paper}; " if kept is registry.operators else "gate; "
-            head = f"{name}  ({note}{_source(kept, name, address)})"
+            notes = [] if kept is registry.operators else [kept.kind]
+            notes += [cls.paper] if hasattr(cls, "paper") else []
+            head = f"{name}  ({'; '.join([*notes, _source(kept, name, address)])})"
             parts.append(f"{head}\n  {_first_line(cls)}\n{_table(cls, own, root)}")
     return "\n".join(parts)
 
@@ -98,16 +108,6 @@ def _with_named(kept: Registry, given: str | None) -> dict[str, str]:
         return known
     cls = kept.get(given)
     return {**{name: address for name, address in known.items() if name != cls.name}, given: kept.address(cls)}
-
-
-def _advantages() -> str:
-    from ngrpo.trainer.advantages import ADVANTAGES
-
-    parts = ["advantages (ngrpo here is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor)\n"]
-    for name, cls in ADVANTAGES.items():
-        options = _table(cls, list(dataclasses.fields(cls)), "--advantage")
-        parts.append(f"  {name:<12} {_first_line(cls)}  ({cls.paper})\n{options.rstrip(chr(10))}".rstrip() + "\n")
-    return "".join(parts)
 
 
 def _table(cls: type, fields: list[dataclasses.Field], root: str = "--perturbation") -> str:

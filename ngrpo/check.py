@@ -1,12 +1,4 @@
-"""`ngrpo check`: does an operator or a gate keep its contract, and if not, what to mend."""
-
-from __future__ import annotations
-
-import textwrap
-from collections.abc import Callable, Sequence
-
-_USAGE = """\
-usage: ngrpo check [gate] NAME [option=value ...]
+"""usage: ngrpo check [gate] NAME [option=value ...]
 
 Runs the conformance suite on a small synthetic model: no engine, no download, a second or so.
 
@@ -16,6 +8,13 @@ Runs the conformance suite on a small synthetic model: no engine, no download, a
   ngrpo check neighbor k=4                             a registered name
   ngrpo check gate ./my_gate.py:MyGate                 a gate
 """
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from perturbations.errors import UsageError
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -29,10 +28,10 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         0 where the contract is kept, 1 where it is broken, 2 without a name.
 
     Raises:
-        ValueError: where the name cannot be loaded, or an option is not its own.
+        UsageError: where the name cannot be loaded, or an option is not its own.
     """
     if not words or "-h" in words or "--help" in words:
-        print(_USAGE, end="")
+        print(__doc__, end="")
         return 0 if words else 2
     kind = "gate" if words[0] == "gate" and len(words) > 1 else "perturbation"
     name, *given = words[1:] if kind == "gate" else words
@@ -71,6 +70,6 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ValueError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
+            raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
         options[name] = value
     return options

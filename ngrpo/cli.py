@@ -1,18 +1,6 @@
-"""The command `ngrpo`: train, compare, eval, diagnose, report, list, check, model."""
+"""usage: ngrpo COMMAND ...
 
-from __future__ import annotations
-
-import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import NoReturn
-
-from perturbations.options import nearest
-
-_USAGE = """\
-usage: ngrpo COMMAND ...
-
+commands
   train     OpenRLHF with perturbed rollouts (ngrpo train --help)
   compare   several perturbations and seeds under one trainer, with intervals and a report
   eval      sample, check and count: Mean@n and Pass@k
@@ -23,6 +11,22 @@ usage: ngrpo COMMAND ...
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+_BUG = """\
+ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
+ngrpo: maintainers, with the lines above, the command and the output of: pip list"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
@@ -31,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ngrpo``; the process's own by default.
 
     Returns:
-        The exit code: 0, 1 for a failed run, 2 for bad input, 130 when interrupted.
+        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="")
+        print(__doc__, end="")
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
@@ -54,16 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ngrpo {__version__}")
             return 0
         if words[0] not in commands:
-            raise ValueError(
+            raise UsageError(
                 f"unknown command {words[0]!r}.{nearest(words[0], commands)} Commands: {', '.join(commands)}."
             )
         return commands[words[0]](words[1:])
-    except ValueError as error:
+    except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ngrpo: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        traceback.print_exc()
+        print(_BUG, file=sys.stderr)
+        return 1
 
 
 def _module(name: str) -> Callable[[list[str]], int]:
@@ -73,7 +81,7 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 def _list(words: list[str]) -> int:
     if words and words != ["--help"]:
-        raise ValueError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
+        raise UsageError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
     from ngrpo.catalogue import listing
 
     print(listing())
@@ -88,7 +96,7 @@ def _model(words: list[str]) -> int:
         return 0 if words in (["-h"], ["--help"]) else 2
     if words[0] not in models.PACKAGED:
         hint = nearest(words[0], models.PACKAGED)
-        raise ValueError(f"unknown packaged model {words[0]!r}.{hint} Available: {', '.join(models.PACKAGED)}.")
+        raise UsageError(f"unknown packaged model {words[0]!r}.{hint} Available: {', '.join(models.PACKAGED)}.")
     print(models.resolve(words[0], report=_say))
     return 0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
+from ngrpo.arms import option_fields
 from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -18,21 +19,22 @@ PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 SAMPLING = "--sampling"
 REPRODUCIBLE = "--reproducible"
-# A setting of the run, which is also taken where the options of the perturbation stand.
-_REPRODUCIBLE_TOO = f"{PERTURBATION}.reproducible"
-CONFIG = "config"
+CONFIG = f"{PERTURBATION}.config"
 MODEL_FLAG = "model_name_or_path"
+# A setting of the run, which is also taken where the options of the perturbation stand.
+_OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 # Flags with options after a dot, and how each is written.
 _ROOTS = {
-    PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {PERTURBATION}.{CONFIG} FILE",
+    PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
     SAMPLING: f"{SAMPLING}.top_k K and {SAMPLING}.min_p P",
+    REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
+_NEEDS = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
     "--hardware": "hardware",
     "--task": "task",
-    "--model": "model",
     "--run-dir": "run_dir",
     "--log-file": "log_file",
     "--preset": "preset",
@@ -52,7 +54,7 @@ class TrainCommand:
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
-        advantage: ``ngrpo.trainer.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
+        advantage: ``ngrpo.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
         reproducible: whether the same seed is to give the same rollouts from run to run.
     """
@@ -70,21 +72,6 @@ class TrainCommand:
     reproducible: bool = False
 
 
-@dataclass
-class _Words:
-    """The command line after one pass, before anything is checked against an operator."""
-
-    operator: str | None = None
-    advantage: str | None = None
-    config: str | None = None
-    options: dict[str, str | None] = field(default_factory=dict)  # of the operator; None: the flag stood alone
-    advantage_options: dict[str, str] = field(default_factory=dict)
-    sampling: dict[str, str] = field(default_factory=dict)
-    reproducible: str | None = None
-    ours: dict[str, str] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
-
-
 def parse(words: Sequence[str]) -> TrainCommand:
     """Sorts the words of a command line.
 
@@ -95,28 +82,31 @@ def parse(words: Sequence[str]) -> TrainCommand:
         The command, with the perturbation's options checked. Nothing has been loaded or written.
 
     Raises:
-        ValueError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
+        UsageError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
     """
-    sorted_words = _sort(words)
-    spec, notes = _perturbation(sorted_words)
-    reproducible = _switch(sorted_words.reproducible)
-    if spec is None and reproducible and "seed" in sorted_words.options:
+    ours, rest = _sorted(words)
+    options: dict[str, Any] = {}
+    config = ours.pop(CONFIG, None)
+    if config:
+        options = yaml_file.read(config, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
+    in_file = str(options.pop("reproducible", False))
+    reproducible = _switch(ours.get(REPRODUCIBLE, in_file) or "true")
+    spec, notes = _perturbation(ours, options, config)
+    if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
-    ours = sorted_words.ours
-    rest = sorted_words.rest
-    if "model" in ours:
-        if Flags(rest).has(f"--actor.{MODEL_FLAG}"):
-            raise ValueError(f"--model and --actor.{MODEL_FLAG} are the same setting; give one of them.")
-        rest = [f"--actor.{MODEL_FLAG}", ours["model"], *rest]
-    ours.pop("model", None)
+    model = f"--actor.{MODEL_FLAG}"
+    if "--model" in ours:
+        if Flags(rest).has(model):
+            raise UsageError(f"--model and {model} are the same setting; give one of them.")
+        rest = [model, ours["--model"], *rest]
     return TrainCommand(
         spec,
         openrlhf_args=tuple(rest),
         notes=tuple(notes),
-        advantage=_advantage(sorted_words),
-        sampling=_sampling(sorted_words.sampling),
+        advantage=_advantage(ours),
+        sampling=_sampling(_options(ours, SAMPLING)),
         reproducible=reproducible,
-        **ours,
+        **{field: ours[flag] for flag, field in _OURS.items() if flag in ours},
     )
 
 
@@ -134,63 +124,45 @@ def output_flags(run: Path) -> dict[str, Default]:
     }
 
 
-def _sort(words: Sequence[str]) -> _Words:
-    result = _Words()
-    i = 0
-    while i < len(words):
-        word = words[i]
-        name, equals, value = word.partition("=")
-        root = name.split(".", 1)[0]
-        if root not in _ROOTS and name not in _OURS and name != REPRODUCIBLE:
+def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Our flags with their values (None: the flag stood alone), and the other words."""
+    ours: dict[str, Any] = {}
+    rest: list[str] = []
+    for flag in Flags(words):
+        name, root = _OTHER_NAMES.get(flag.name, flag.name), flag.name.partition(".")[0]
+        if root not in _ROOTS and name not in (*_OURS, "--model"):
+            if not name:
+                raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
-            result.rest.append(word)
-            i += 1
+            rest += flag.words
             continue
-        given: str | None = value if equals else None
-        if not equals and i + 1 < len(words) and not words[i + 1].startswith("--"):
-            given = words[i + 1]
-            i += 1
-        i += 1
-        _store(result, name, given)
-    return result
+        value = flag.values[0] if flag.values else None
+        if len(flag.values) > 1:
+            raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
+        if root in _ROOTS and name in ours:
+            raise UsageError(f"{name} is given twice; keep one of them.")
+        if name == SAMPLING:
+            raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
+        alone = name == REPRODUCIBLE or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
+        if not value and not alone:
+            raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
+        ours[name] = value
+    return ours, rest
 
 
-def _store(result: _Words, name: str, given: str | None) -> None:
-    root, _, option = name.partition(".")
-    if name in (REPRODUCIBLE, _REPRODUCIBLE_TOO):
-        result.reproducible = "true" if given is None else given
-        return
-    if root == PERTURBATION and option and option != CONFIG:
-        result.options[option] = given
-        return
-    if root == SAMPLING and not option:
-        raise ValueError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
-    if not given:
-        needs = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
-        raise ValueError(f"{name} needs {needs.get(name, 'a value (see: ngrpo train --help)')}.")
-    if root == PERTURBATION and option == CONFIG:
-        result.config = given
-    elif name == PERTURBATION:
-        result.operator = given
-    elif name == ADVANTAGE:
-        result.advantage = given
-    elif root == ADVANTAGE:
-        result.advantage_options[option] = given
-    elif root == SAMPLING:
-        result.sampling[option] = given
-    else:
-        result.ours[_OURS[name]] = given
+def _options(ours: dict[str, Any], root: str) -> dict[str, Any]:
+    return {name[len(root) + 1 :]: value for name, value in ours.items() if name.startswith(f"{root}.")}
 
 
 def _refuse_near_miss(name: str, root: str) -> None:
     """A misspelt flag of ours must not reach OpenRLHF, where it would be an unknown word among many."""
-    known = next((r for r in (*_ROOTS, "--preset", REPRODUCIBLE) if _resembles(root, r)), None)
+    known = next((r for r in (*_ROOTS, "--preset") if _resembles(root, r)), None)
     if known is None:
         return
     rest = "" if root == known else name[len(root) :]
     if root.startswith((known + "_", known + "-")):
         rest = "." + root[len(known) + 1 :] + rest
-    flags = _ROOTS.get(known, known if known == REPRODUCIBLE else f"{known} NAME")
+    flags = _ROOTS.get(known, f"{known} NAME")
     raise UsageError(f"unknown flag {name!r}. Did you mean {known + rest!r}? The flags are {flags}.")
 
 
@@ -198,22 +170,22 @@ def _resembles(word: str, flag: str) -> bool:
     return difflib.SequenceMatcher(None, word, flag).ratio() >= 0.8 or word.startswith(flag[:8])
 
 
-def _advantage(words: _Words) -> dict[str, Any] | None:
-    if words.advantage in (None, "none"):
-        if words.advantage_options:
-            first = next(iter(words.advantage_options))
-            raise ValueError(f"{ADVANTAGE}.{first} is given, but no advantage. Add {ADVANTAGE} NAME.")
+def _advantage(ours: dict[str, Any]) -> dict[str, Any] | None:
+    options = _options(ours, ADVANTAGE)
+    if ours.get(ADVANTAGE, "none") == "none":
+        if options:
+            raise UsageError(f"{ADVANTAGE}.{next(iter(options))} is given, but no advantage. Add {ADVANTAGE} NAME.")
         return None
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
-    return advantages.create(words.advantage, **words.advantage_options).spec()
+    return advantages.create(ours[ADVANTAGE], **options).spec()
 
 
-def _switch(value: str | None) -> bool:
-    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if value is not None and value.lower() not in values:
+def _switch(value: str) -> bool:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if value.lower() not in known:
         raise UsageError(f"{REPRODUCIBLE} {value}: true or false is needed, or the flag alone for true.")
-    return value is not None and values[value.lower()]
+    return known[value.lower()]
 
 
 def _sampling(options: dict[str, str]) -> dict[str, Any]:
@@ -224,48 +196,43 @@ def _sampling(options: dict[str, str]) -> dict[str, Any]:
     return rollout_sampling.create(**options).given()
 
 
-def _perturbation(words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
-    options: dict[str, Any] = {}
-    if words.config:
-        example = "'name: neighbor' and 'rate: 0.1'"
-        options = yaml_file.read(words.config, flag=f"{PERTURBATION}.{CONFIG}", example=example)
-    in_file = options.pop("name", None)
-    in_file_reproducible = options.pop("reproducible", None)
-    if words.reproducible is None and in_file_reproducible is not None:
-        words.reproducible = str(in_file_reproducible)
-    operator = words.operator if words.operator is not None else in_file
-    if operator is None:
-        if words.options or options:
-            first = next(iter({**options, **words.options}))
-            hint = nearest(first, ["name"]) if words.config else ""
-            raise ValueError(
-                f"perturbation option {first!r} is given, but no operator.{hint} Add {PERTURBATION} NAME"
-                f"{' or a line name: NAME in ' + words.config if words.config else ''} (see: ngrpo list)."
+def _perturbation(
+    ours: dict[str, Any], options: dict[str, Any], config: str | None
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The perturbation's spec, with the warnings about it; a flag goes before the same line of the file."""
+    name = ours.get(PERTURBATION, options.pop("name", None))
+    given = _options(ours, PERTURBATION)
+    options = {**options, **given}
+    if name is None:
+        if options:
+            first = next(iter(options))
+            hint, line = (nearest(first, ["name"]), f" or a line name: NAME in {config}") if config else ("", "")
+            raise UsageError(
+                f"perturbation option {first!r} is given, but no operator.{hint} Add {PERTURBATION} NAME{line}"
+                " (see: ngrpo list)."
             )
         return None, []
-    return _create(str(operator), {**options, **words.options}, words)
-
-
-def _create(operator: str, options: dict[str, Any], words: _Words) -> tuple[dict[str, Any] | None, list[str]]:
     from perturbations import registry
-    from perturbations.options import kinds
 
-    cls = registry.get(operator, options.get("source"))
-    gate = options.get("gate")
-    for name, value in words.options.items():
-        owner, own = cls, name
-        if name.startswith(registry.GATE_OPTION) and isinstance(gate, str) and gate.lower() != "none":
-            owner, own = registry.gates.get(gate, options.get("gate.source")), name[len(registry.GATE_OPTION) :]
-        if value is None and own in getattr(owner, "__dataclass_fields__", ()):
-            if bool not in kinds(owner, own):
-                raise ValueError(f"{PERTURBATION}.{name} needs a value (see: ngrpo train --help).")
-            options[name] = True
+    options |= dict.fromkeys(_switches(str(name), options, [key for key in given if given[key] is None]), True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            made = registry.create(operator, **options)
-        except ValueError as error:
-            if words.config:
-                raise ValueError(f"{error} (options from {words.config} and the command line)") from None
-            raise
+            made = registry.create(str(name), **options)
+        except UsageError as error:
+            origin = f" (options from {config} and the command line)" if config else ""
+            raise UsageError(f"{error}{origin}") from None
     return (made.spec() if made.active else None), [str(warning.message) for warning in caught]
+
+
+def _switches(name: str, options: Mapping[str, Any], alone: Sequence[str]) -> list[str]:
+    """Those of the flags that stood alone which the perturbation has; raises ``UsageError`` where one is no switch."""
+    from perturbations.options import kinds
+
+    known = option_fields(name, options)
+    found = [option for option in alone if option in known]
+    for option in found:
+        owner, field = known[option]
+        if bool not in kinds(owner, field.name):
+            raise UsageError(f"{PERTURBATION}.{option} needs a value (see: ngrpo train --help).")
+    return found

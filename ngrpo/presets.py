@@ -68,7 +68,7 @@ def applied(flags: Flags, name: str | None, advantage: Mapping[str, Any] | None 
     Args:
         flags: OpenRLHF's flags so far; what stands there, or sets the same thing, is not added again.
         name: a preset, or None.
-        advantage: ``ngrpo.trainer.advantages.create(**advantage)``, or None.
+        advantage: ``ngrpo.advantages.create(**advantage)``, or None.
 
     Raises:
         UsageError: for an unknown preset, or flags that it or the advantage cannot go with.
@@ -80,7 +80,7 @@ def applied(flags: Flags, name: str | None, advantage: Mapping[str, Any] | None 
     if _BUFFER in wanted and not flags.has(_BUFFER):
         wanted[_BUFFER] = _overlong_buffer(flags)
     if advantage is not None:
-        from ngrpo.trainer import advantages
+        from ngrpo import advantages
 
         estimator = flags.value("--algo.advantage.estimator")
         if estimator not in (None, "group_norm"):
@@ -88,7 +88,7 @@ def applied(flags: Flags, name: str | None, advantage: Mapping[str, Any] | None 
                 f"--advantage {advantage['name']} takes the place of --algo.advantage.estimator {estimator}: give one"
                 " of the two."
             )
-        wanted |= advantages.create(**advantage).flags(_added(flags, wanted).words)
+        wanted |= advantages.create(**advantage).flags(_added(flags, wanted))
     return _added(flags, wanted)
 
 

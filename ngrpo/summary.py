@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo import __version__
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.preflight import installed_version, vllm_version
 from ngrpo.result_folder import write_json
+from ngrpo.versions import machine, versions
 from perturbations import registry
 
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _ADVANTAGE = "advantage/"
-_PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 _DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
 _BARS = "▁▂▃▄▅▆▇█"
@@ -91,20 +87,6 @@ def finish(
     }
     write_json(place, summary)
     return table(summary)
-
-
-def machine() -> dict[str, Any]:
-    """Where this runs, for people."""
-    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of all that computes."""
-    return {
-        "ngrpo": __version__,
-        "vllm": vllm_version(),
-        **{name: installed_version(name) for name in _PACKAGES},
-    }
 
 
 def steps(scalars: Series) -> list[dict[str, float]]:

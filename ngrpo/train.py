@@ -13,6 +13,7 @@ from pathlib import Path
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -26,13 +27,16 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         The exit code: 0, or 1 where the training itself failed.
 
     Raises:
-        ValueError: for bad input, before any model loads.
+        UsageError: for bad input, before any model loads.
     """
     command = flags.parse(words)
     hardware = profile_for(command.hardware).name
     for note in (*command.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
     folder = _run_folder(command)
+    preflight.check_output("--run-dir", folder, folder=True)
+    if command.log_file is not None:
+        preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
     began = time.time()
     status = _launch(args, command, hardware, report)
@@ -95,7 +99,7 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
         with log:
             launch(args, settings, hardware=hardware)
     except SeamMismatch as error:
-        raise ValueError(str(error)) from None
+        raise UsageError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1
@@ -105,9 +109,9 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
 def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     if command.advantage is None:
         return []
-    from ngrpo.trainer import advantages
+    from ngrpo import advantages
 
-    return advantages.create(**command.advantage).notes(command.openrlhf_args)
+    return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
 
 
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:

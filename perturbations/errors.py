@@ -1,7 +1,16 @@
-"""The one error of bad input, so that a command line can tell it from a bug."""
+"""The one error of bad input, so that a command line can tell it from a bug, and the hint that its messages share."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UsageError(ValueError):
     """A value, name or file that the user gave cannot be used; the message says what is allowed and how to fix it."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` for a near miss, else the empty string."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    return f" Did you mean {match[0]!r}?" if match else ""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, nearest
 
 
 def option(
@@ -110,12 +109,6 @@ class Options:
         if self.registry is None:
             return super().__reduce__()
         return self.registry.base_class().from_spec, (self.spec(),)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for a near miss, else the empty string."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return f" Did you mean {match[0]!r}?" if match else ""
 
 
 def kinds(owner: type, name: str) -> tuple[type, ...]:

@@ -36,7 +36,7 @@ class Registry:
         """
         Args:
             kind: the word for one, in messages.
-            base: ``module:Name`` of the class that all derive from; loaded when first needed.
+            base: ``package:Name`` under which users import the class that all derive from; loaded when first needed.
             tree: the package that holds one module per name, beside ``base.py`` and ``default.py``.
             group: entry point group of installed packages.
         """
@@ -211,8 +211,7 @@ class Registry:
         if not own:
             others = [k for k, v in classes.items() if v.__module__ == module.__name__]
             seen = f" It defines {', '.join(others)}." if others else " It defines no class."
-            home = base.__module__.partition(".")[0]
-            raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {home}.{base.__name__}.")
+            raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {self._base_name}.")
         raise UsageError(
             f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, own)} It holds: {', '.join(own)}."
         )
@@ -223,21 +222,29 @@ class Registry:
             cls: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
                 cls = getattr(cls, part)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (
+            ImportError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # TypeError: a name that begins with a dot
             raise UsageError(
                 f"{self.kind} {name!r}: cannot load {target!r} ({error}). Install its package, put its folder on"
                 " PYTHONPATH, or name its file: ./file.py:Name."
             ) from error
         base = self.base_class()
         if not (isinstance(cls, type) and issubclass(cls, base)):
-            home = base.__module__.partition(".")[0]
-            raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {home}.{base.__name__}.")
+            raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {self._base_name}.")
         return self._named(cls, name)
 
     def base_class(self) -> type:
         """The class that all of this kind derive from."""
         module, _, name = self.base.partition(":")
         return getattr(importlib.import_module(module), name)
+
+    @property
+    def _base_name(self) -> str:
+        return self.base.replace(":", ".")
 
     @staticmethod
     def _named(cls: type, name: str) -> type:
@@ -258,10 +265,8 @@ def _same(one: type, two: type) -> bool:
     return names[0] == names[1]
 
 
-operators = Registry(
-    "perturbation", "perturbations.base:Perturbation", "perturbations.strategies", "ngrpo.perturbations"
-)
-gates = Registry("gate", "perturbations.gates:Gate", "perturbations.gating", "ngrpo.gates")
+operators = Registry("perturbation", "perturbations:Perturbation", "perturbations.strategies", "ngrpo.perturbations")
+gates = Registry("gate", "perturbations:Gate", "perturbations.gating", "ngrpo.gates")
 
 register, available = operators.register, operators.available
 get, address = operators.get, operators.address

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 # The spec stands in one environment variable of the Ray workers, and Linux allows 128 KiB for one.
 _LONGEST = 48 * 1024

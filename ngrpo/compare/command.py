@@ -1,4 +1,30 @@
-"""`ngrpo compare`: plan, check, run what is missing, sum up."""
+"""usage: ngrpo compare --perturbations NAME,NAME ... [--seeds 0,1,2] [--task NAME] [flags of ngrpo train ...]
+
+Trains every strategy with every seed under the same trainer, data order and budget, evaluates each, and writes
+results.json, results.csv and report.html. What has finished is kept: the same command goes on where it stopped.
+
+  --perturbations A,B        operators, with options after colons: none,neighbor:rate=0.2,gumbel
+  --strategy 'A x=1 --f=2'   one strategy: options, base=PRESET, advantage=NAME, and flags of its own; repeatable
+  --sweep KEY=V,W            one run per value: perturbation.rate=0.05,0.1 for every operator that has the option,
+                             or any flag of ngrpo train (rollout.temperature=0.8,1.2) for all; repeatable
+  --base P,Q                 base algorithms: grpo, gspo, dapo
+  --seeds 0,1,2              seeds [0]
+  --baseline ID              what the others are held against [none, or the first strategy]
+  --config FILE              YAML with the same words as keys (see examples/ablation.yaml); a flag overrides it
+  --out DIR                  the comparison's folder [runs/compare]
+  --stock                    sample as stock OpenRLHF does: the same seed does not repeat a run then
+
+evaluation of each trained model (perturbation off)
+  --eval.data SRC            problems [the task's held-out ones; --eval.data none for no evaluation]
+  --eval.n N                 samples per problem [8]
+  --eval.OPTION VALUE        any other option of ngrpo eval, e.g. --eval.k 1,4,8 --eval.temperature 0.6
+
+before training
+  --diagnose.prompts N       prompts for the diversity-validity picture and the sample answers [8; 0: leave it out]
+  --diagnose.OPTION VALUE    any other option of ngrpo diagnose, e.g. --diagnose.group 8 --diagnose.embedding-map
+
+All other words go to ngrpo train, for all runs alike.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +34,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ngrpo import flags, models, preflight, presets
+from ngrpo import flags, models, preflight
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
@@ -33,10 +59,10 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         ValueError: for bad input, before anything starts.
     """
     if not words or words[0] in ("-h", "--help"):
-        print(arguments.USAGE.format(presets=", ".join(presets.available())), end="")
+        print(__doc__, end="")
         return 0 if words else 2
     plan, out = arguments.parse(words)
-    for note in plan.notes:
+    for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
     _check(plan)
     command = ["ngrpo", "compare", *words]

@@ -1,50 +1,16 @@
-"""What a comparison consists of: arms (a strategy with its flags) times seeds, all else equal."""
+"""What a comparison consists of: arms times seeds, all else equal."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-BASELINE = "none"
-_OPTION = "perturbation."
+from ngrpo.arms import Arm
 
-
-@dataclass(frozen=True)
-class Arm:
-    """One strategy as it is trained.
-
-    Attributes:
-        id: short and unique: ``none``, ``neighbor rate=0.2 base=gspo``.
-        spec: the perturbation, every option spelt out; None where nothing is perturbed.
-        base: the preset of the base algorithm (``grpo``, ``gspo``, ``dapo``), or None for the flags as given.
-        settings: what sets it apart, ``{"perturbation.rate": "0.2", "base": "gspo"}``.
-        flags: words for ``ngrpo train`` that belong to this arm alone.
-        paper: where the operator comes from.
-    """
-
-    id: str
-    spec: Mapping[str, Any] | None
-    base: str | None
-    settings: Mapping[str, str]
-    flags: tuple[str, ...]
-    paper: str = ""
-
-    @property
-    def perturbation(self) -> str:
-        """The perturbation alone, as a line of ``ngrpo diagnose --strategy``."""
-        options = [f"{k[len(_OPTION) :]}={v}" for k, v in self.settings.items() if k.startswith(_OPTION)]
-        return shlex.join([self.flags[1], *options])
-
-    @property
-    def perturbation_flags(self) -> list[str]:
-        """The perturbation alone, as flags."""
-        options = [(f"--{k}", v) for k, v in self.settings.items() if k.startswith(_OPTION)]
-        return ["--perturbation", self.flags[1], *(word for pair in options for word in pair)]
+BASELINE = "none"  # the perturbation
 
 
 @dataclass(frozen=True)
@@ -75,6 +41,7 @@ class Plan:
         shared: words for ``ngrpo train`` that all runs have.
         model: the model before training.
         task: task or dataset, for people.
+        reproducible: whether a run with the same seed repeats its rollouts.
         evaluation: None where there is nothing to evaluate on.
         diagnosis: words for ``ngrpo diagnose``, or None.
     """
@@ -85,9 +52,9 @@ class Plan:
     shared: tuple[str, ...]
     model: str
     task: str
+    reproducible: bool = True
     evaluation: Evaluation | None = None
     diagnosis: tuple[str, ...] | None = None
-    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def runs(self) -> list[Run]:
         """Seed by seed, so that a comparison cut short has whole seeds."""

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from ngrpo import bootstrap
+from ngrpo.arms import Arm
 from ngrpo.compare import verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
-from ngrpo.compare.plan import Arm, Plan, Run
+from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import identity
+from ngrpo.evaluate.estimators import pass_at_k
 from ngrpo.result_folder import write_text
 
 FORMAT = 1
@@ -34,7 +36,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     Returns:
         The content of ``results.json``; every number is finite or None.
     """
-    from ngrpo.summary import machine, versions
+    from ngrpo.versions import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
@@ -105,9 +107,9 @@ def _strategy(arm: Arm) -> dict[str, Any]:
     return {
         "id": arm.id,
         "perturbation": spec,
-        "base": arm.base,
-        "settings": dict(arm.settings),
-        "flags": list(arm.flags),
+        "base": arm.training.get("base"),
+        "settings": arm.settings,
+        "flags": arm.flags,
         "paper": arm.paper,
     }
 
@@ -155,57 +157,51 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 def _row(
     arm: str, mine: Mapping[int, Any], failed: list[int], baseline: str, theirs: Mapping[int, Any]
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"strategy": arm, "seeds": sorted(mine), "failed": failed}
     shared = sorted(set(mine) & set(theirs))
-    curves = [run["steps"] for _, run in sorted(mine.items()) if run["steps"]]
-    for key, part in (("reward_first", verdicts.first_quarter), ("reward_last", verdicts.last_quarter)):
-        means = [[part([step["reward"] for step in steps])] for steps in curves]
-        row[key] = bootstrap.interval(np.array(means)) if means else None
-    table = {seed: _correct(run) for seed, run in mine.items()}
-    evaluated = [seed for seed in sorted(mine) if table[seed]]
-    row["mean_at_n"], row["pass_at_k"], row["n"] = None, {}, None
-    measure = "final reward"
-    if evaluated:
-        n = row["n"] = next(iter(mine[evaluated[0]]["evaluation"]["problems"]))["n"]
-        measure = f"Mean@{n}"
-        counts = np.array([list(table[seed].values()) for seed in evaluated])
-        row["mean_at_n"] = bootstrap.interval(counts / n)
-        row["pass_at_k"] = {
-            k: bootstrap.interval(verdicts.pass_at_k_table(counts, n, int(k)))
-            for k in mine[evaluated[0]]["evaluation"]["pass_at_k"]
-        }
-    row["difference"] = None if arm == baseline else _difference(mine, theirs, shared)
-    main = None if row["difference"] is None else row["difference"].get("mean_at_n") or row["difference"]["reward_last"]
-    row["verdict"] = "the baseline" if arm == baseline else verdicts.verdict(main, measure, baseline, len(shared))
+    problems = next((run["evaluation"]["problems"] for run in mine.values() if run["evaluation"]), None)
+    n = problems[0]["n"] if problems else None
+    row = {"strategy": arm, "seeds": sorted(mine), "failed": failed, "n": n, "difference": None}
+    row |= _judged([_measures(mine[seed]) for seed in sorted(mine)])
+    row["verdict"] = "the baseline"
+    if arm != baseline:
+        if shared:
+            row["difference"] = _judged(*([_measures(side[seed]) for seed in shared] for side in (mine, theirs)))
+        main = shared and (row["difference"]["mean_at_n"] or row["difference"]["reward_last"])
+        row["verdict"] = verdicts.verdict(main or None, f"Mean@{n}" if n else "final reward", baseline, len(shared))
     row["cost"] = _cost(mine, theirs, shared)
     return row
 
 
-def _correct(run: Mapping[str, Any]) -> dict[str, int]:
-    return {p["id"]: p["correct"] for p in (run["evaluation"] or {}).get("problems", [])}
+def _measures(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What a run is judged by: the value of each measure for each problem; a reward is one value, of no problem."""
+    rewards = [step["reward"] for step in run["steps"]]
+    found: dict[str, dict[str, float]] = {}
+    if rewards:
+        found["reward_first"] = {"": verdicts.first_quarter(rewards)}
+        found["reward_last"] = {"": verdicts.last_quarter(rewards)}
+    evaluation = run["evaluation"] or {"problems": [], "pass_at_k": {}}
+    if evaluation["problems"]:
+        found["mean_at_n"] = {p["id"]: p["correct"] / p["n"] for p in evaluation["problems"]}
+        for k in evaluation["pass_at_k"]:
+            found[k] = {p["id"]: pass_at_k(p["n"], p["correct"], int(k)) for p in evaluation["problems"]}
+    return found
 
 
-def _difference(mine: Mapping[int, Any], theirs: Mapping[int, Any], shared: list[int]) -> dict[str, Any] | None:
-    if not shared:
-        return None
-    rewards = [
-        [[verdicts.last_quarter([step["reward"] for step in side[seed]["steps"]])] for seed in shared]
-        for side in (mine, theirs)
-        if all(side[seed]["steps"] for seed in shared)
-    ]
-    result: dict[str, Any] = {"reward_last": bootstrap.paired(*map(np.array, rewards)) if len(rewards) == 2 else None}
-    ours, base = ([_correct(side[seed]) for seed in shared] for side in (mine, theirs))
-    if not all(ours) or not all(base):
-        return result
-    problems = [p for p in base[0] if all(p in counts for counts in (*ours, *base))]
-    n = mine[shared[0]]["evaluation"]["problems"][0]["n"]
-    a, b = (np.array([[counts[p] for p in problems] for counts in side]) for side in (ours, base))
-    result["mean_at_n"] = bootstrap.paired(a / n, b / n)
-    result["pass_at_k"] = {
-        k: bootstrap.paired(*(verdicts.pass_at_k_table(counts, n, int(k)) for counts in (a, b)))
-        for k in mine[shared[0]]["evaluation"]["pass_at_k"]
-    }
-    return result
+def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """Of the measures of one side's runs the means, of two sides' the paired differences, each with its interval."""
+    judged: dict[str, Any] = {"reward_first": None, "reward_last": None, "mean_at_n": None, "pass_at_k": {}}
+    runs = [run for side in sides for run in side]
+    for name in dict.fromkeys(name for run in runs for name in run):
+        having = [[run[name] for run in side if name in run] for side in sides]
+        if len(sides) == 2 and len(having[0] + having[1]) < len(runs):
+            continue  # a pair lacks one of its runs
+        problems = [problem for problem in having[0][0] if all(problem in run for side in having for run in side)]
+        if not problems:
+            continue
+        tables = [np.array([[run[problem] for problem in problems] for run in side]) for side in having]
+        value = bootstrap.interval(*tables) if len(sides) == 1 else bootstrap.paired(*tables)
+        (judged if name in judged else judged["pass_at_k"])[name] = value
+    return judged
 
 
 def _cost(mine: Mapping[int, Any], theirs: Mapping[int, Any], shared: list[int]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngrpo.arms import Arm
 from ngrpo.compare.comparison_folder import ComparisonFolder
-from ngrpo.compare.plan import Arm, Plan, Run, fingerprint
+from ngrpo.compare.plan import Plan, Run, fingerprint
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.progress import StepLine, read_step, read_total
 from ngrpo.result_folder import writing
 
@@ -30,7 +32,9 @@ OnStep = Callable[[StepLine, "int | None"], None]
 
 def train_words(plan: Plan, run: Run, folder: Path) -> list[str]:
     """The words of ``ngrpo train`` for a run. What an arm sets for itself wins over what all share."""
-    return [*plan.shared, *run.arm.flags, "--train.seed", str(run.seed), "--run-dir", str(folder)]
+    shared = Flags(plan.shared).without(*(flag.name for flag in Flags(run.arm.flags)))
+    both = Flags([*shared.words, *run.arm.flags]).with_defaults({"--reproducible": "true"} if plan.reproducible else {})
+    return [*both.words, "--train.seed", str(run.seed), "--run-dir", str(folder)]
 
 
 def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
@@ -47,7 +51,7 @@ def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> 
 
 def identity(plan: Plan, run: Run) -> str:
     """What makes a finished run this one: every word of its commands, and the versions that ran them."""
-    from ngrpo.summary import versions
+    from ngrpo.versions import versions
 
     evaluation = None if plan.evaluation is None else list(plan.evaluation.words)
     return fingerprint([train_words(plan, run, Path()), evaluation, versions()])

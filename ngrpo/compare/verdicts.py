@@ -1,4 +1,4 @@
-"""What a comparison's numbers say: Pass@k tables, quarters of learning curves, and one plain sentence per strategy."""
+"""What a comparison's numbers say: quarters of learning curves, and one plain sentence per strategy."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
         word = "one seed is" if seeds == 1 else f"{seeds} seeds are"
         return f"{text}; the problems agree, but {word} too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}, over {seeds} seeds"
-
-
-def pass_at_k_table(correct: np.ndarray, n: int, k: int) -> np.ndarray:
-    """Unbiased Pass@k of each seed and problem, from the counts of correct samples (seeds × problems)."""
-    from ngrpo.evaluate import pass_at_k
-
-    values = [pass_at_k(n, c, k) for c in range(n + 1)]
-    return np.array(values)[np.asarray(correct, dtype=np.int64)]
 
 
 def last_quarter(rewards: Sequence[float]) -> float:

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from ngrpo.arms import Arm, parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of
-from ngrpo.strategies import Strategy, parse_strategies
 from perturbations.errors import UsageError
 
 _EXAMPLES = """\
@@ -64,7 +64,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
 
     from ngrpo.diagnose.diagnosis import diagnose
     from ngrpo.diagnose.diagnosis_folder import REPORT
-    from ngrpo.diagnose.table import differences, table
+    from ngrpo.diagnose.screen_table import differences, table
 
     if len(problems) < given.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")
@@ -89,11 +89,11 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def _strategies(given: argparse.Namespace) -> list[Strategy]:
+def _strategies(given: argparse.Namespace) -> list[Arm]:
     perturbations = given.perturbations
     if perturbations is None and not given.strategy:
         perturbations = _DEFAULT
-    return parse_strategies(perturbations, given.sweep, given.strategy)
+    return parse_arms(perturbations, given.sweep, given.strategy)
 
 
 def _parser() -> CommandParser:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo import models
-from ngrpo.diagnose import embedding_map, measuring, table
+from ngrpo.diagnose import embedding_map, measuring, screen_table
 from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
 from ngrpo.diagnose.sample import GroupSampling
 from ngrpo.diagnose.side_by_side import side_by_side
@@ -18,12 +18,12 @@ from ngrpo.evaluate.engine import load_tokenizer
 from ngrpo.evaluate.problem import digest
 from ngrpo.evaluate.scoring import check_problems
 from ngrpo.report import write_diagnosis
-from ngrpo.summary import machine, versions
+from ngrpo.versions import machine, versions
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
-    from ngrpo.strategies import Strategy
 
 Report = Callable[[str], None]
 
@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 def diagnose(
     model: str,
     problems: Sequence[Problem],
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Arm],
     *,
     out: str | Path,
     sampling: GroupSampling | None = None,
@@ -50,7 +50,7 @@ def diagnose(
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: of :func:`ngrpo.strategies.parse_strategies`; the first unperturbed one is the baseline of the
+        strategies: of :func:`ngrpo.arms.parse_arms`; the first unperturbed one is the baseline of the
             perplexity.
         out: the folder.
         sampling: group size, length, temperature, seed.
@@ -116,7 +116,7 @@ def diagnose(
             "seconds": round(time.time() - began, 1),
             "baseline": next((strategy.id for strategy in strategies if strategy.spec is None), None),
             "strategies": rows,
-            "warnings": table.warnings_of(rows, strategies),
+            "warnings": screen_table.warnings_of(rows, strategies),
             "samples": side_by_side(problems, groups, tokenizer),
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }
@@ -128,7 +128,7 @@ def diagnose(
 def _add(
     folder: DiagnosisFolder,
     llm: Any,
-    strategy: Strategy,
+    strategy: Arm,
     problems: Sequence[Problem],
     sampling: GroupSampling,
     report: Report,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ngrpo.arms import Arm
 from ngrpo.diagnose.sample import Sample
 from ngrpo.result_folder import ResultFolder
-from ngrpo.strategies import Strategy
 from perturbations.errors import UsageError
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"
@@ -34,7 +34,7 @@ class DiagnosisFolder(ResultFolder):
             self.write_lines(SAMPLES, kept)
         return new
 
-    def has(self, strategy: Strategy) -> bool:
+    def has(self, strategy: Arm) -> bool:
         """Whether a strategy is finished here.
 
         Raises:

@@ -26,7 +26,7 @@ from perturbations.edit import realise
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.strategies import Strategy
+    from ngrpo.arms import Arm
 
 WORDS = (
     *("therefore", "sum", "because", "number", "green", "water", "first", "music", "happy", "house"),
@@ -66,7 +66,7 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
     return found if words else found[:TOKENS]
 
 
-def make(llm: Any, strategies: Sequence[Strategy], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
+def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
     """The map of all perturbing strategies; of those that differ in their gates alone, the first.
 
     Args:
@@ -175,9 +175,9 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _different(strategies: Sequence[Strategy]) -> list[Strategy]:
+def _different(strategies: Sequence[Arm]) -> list[Arm]:
     gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # what all operators share
-    kept: dict[str, Strategy] = {}
+    kept: dict[str, Arm] = {}
     for strategy in strategies:
         if strategy.spec is not None:
             spec = {name: value for name, value in strategy.spec.items() if name not in gate}
@@ -187,7 +187,7 @@ def _different(strategies: Sequence[Strategy]) -> list[Strategy]:
 
 def _operator(
     here: Any,
-    strategy: Strategy,
+    strategy: Arm,
     tokens: Sequence[tuple[int, str]],
     found: dict[int, list[tuple[Tensor, int]]],
     related: Tensor,

@@ -16,8 +16,8 @@ from ngrpo.evaluate.engine import build as build_engine
 from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
+    from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
-    from ngrpo.strategies import Strategy
 
 _CONCURRENT = 64
 _WARM_UP_TOKENS = 16
@@ -48,7 +48,7 @@ def attached(llm: Any) -> Any:
     return llm.llm_engine.collective_rpc(lambda worker: worker.perturbation)[0]
 
 
-def put(llm: Any, strategy: Strategy) -> None:
+def put(llm: Any, strategy: Arm) -> None:
     """Gives the engine a strategy's operator. Unperturbed ones are drawn by the same code, so that noise is shared."""
     from ngrpo.rollout import set_perturbation
 
@@ -56,7 +56,7 @@ def put(llm: Any, strategy: Strategy) -> None:
 
 
 def sample_strategy(
-    llm: Any, strategy: Strategy, problems: Sequence[Problem], sampling: GroupSampling
+    llm: Any, strategy: Arm, problems: Sequence[Problem], sampling: GroupSampling
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples a group for every problem under one strategy and measures what needs the model.
 

@@ -13,8 +13,8 @@ from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:
+    from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
-    from ngrpo.strategies import Strategy
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -44,7 +44,7 @@ def prompt_statistics(groups: Sequence[Sequence[Sample]]) -> PromptStatistics:
 
 
 def strategy_rows(
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Arm],
     groups: Mapping[str, Sequence[Sequence[Sample]]],
     problems: Sequence[Problem],
     facts: Mapping[str, dict[str, Any]],
@@ -57,7 +57,7 @@ def strategy_rows(
 
 
 def strategy_row(
-    strategy: Strategy,
+    strategy: Arm,
     groups: Sequence[Sequence[Sample]],
     problems: Sequence[Problem],
     stats: PromptStatistics,

@@ -43,7 +43,7 @@ def summarise(
         ks: for Pass@k.
         seconds: that sampling took in the last run, loading left out.
     """
-    from ngrpo.summary import machine, versions
+    from ngrpo.versions import machine, versions
 
     n = settings["n"]
     right = Counter(sample["problem"] for sample in samples if sample["correct"])

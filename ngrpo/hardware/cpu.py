@@ -18,6 +18,7 @@ from typing import Any
 
 from ngrpo.hardware.profile import Profile
 from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 
 # (flag, whether its value is refused, reason and mend)
 _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
@@ -47,15 +48,15 @@ def check(flags: Flags) -> None:
     """Refuses what would fail late, or be ignored, without CUDA.
 
     Raises:
-        ValueError: With the flag, why it cannot work here, and the mend.
+        UsageError: With the flag, why it cannot work here, and the mend.
     """
     for name, refused, reason in _REFUSED:
         value = flags.value(name)
         if value is not None and refused(value):
-            raise ValueError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+            raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
     compiler = os.environ.get("CXX", "g++")
     if flags.has("--ds.adam_offload") and shutil.which(compiler) is None:
-        raise ValueError(
+        raise UsageError(
             f"No C++ compiler ({compiler!r}): DeepSpeed builds its CPU Adam on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
         )

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from ngrpo.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError
 
 HARDWARE = ("cpu", "cuda")
 
@@ -24,7 +25,7 @@ class Profile:
         default_flags: OpenRLHF flags that are added where the command line does not have them.
         ray_init: Given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started
             here (an existing cluster has its own resources).
-        check: Given the final OpenRLHF flags, raises `ValueError` for what this hardware cannot do.
+        check: Given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do.
     """
 
     name: Literal["cpu", "cuda"]
@@ -48,12 +49,12 @@ def profile_for(hardware: str) -> Profile:
         hardware: ``"cpu"``, ``"cuda"`` or ``"auto"`` (see `detect`).
 
     Raises:
-        ValueError: For any other name, with the nearest match.
+        UsageError: For any other name, with the nearest match.
     """
     if hardware == "auto":
         hardware = detect()
     if hardware not in HARDWARE:
         near = difflib.get_close_matches(str(hardware), (*HARDWARE, "auto"), n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
+        raise UsageError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
     return import_module(f"ngrpo.hardware.{hardware}").PROFILE

@@ -25,11 +25,12 @@ def register() -> None:
     """
     import vllm
 
-    from ngrpo.rollout.settings import supported
+    from ngrpo import versions
 
-    if not supported(vllm.__version__):
+    if not versions.is_supported_vllm(vllm.__version__):
         # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
-        logger.warning("ngrpo: vLLM %s is not supported (0.26 to 0.29 are); perturbations are off.", vllm.__version__)
+        found, ours = vllm.__version__, versions.VLLM
+        logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", found, ours)
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
@@ -76,8 +77,10 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         import vllm
 
+        from ngrpo.versions import VLLM
+
         if isinstance(self.additional_config, dict) and self.additional_config.get("perturbation"):
-            raise RuntimeError(f"perturbations need vLLM 0.26 to 0.29, not {vllm.__version__}: install one of these.")
+            raise RuntimeError(f"perturbations need vLLM {VLLM}, not {vllm.__version__}: install one of these.")
         return original(self, *args, **kwargs)
 
     return create_engine_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from perturbations import registry
@@ -76,9 +75,3 @@ def check_engine(config: Any, operator: Perturbation) -> None:
     if problems:
         raise ValueError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
     operator.check_model(model.get_vocab_size())
-
-
-def supported(version: str, supported_minors: Sequence[int] = (26, 27, 28, 29)) -> bool:
-    """Whether a vLLM version is in the checked range, 0.26 to 0.29."""
-    parts = version.split("+")[0].split(".")
-    return parts[0] == "0" and parts[1].isdigit() and int(parts[1]) in supported_minors

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngrpo.trainer.advantages import Advantage
+from ngrpo.advantages.base import Advantage
 from ngrpo.trainer.metrics import note_measures
+from ngrpo.trainer.rewards import refuse_non_finite, responses
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.visits import Visits
 
@@ -65,14 +66,9 @@ class _Batch:
         maker = self._maker
         if not hasattr(maker, "visits"):
             maker.visits = Visits()
-        prompts: list[str] = []
-        responses: list[str] = []
-        for experience in self._experiences:
-            prompts += experience.prompts
-            # Entry t of the mask is of token t + 1.
-            for tokens, mask in zip(experience.sequences[:, 1:], experience.action_mask.bool()):
-                responses.append(maker.tokenizer.decode(tokens[mask], skip_special_tokens=True))
-        return torch.tensor(maker.visits.visit(prompts, responses), dtype=torch.float32)
+        prompts = [prompt for experience in self._experiences for prompt in experience.prompts]
+        answers = [text for experience in self._experiences for text in responses(maker.tokenizer, experience)]
+        return torch.tensor(maker.visits.visit(prompts, answers), dtype=torch.float32)
 
 
 _batch: ContextVar[_Batch | None] = ContextVar("advantage_batch", default=None)
@@ -105,10 +101,11 @@ def computed(original: Callable[..., Any], maker: Any, experiences: list[Any]) -
     size = maker.args.rollout.n_samples_per_prompt
     answers = sum(len(experience.index) for experience in experiences)
     if answers % size:
-        raise ValueError(
+        raise RuntimeError(
             f"{answers} answers are not a whole number of groups of {size} (--rollout.n_samples_per_prompt):"
             " some prompt was not answered as often as it was asked."
         )
+    refuse_non_finite(maker.tokenizer, experiences)
     batch = _Batch(maker, experiences, current_run().advantage)
     token = _batch.set(batch)
     try:

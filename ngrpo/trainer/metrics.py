@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 
@@ -60,6 +61,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
+        refuse_non_finite(self.tokenizer, experiences)
         records, log_probs = [], []
         for experience, of_tokens in zip(experiences, _token_log_probs(self, experiences)):
             records.extend(unpack(experience.mm_train_inputs))

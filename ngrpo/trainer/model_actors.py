@@ -13,7 +13,7 @@ import torch
 
 from ngrpo.parameters_file import attach
 from ngrpo.trainer import trajectory_record
-from ngrpo.trainer.density import densities, token_log_probs
+from ngrpo.trainer.density_loss import densities, token_log_probs
 from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
 from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation

@@ -14,40 +14,38 @@ from typing import Any
 
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import current_run
-from perturbations.options import coerce, nearest, option
+from perturbations.errors import UsageError
+from perturbations.options import Options, nearest, option
 
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Options):
     """Masks of the rollout's token distribution; the defaults mask nothing."""
+
+    kind = "sampling"
 
     top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
     min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = coerce(type(self), field, getattr(self, field.name), what="sampling")
-            object.__setattr__(self, field.name, value)
-
     def given(self) -> dict[str, Any]:
         """The masks that are on."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {name: value for name, value in self.spec().items() if value is not None}
 
 
 def create(**options: Any) -> Sampling:
     """The sampling of some ``--sampling.<option>`` words.
 
     Raises:
-        ValueError: for an unknown option or a value out of range.
+        UsageError: for an unknown option or a value out of range.
     """
     known = [field.name for field in dataclasses.fields(Sampling)]
     for name in options:
         if name in _OPENRLHF:
-            raise ValueError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
+            raise UsageError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
         if name not in known:
-            raise ValueError(
+            raise UsageError(
                 f"unknown flag '--sampling.{name}'.{nearest(name, known)} Available:"
                 f" {', '.join('--sampling.' + k for k in known)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."
             )
@@ -57,7 +55,7 @@ def create(**options: Any) -> Sampling:
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not masked."""
     values = {name: float(Flags(args).value(flag) or 1.0) for name, flag in _OPENRLHF.items()}
-    return {**values, **dataclasses.asdict(sampling)}
+    return {**values, **sampling.spec()}
 
 
 _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default=None)

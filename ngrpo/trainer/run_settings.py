@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngrpo.trainer.advantages import Advantage
+    from ngrpo.advantages.base import Advantage
     from perturbations.base import Perturbation
 
 # One variable for each setting: Linux limits one to 131,072 bytes, and a spec may carry the text of a user's file.
@@ -32,7 +32,7 @@ class RunSettings:
 
     Attributes:
         perturbation_spec: ``perturbations.create(**spec)``; None where nothing is perturbed.
-        advantage_spec: as ``ngrpo.trainer.advantages.create`` takes it; None for OpenRLHF's own estimator.
+        advantage_spec: as ``ngrpo.advantages.create`` takes it; None for OpenRLHF's own estimator.
         sampling: masks of the rollouts' token distribution that OpenRLHF has no flags for, e.g. ``{"top_k": 5}``.
         reproducible: whether the same seed gives the same rollouts from run to run.
     """
@@ -52,7 +52,7 @@ class RunSettings:
     @cached_property
     def advantage(self) -> Advantage | None:
         """The run's advantage."""
-        from ngrpo.trainer import advantages
+        from ngrpo import advantages
 
         return None if self.advantage_spec is None else advantages.create(**self.advantage_spec)
 

@@ -158,7 +158,7 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf 0.11.2", "saves by save_pretrained, which writes those parameters to a file of their own",
     ),
     Seam(
-        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density:with_densities", "perturbation",
+        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density_loss:with_densities", "perturbation",
         "import", "openrlhf 0.11.2", "at perturbed positions an operator's density takes the token's place",
     ),
     Seam(

@@ -7,6 +7,7 @@ import pytest
 
 from ngrpo import bootstrap
 from ngrpo.compare import verdicts
+from ngrpo.evaluate.estimators import pass_at_k
 
 
 def test_mean_and_interval_of_one_seed_resample_the_problems() -> None:
@@ -95,8 +96,7 @@ def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
 
 def test_pass_at_k_of_counts() -> None:
     """n = 4: Pass@2 of c = 0, 1, 2 is 0, 1 - C(3,2)/C(4,2) = 1/2, 1 - C(2,2)/C(4,2) = 5/6."""
-    table = verdicts.pass_at_k_table(np.array([[0, 1, 2]]), 4, 2)
-    assert table == pytest.approx(np.array([[0.0, 0.5, 5 / 6]]))
+    assert [pass_at_k(4, c, 2) for c in range(3)] == pytest.approx([0.0, 0.5, 5 / 6])
 
 
 def test_quarters_of_a_learning_curve() -> None:

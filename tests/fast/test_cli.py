@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags, models, preflight, train
+from ngrpo import cli, flags, models, preflight, presets, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
+from perturbations.errors import UsageError
 
 
 def parse(line: str) -> flags.TrainCommand:
@@ -33,10 +34,6 @@ def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
 )
 def test_no_perturbation_is_no_spec(line: str) -> None:
     assert parse(line).spec is None
-
-
-def test_last_operator_wins() -> None:
-    assert parse("--perturbation gumbel --perturbation neighbor").spec["name"] == "neighbor"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +89,17 @@ def test_rate_one_with_anchor_is_noted() -> None:
         ("--perturbation_rate 0.1", ["Did you mean '--perturbation.rate'?"]),
         ("--perturbations.k 3", ["Did you mean '--perturbation.k'?"]),
         ("--perturbation no.such:Thing", ["no.such:Thing", "PYTHONPATH"]),
+        ("--perturbation ./:", ["'./:'", "./file.py:Name"]),
         ("--model", ["--model needs a value"]),
+        ("--perturbation gumbel --perturbation neighbor", ["--perturbation is given twice"]),
+        ("--perturbation soft --perturbation.rate 0.1 --perturbation.rate=0.2", ["--perturbation.rate", "twice"]),
+        ("--reproducible --perturbation.reproducible false", ["--reproducible is given twice"]),
+        ("--perturbation gumbel neighbor", ["--perturbation takes one value", "'neighbor'"]),
+        ("neighbor --model m", ["unexpected word 'neighbor'"]),
     ],
 )
 def test_bad_words(line: str, parts: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UsageError) as caught:
         parse(line)
     for part in parts:
         assert part in str(caught.value)
@@ -150,6 +153,38 @@ class TestMain:
         error = capsys.readouterr().err
         assert error.startswith("ngrpo: error: ") and "Traceback" not in error and error.count("\n") == 1
 
+    def test_a_bug_shows_as_a_bug(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where it is a ValueError, which bad input was once told by."""
+
+        def broken(words: list[str], report: object) -> int:
+            raise ValueError("shapes (2, 3) and (4,) do not fit")
+
+        monkeypatch.setattr(train, "run", broken)
+        assert cli.main(["train"]) == 1
+        error = capsys.readouterr().err
+        assert "Traceback" in error and "in broken" in error and "shapes (2, 3)" in error
+        assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
+        assert "ngrpo: error:" not in error
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["train", "--model", "no/such/folder", "--task", "arithmetic"],
+            ["train", "--perturbation.config", "missing.yaml"],
+            ["train", "--model", "m", "--run-dir", __file__, "--task", "arithmetic"],
+            ["compare", "--perturbations", "none", "--seeds", "x"],
+            ["compare", "--config", __file__],
+            ["check", "neighbor", "k"],
+            ["check", "nieghbor"],
+            ["model", "smollm"],
+            ["list", "x"],
+        ],
+    )
+    def test_bad_input_never_shows_a_traceback(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("ngrpo: error: ") and "Traceback" not in error
+
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["trian"]) == 2
         assert "Did you mean 'train'?" in capsys.readouterr().err
@@ -170,6 +205,14 @@ class TestMain:
         ):
             assert part in text
         assert "--openrlhf-help" in text and "smollm2-135m" in text and "arithmetic" in text
+
+    def test_help_names_every_command_and_preset(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["--help"]) == 0
+        text = capsys.readouterr().out
+        for command in ("train", "compare", "eval", "diagnose", "report", "list", "check", "model"):
+            assert f"\n  {command} " in text
+        assert cli.main(["compare", "--help"]) == 0
+        assert f"base algorithms: {', '.join(presets.available())}\n" in capsys.readouterr().out
 
     def test_neither_help_nor_list_loads_the_stack(self) -> None:
         import subprocess

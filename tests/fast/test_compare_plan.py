@@ -26,7 +26,7 @@ def test_strategies_times_seeds_with_whole_seeds_first() -> None:
     assert [run.id for run in made.runs()] == ["none-seed0", "neighbor-seed0", "none-seed1", "neighbor-seed1"]
     assert made.baseline == "none"
     assert words(made, 3) == (
-        "--model smollm2-135m --task arithmetic --perturbation neighbor --reproducible true"
+        "--reproducible true --model smollm2-135m --task arithmetic --perturbation neighbor"
         " --train.seed 1 --run-dir folder"
     )
 
@@ -41,16 +41,38 @@ def test_sweep_of_a_training_flag_and_base_algorithms_apply_to_all() -> None:
     made = plan("--perturbations", "none,gumbel", "--sweep", "rollout.temperature=0.8,1.2", "--base", "grpo,gspo")
     ids = [arm.id for arm in made.arms]
     assert len(ids) == 8 and ids[0] == "none rollout.temperature=0.8 base=grpo"
-    assert "--preset grpo --rollout.temperature 0.8" in words(made)
-    assert made.arms[3].base == "gspo"
+    assert "--rollout.temperature 0.8 --preset grpo" in words(made)
+    assert made.arms[3].training["base"] == "gspo"
 
 
 def test_one_line_per_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
     arm = made.arms[1]
-    assert arm.base == "gspo" and arm.spec is not None and arm.spec["rate"] == 1.0
+    assert arm.training["base"] == "gspo" and arm.spec is not None and arm.spec["rate"] == 1.0
     assert "--perturbation.rate 1 --perturbation.realization sampled" in words(made, 1)
     assert "--preset gspo --advantage ngrpo" in words(made, 1)
+
+
+def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
+    file = tmp_path / "my ops" / "x.py"
+    file.parent.mkdir()
+    file.write_text("from perturbations.strategies.gaussian import Gaussian\n\n\nclass Damp(Gaussian):\n    pass\n")
+    made = plan("--perturbations", f"none,{file}:Damp:sigma=0.5")
+    given = train_words(made, made.runs()[1], Path("folder"))
+    assert given[given.index("--perturbation") + 1] == f"{file}:Damp"
+    assert "--perturbation.sigma 0.5" in " ".join(given)
+    assert made.diagnosis is not None and made.diagnosis[-1] == f"'{file}:Damp' sigma=0.5"
+
+
+def test_what_an_arm_sets_takes_the_place_of_what_all_share() -> None:
+    shared = ["--rollout.temperature", "0.7", "--advantage", "ngrpo", "--reproducible"]
+    made = plan("--perturbations", "none", "--strategy", "none --rollout.temperature=1.2 advantage=psr", *shared)
+    first, second = (words(made, i) for i in range(2))
+    assert "--rollout.temperature 0.7" in first and "--advantage ngrpo" in first
+    assert "--rollout.temperature 1.2" in second and "--advantage psr" in second
+    for line in (first, second):
+        for flag in ("--rollout.temperature", "--advantage", "--reproducible"):
+            assert line.split().count(flag) == 1
 
 
 def test_token_level_baseline() -> None:
@@ -88,9 +110,9 @@ def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
 def test_evaluation_and_diagnosis_follow_the_task() -> None:
     made = plan("--perturbations", "none,neighbor", "--eval.k", "1,8", "--rollout.max_new_tokens", "12")
     assert made.evaluation is not None and made.evaluation.n == 8
-    assert made.evaluation.words == ("--task", "arithmetic", "--k", "1,8", "--n", "8")
+    assert made.evaluation.words == ("--task", "arithmetic", "--n", "8", "--k", "1,8")
     assert made.diagnosis is not None
-    assert made.diagnosis[:4] == ("--task", "arithmetic", "--max-tokens", "12")
+    assert " ".join(made.diagnosis).startswith("--task arithmetic --prompts 8 --max-tokens 12 ")
     assert made.diagnosis[-4:] == ("--strategy", "none", "--strategy", "neighbor")
     bare = plan("--perturbations", "none", "--eval.data", "none", "--diagnose.prompts", "0")
     assert bare.evaluation is None and bare.diagnosis is None
@@ -131,6 +153,9 @@ def test_a_run_is_another_when_any_word_of_it_changes() -> None:
         (["--perturbations", "none", "--perturbation.rate", "0.2"], "--sweep perturbation.OPTION"),
         (["--perturbations", "none", "--ckpt.path", "x"], "give --out DIR"),
         (["--perturbation", "none"], "--perturbations, --strategy"),
+        (["--perturbations", "none", "--perturbations", "neighbor"], "given twice"),
+        (["--perturbations", "none", "neighbor"], "'neighbor' is one too many"),
+        (["none"], "unexpected word 'none'"),
         (["--perturbatons", "none"], "Did you mean '--perturbations'"),
         (["--perturbations", "none", "--sweep", "rollout.temperature"], "KEY=VALUE,VALUE"),
         (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.preflight import check_flags
-from ngrpo.trainer.density import densities, token_log_probs, with_densities
+from ngrpo.trainer.density_loss import densities, token_log_probs, with_densities
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit

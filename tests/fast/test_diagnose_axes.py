@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ngrpo import bootstrap
-from ngrpo.diagnose import axes, inputs, strategy_row, table
+from ngrpo.arms import Arm, parse_arms
+from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
-from ngrpo.strategies import Strategy, parse_strategies
 from perturbations import ReplayRecord, streams
 from perturbations.geometry import matrix_geometry
 
@@ -44,10 +44,10 @@ PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": "What is 2 + 2?"},), "
 FACTS = {"anchor_nearest": None, "text_nearest": None, "tokens_per_second": 7.0}
 
 
-def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Strategy | None = None) -> Any:
+def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Arm | None = None) -> Any:
     groups = strategy_row.groups_of(samples)
     stats = strategy_row.prompt_statistics(groups)
-    return strategy_row.strategy_row(strategy or Strategy("s", None), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
+    return strategy_row.strategy_row(strategy or Arm("s", id="s"), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
 
 
 TWO_GROUPS = [
@@ -209,24 +209,24 @@ def test_a_sample_survives_its_line() -> None:
 
 
 def test_warnings() -> None:
-    (greedy,) = parse_strategies(None, (), ["neighbor rate=1"])
+    (greedy,) = parse_arms(None, (), ["neighbor rate=1"])
     same = [sample(0, i, [1, 2], "4", right=True) for i in range(2)]
-    (warning,) = table.warnings_of([row(same)], [greedy])
+    (warning,) = screen_table.warnings_of([row(same)], [greedy])
     assert "every group is one trajectory" in warning and "greedy decoding" in warning
     # Different tokens, all right, at the length limit.
     right = [sample(0, i, [1, 2 + i], "4", right=True) for i in range(2)]
-    found = table.warnings_of([row(right)], [Strategy("s", None)])
+    found = screen_table.warnings_of([row(right)], [Arm("s", id="s")])
     assert ["right" in found[0], "length limit" in found[1], len(found)] == [True, True, 2]
-    assert table.warnings_of([row(TWO_GROUPS)], [Strategy("s", None)]) == [found[1]]
+    assert screen_table.warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
 
 
 def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
-    lines = table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
+    lines = screen_table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
     assert "pass@2" in lines[0] and "–" in lines[1] and "0.333" in lines[1]
 
 
 def test_differences_in_words() -> None:
     found = {"value": 0.25, "low": -0.1, "high": 0.5, "within_noise": True}
     rows = [{"name": "none", "difference": None}, {"name": "soft", "difference": {"diversity": found}}]
-    line = table.differences({"baseline": "none", "strategies": rows})
+    line = screen_table.differences({"baseline": "none", "strategies": rows})
     assert line == "soft against none: diversity +0.250 (-0.100 to +0.500, within noise)"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ngrpo.arms import parse_arms
 from ngrpo.diagnose import embedding_map, probe
-from ngrpo.strategies import parse_strategies
 from perturbations import Step, create
 from perturbations.geometry import matrix_geometry
 
@@ -58,7 +58,7 @@ def made(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(names: str) -> dict[str, Any]:
         llm = SimpleNamespace(get_tokenizer=Tokenizer)
-        return embedding_map.make(llm, parse_strategies(names), tokens, seed=0)
+        return embedding_map.make(llm, parse_arms(names), tokens, seed=0)
 
     return run
 

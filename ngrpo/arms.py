@@ -1,0 +1,257 @@
+"""The arms of a comparison: perturbations with options, as `ngrpo compare` and `ngrpo diagnose` take them.
+
+--perturbations none,neighbor,gaussian:sigma=0.5   perturbations, each with options of its own after colons
+--sweep perturbation.rate=0.05,0.1                 one arm per value, for each perturbation that has the option
+--strategy 'neighbor rate=0.2 variant=released'    one arm, just as it stands
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+_PREFIX = "perturbation."
+# What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
+_TRAINING = r"base|advantage(\.\w+)?|reproducible"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A perturbation with its options, and in a training what else sets it apart.
+
+    Attributes:
+        name: the perturbation, as the user named it.
+        options: its options, as the user gave them: ``{"rate": "0.2", "gate.start": "5"}``.
+        training: what a training has beside the perturbation, ``{"base": "gspo", "rollout.temperature": "1.2"}``; the
+            value of a switch is empty.
+        id: short and unique in its list: ``none``, ``neighbor rate=0.2 base=gspo``.
+        spec: ``perturbations.create(**spec)``, every option spelt out; None where nothing is ever perturbed.
+        paper: where the perturbation comes from.
+        notes: warnings of the perturbation about these options.
+    """
+
+    name: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    training: Mapping[str, str] = field(default_factory=dict)
+    id: str = ""
+    spec: Mapping[str, Any] | None = None
+    paper: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def perturbation(self) -> str:
+        """The id of the perturbation alone."""
+        return " ".join([self.name, *_pairs(self.options)])
+
+    @property
+    def line(self) -> str:
+        """The perturbation alone, as a value of ``--strategy``."""
+        return shlex.join([self.name, *_pairs(self.options)])
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """All that the user gave but the name: ``{"perturbation.rate": "0.2", "base": "gspo"}``."""
+        return {**{_PREFIX + key: value for key, value in self.options.items()}, **self.training}
+
+    @property
+    def perturbation_flags(self) -> list[str]:
+        """The perturbation alone, as flags."""
+        options = [word for key, value in self.options.items() for word in (f"--{_PREFIX}{key}", value)]
+        return ["--perturbation", self.name, *options]
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of ``ngrpo train`` that belong to this arm alone."""
+        words = self.perturbation_flags
+        for key, value in self.training.items():
+            words += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
+        return words
+
+
+def parse_arms(
+    perturbations: str | None = None,
+    sweeps: Sequence[str] = (),
+    lines: Sequence[str] = (),
+    *,
+    bases: Sequence[str] = (),
+    training: bool = False,
+) -> list[Arm]:
+    """Reads the flags; nothing is loaded but the perturbations themselves.
+
+    Args:
+        perturbations: ``--perturbations``: names separated by commas, each with ``:option=value`` parts. A name or
+            value with a comma in it needs ``lines``.
+        sweeps: values of ``--sweep``; several are combined with each other. ``perturbation.option=value,value`` applies
+            to each perturbation of ``perturbations`` that has the option and was not given a value for it; an option
+            that allows one value only (the rate of ``none``) is not swept.
+        lines: values of ``--strategy``: ``name option=value option=value``, quoted as in a shell.
+        bases: values of ``--base``, one arm for each, where an arm does not name its own.
+        training: whether arms are trained: ``lines`` may then hold ``base=``, ``advantage=`` and ``--flag=value``, and
+            ``sweeps`` any flag of ``ngrpo train``, which applies to all arms.
+
+    Returns:
+        At least one arm, in the order given. An arm given twice stays twice, as ``none`` and ``none (2)``.
+
+    Raises:
+        UsageError: for an unknown perturbation or option, a bad value, a sweep that applies nowhere, or no arm.
+    """
+    axes = _sweeps(sweeps, training)
+    own = {key.removeprefix(_PREFIX): values for key, values in axes.items() if key.startswith(_PREFIX)}
+    named = arms = [_with_colons(text, training) for text in _names(perturbations)]
+    for option in sorted(own, key=lambda name: "." in name):  # a swept gate comes before the gate's options
+        before, arms = arms, _crossed(arms, "options", option, own[option], only=_sweepable)
+        if arms == before:
+            raise _sweep_error(option, named)
+    arms = arms + [_with_blanks(text, training) for text in lines]
+    if not arms:
+        raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
+    for key in axes:
+        arms = arms if key.startswith(_PREFIX) else _crossed(arms, "training", key, axes[key])
+    return _distinct([_made(arm) for arm in (_crossed(arms, "training", "base", bases) if bases else arms)])
+
+
+def _crossed(
+    arms: Sequence[Arm],
+    part: Literal["options", "training"],
+    key: str,
+    values: Sequence[str],
+    only: Callable[[Arm, str], bool] = lambda arm, key: True,
+) -> list[Arm]:
+    """Each arm with each value, where it has none of its own."""
+    result = []
+    for arm in arms:
+        given = getattr(arm, part)
+        fits = key not in given and only(arm, key)
+        result += [replace(arm, **{part: {**given, key: value}}) for value in values] if fits else [arm]
+    return result
+
+
+def _names(perturbations: str | None) -> list[str]:
+    parts = [] if perturbations is None else [part.strip() for part in perturbations.split(",")]
+    if not all(parts):
+        raise UsageError(f"--perturbations {perturbations!r}: a name is missing, for example none,neighbor,gaussian.")
+    return parts
+
+
+def _with_colons(text: str, training: bool) -> Arm:
+    """``neighbor:rate=0.2``, ``./my ops/x.py:Name:rate=0.2``: the name ends where the first ``option=`` begins."""
+    name, *words = re.split(r"[:\s]+(?=[A-Za-z_][\w.]*=)", text)
+    return _arm(name.strip(), words, f"--perturbations {text!r}", training)
+
+
+def _with_blanks(text: str, training: bool) -> Arm:
+    where = f"--strategy {text!r}"
+    try:
+        name, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}.") from None
+    if not name:
+        raise UsageError(f"{where}: a name is needed, for example 'neighbor rate=0.2'.")
+    return _arm(name, words, where, training)
+
+
+def _arm(name: str, words: Sequence[str], where: str, training: bool) -> Arm:
+    """Sorts ``option=value``, and in a training ``base=gspo`` and ``--flag=value``."""
+    options: dict[str, str] = {}
+    more: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.removeprefix("--").removeprefix(_PREFIX).partition("=")
+        flag = word.startswith("--") or re.fullmatch(_TRAINING, key) is not None
+        if flag and not training:
+            raise UsageError(f"{where}: {word!r} is for a training. Leave it out.")
+        if flag and not value and not word.startswith("--"):
+            raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")
+        if not key or not (flag or (equals and value)):
+            raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
+        if key in options or key in more:
+            raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
+        (more if flag else options)[key] = value
+    return Arm(name, options, more)
+
+
+def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
+    result: dict[str, list[str]] = {}
+    for text in sweeps:
+        key, _, listed = (part.strip() for part in text.removeprefix("--").partition("="))
+        values = [value.strip() for value in listed.split(",")]
+        if not key.removeprefix(_PREFIX) or not all(values) or not (training or key.startswith(_PREFIX)):
+            form, example = ("KEY", "rollout.temperature=0.8,1.2") if training else (f"{_PREFIX}OPTION", "")
+            example = example or f"{_PREFIX}rate=0.1,0.2"
+            raise UsageError(f"--sweep {text!r}: must be {form}=VALUE,VALUE, for example {example}.")
+        if key in result:
+            raise UsageError(f"--sweep {key} is given twice; put all values into one.")
+        if len(set(values)) < len(values):
+            raise UsageError(f"--sweep {text!r}: a value is given twice; keep one.")
+        result[key] = values
+    return result
+
+
+def option_fields(name: str, options: Mapping[str, Any]) -> dict[str, tuple[type, dataclasses.Field]]:
+    """The options of a perturbation and, as ``gate.…``, of the gate that its options name; each with its owner."""
+    from perturbations import registry
+
+    owners = {"": registry.get(name, options.get("source"))}
+    gate = options.get("gate")
+    if isinstance(gate, str) and gate.lower() != "none":
+        owners[registry.GATE_OPTION] = registry.gates.get(gate, options.get(f"{registry.GATE_OPTION}source"))
+    return {
+        prefix + known.name: (owner, known) for prefix, owner in owners.items() for known in dataclasses.fields(owner)
+    }
+
+
+def _sweepable(arm: Arm, option: str) -> bool:
+    known = option_fields(arm.name, arm.options)
+    if option not in known:
+        return False
+    limits = known[option][1].metadata
+    return limits.get("low") is None or limits["low"] != limits.get("high")
+
+
+def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
+    flag = f"--sweep {_PREFIX}{option}"
+    if not arms:
+        return UsageError(f"{flag}: sweeps apply to --perturbations, and none is given.")
+    known = {name for arm in arms for name in option_fields(arm.name, arm.options)}
+    if option in known:
+        return UsageError(f"{flag}: each perturbation that has it was given its own value, or allows only one.")
+    names = ", ".join(arm.name for arm in arms)
+    return UsageError(
+        f"{flag}: none of {names} has this option.{nearest(option, known)} Their options: {', '.join(sorted(known))}."
+    )
+
+
+def _made(arm: Arm) -> Arm:
+    from perturbations import registry
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = registry.create(arm.name, **arm.options)
+    return replace(
+        arm,
+        id=" ".join([arm.perturbation, *_pairs(arm.training)]),
+        spec=made.spec() if made.active else None,
+        paper=made.paper,
+        notes=tuple(str(warning.message) for warning in caught),
+    )
+
+
+def _pairs(options: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" if value else key for key, value in options.items()]
+
+
+def _distinct(arms: Sequence[Arm]) -> list[Arm]:
+    seen: Counter[str] = Counter()
+    result = []
+    for arm in arms:
+        seen[arm.id] += 1
+        result.append(arm if seen[arm.id] == 1 else replace(arm, id=f"{arm.id} ({seen[arm.id]})"))
+    return result

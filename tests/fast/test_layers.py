@@ -1,0 +1,122 @@
+"""The tree's floors: a module imports what lies below it, and nothing goes round in a circle.
+
+Read from the source, imports inside functions included. What stands under ``if TYPE_CHECKING`` is for readers and
+type checkers and is never executed: it may point upwards, but not from the library to the integration.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for top in ("perturbations", "ngrpo")
+    for path in (ROOT / top).rglob("*.py")
+}
+# From the ground up; a module stands where the longest part of its name stands.
+FLOORS = (
+    ("perturbations",),
+    ("ngrpo", "ngrpo.openrlhf_flags", "ngrpo.yaml_file", "ngrpo.versions", "ngrpo.result_folder", "ngrpo.bootstrap"),
+    ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress"),
+    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages"),
+    ("ngrpo.hardware", "ngrpo.rollout"),
+    ("ngrpo.trainer",),
+    ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
+    # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
+    ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
+    ("ngrpo.train", "ngrpo.check", "ngrpo.report"),
+    ("ngrpo.diagnose",),
+    ("ngrpo.compare",),
+    ("ngrpo.catalogue", "ngrpo.cli"),
+)
+WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
+# Names that say what a file is in its folder: the contract, its default, a command, the package itself.
+SAME_MEANING = {"__init__.py", "base.py", "default.py", "command.py"}
+
+
+def floor_of(module: str) -> int:
+    """The number of a module's floor; a module of ``ngrpo`` that is not in the table has none."""
+    parts = module.split(".")
+    names = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+    known = [name for name in names if name != "ngrpo" or module == "ngrpo"]
+    return next(number for name in known for number, floor in enumerate(FLOORS) if name in floor)
+
+
+def imports(module: str) -> tuple[set[str], set[str]]:
+    """Modules of ours that a module imports: when it runs, and for type checkers only."""
+    runs: set[str] = set()
+    typed: set[str] = set()
+
+    def visit(node: ast.AST, into: set[str]) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                visit(child, typed)
+            return
+        if isinstance(node, ast.Import):
+            into.update(alias.name for alias in node.names if alias.name in MODULES)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                into.update({name if name in MODULES else str(node.module)} & MODULES.keys())
+        for child in ast.iter_child_nodes(node):
+            visit(child, into)
+
+    visit(ast.parse(MODULES[module].read_text(encoding="utf-8")), runs)
+    return runs - {module}, typed - {module}
+
+
+GRAPH = {module: imports(module) for module in MODULES}
+
+
+def test_deferred_and_typed_imports_are_seen() -> None:
+    assert "ngrpo.advantages" in GRAPH["ngrpo.flags"][0], "an import inside a function"
+    runs, typed = GRAPH["ngrpo.diagnose.screen_table"]
+    assert "ngrpo.arms" in typed and "ngrpo.arms" not in runs, "for type checkers only"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_from_its_floor_and_below(module: str) -> None:
+    runs, typed = GRAPH[module]
+    above = [other for other in runs | typed if floor_of(other) > floor_of(module)]
+    assert not above, f"{module} imports {above}, which stand on higher floors"
+
+
+def test_the_library_knows_nothing_of_the_integration() -> None:
+    knows = {
+        m
+        for m, found in GRAPH.items()
+        if m.startswith("perturbations") and any("ngrpo" in x for x in set.union(*found))
+    }
+    assert not knows
+
+
+def test_rollout_and_trainer_know_nothing_of_the_workbench() -> None:
+    for module in MODULES:
+        if module.startswith(("ngrpo.rollout", "ngrpo.trainer")):
+            assert not [other for other in set.union(*GRAPH[module]) if other.startswith(WORKBENCH)], module
+
+
+def test_no_circles() -> None:
+    try:
+        TopologicalSorter({module: runs for module, (runs, _) in GRAPH.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_one_name_for_one_thing() -> None:
+    homes = defaultdict(list)
+    for path in MODULES.values():
+        homes[path.name].append(str(path.parent.relative_to(ROOT)))
+    assert not {name: found for name, found in homes.items() if len(found) > 1 and name not in SAME_MEANING}
+
+
+def test_every_folder_is_a_package() -> None:
+    """Otherwise setuptools leaves it out of an installation."""
+    bare = {path.parent for path in MODULES.values() if not (path.parent / "__init__.py").is_file()}
+    assert not bare
