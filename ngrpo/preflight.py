@@ -145,11 +145,7 @@ def _check_density(given: Flags, operator: Perturbation) -> None:
             f"--train.async_enable cannot be used with {subject}: {reason}. Leave it out, or add --perturbation.density"
             " token."
         )
-    try:
-        sizes = {name: int(given.value(name) or default) for name, default in BATCH_DEFAULTS.items()}
-    except ValueError:
-        return  # OpenRLHF's own parser names the flag whose value is not a number
-    prompts, answers, batch, epochs = sizes.values()
+    prompts, answers, batch, epochs = (int(given.value(name) or n) for name, n in BATCH_DEFAULTS.items())
     if epochs > 1:
         raise UsageError(
             f"--train.max_epochs {epochs} cannot be used with {subject}: {reason}. Set --train.max_epochs 1, or add"

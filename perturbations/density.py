@@ -15,6 +15,9 @@ LOG_FLOOR = 1e-6
 
 GUMBEL_RANGE = (-1.5, 3.0)
 GUMBEL_MASK = -3.0
+ROUNDING = 1e-4
+"""How far float32 may move a score that is taken back from a weight."""
+
 DIRICHLET_RANGE = (-5.0, 3.0)
 DIRICHLET_MASK = 0.05
 NORMAL_SIGMA, NORMAL_REACH = 0.05, 0.15
@@ -42,6 +45,8 @@ def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
 def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
     """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i).
 
+    Noise at a bound counts as clamped: it has no gradient.
+
     Args:
         scores: y, (N, K).
         probabilities: p under the policy at hand, renormalised over the recorded candidates, (N, K).
@@ -51,7 +56,10 @@ def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
         (N,): the mean over candidates with log p_i > −3, 0 where there are none.
     """
     log_p = torch.log(probabilities + LOG_FLOOR)
-    noise = (scores - log_p).clamp(*GUMBEL_RANGE)
+    noise, (low, high) = scores - log_p, GUMBEL_RANGE
+    # At the policy that drew it, clamped noise stands at a bound, and rounding would decide whether it has a gradient.
+    free = (noise > low + ROUNDING) & (noise < high - ROUNDING)
+    noise = torch.where(free, noise, noise.detach().clamp(low, high))
     return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 

@@ -258,19 +258,52 @@ def test_gumbel_with_weights_too_small_for_float32() -> None:
     assert by_kind(operator, step, half).item() == pytest.approx(want, abs=1e-4)
 
 
-def test_dirichlet_and_normal_take_their_draws_back_from_the_record() -> None:
-    step = a_step(likely(300))
+def by_hand(name: str, draws: list[float], p: list[float]) -> float:
+    """The paper's mean for one position, in plain numbers: ``draws`` and p(θ) of the ids that top-p left."""
+    terms = []
+    for y, share in zip(draws, p):
+        if name == "gumbel" and math.log(share + 1e-6) > -3.0:
+            g = min(max(y - math.log(share + 1e-6), -1.5), 3.0)
+            terms.append(-g - math.exp(-g))
+        elif name == "dirichlet" and share > 0.05:
+            shape = 4.0 * share
+            terms.append(min(max((shape - 1.0) * math.log(y) - y - math.lgamma(shape), -5.0), 3.0))
+        elif name == "normal" and share > 0.05:
+            z = min(max(y - share, -0.15), 0.15) / 0.05
+            terms.append(-0.5 * z * z - math.log(0.05 * math.sqrt(2.0 * math.pi)))
+    return sum(terms) / len(terms) if terms else 0.0
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.6], ids=["rollout", "elsewhere"])
+@pytest.mark.parametrize("top_p", [0.6, 1.0])
+@pytest.mark.parametrize("name", ["gumbel", "dirichlet", "normal"])
+def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) -> None:
+    """Against the noise drawn again and the paper's formula in plain numbers; ids cut by top-p have no part in it."""
+    operator = create(name, density=name, top_p=top_p, **({"alpha": 4.0} if name == "dirichlet" else {}))
+    step = a_step(likely(200))
+    logits = step.logits + moved * torch.randn(200, V, generator=generator(2))
+    got = by_kind(operator, step, logits)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
-    for operator in (OPERATORS[1], OPERATORS[2]):
-        edit = operator.propose(step).edit
-        kept = d.distinct(edit.ids)
-        p = d.renormalised(step.logits.gather(-1, edit.ids), kept)
-        if operator.name == "dirichlet":
-            draws = streams.log_gamma(keys, edit.ids, (4.0 * p).clamp_min(1e-20))
-            want = d.dirichlet(draws, p, 4.0, kept)
+    widths = set()
+    for row, z in enumerate(step.logits.double()):
+        ids, before, kept = z.argsort(descending=True)[:5], 0.0, []
+        for token in ids.tolist():
+            if before < top_p:
+                kept.append(token)
+            before += torch.softmax(z, dim=-1)[token].item()
+        widths.add(len(kept))
+        at = torch.tensor([kept])
+        old, new = (torch.softmax(values[row].double()[at], dim=-1) for values in (step.logits, logits))
+        key = keys[row : row + 1]
+        if name == "gumbel":
+            draws = (old + 1e-6).log() + streams.gumbel(key, at).double().clamp(-1.5, 3.0)
+        elif name == "dirichlet":
+            draws = streams.log_gamma(key, at, (4.0 * old).float()).double().exp()
         else:
-            want = d.normal(p + 0.05 * streams.normal(keys, edit.ids), p, kept)
-        torch.testing.assert_close(by_kind(operator, step, step.logits), want, rtol=1e-4, atol=1e-4)
+            draws = old + 0.05 * streams.normal(key, at).double()
+        want = by_hand(name, draws[0].tolist(), new[0].tolist())
+        assert got[row].item() == pytest.approx(want, rel=1e-3, abs=1e-3), f"row {row} of {len(kept)} ids"
+    assert len(widths) > 1 if top_p < 1.0 else widths == {5}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -37,7 +37,7 @@ def log_probs(model: Any, operator: Any, record: Any, tokens: Any) -> Any:
 
     import torch
 
-    from ngrpo.trainer.density import densities
+    from ngrpo.trainer.density_loss import densities
     from ngrpo.trainer.model_actors import replay_scope
     from tests.fast.test_density_loss import hooked
 
