@@ -65,6 +65,7 @@ format: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks.exactness
+	@$(BIN)/python -m benchmarks.sampling_mask
 	@$(BIN)/python -m benchmarks.rollout
 	@$(BIN)/python -m benchmarks.replay
 

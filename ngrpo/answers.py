@@ -44,12 +44,12 @@ def last_boxed(text: str) -> str | None:
         word = re.match(r" +([^\s$]+)", rest)
         return word[1] if word else ""
     depth = 0
-    for place, character in enumerate(rest):
+    for index, character in enumerate(rest):
         # An escaped brace, as in \{1, 2\}, opens and closes nothing.
-        if character in "{}" and rest[place - 1] != "\\":
+        if character in "{}" and rest[index - 1] != "\\":
             depth += 1 if character == "{" else -1
             if depth == 0:
-                return rest[:place].strip().removeprefix("{").strip()
+                return rest[:index].strip().removeprefix("{").strip()
     return ""
 
 

@@ -30,6 +30,7 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: {presets}
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
+  --sampling.correct_mask        take log-probabilities among the tokens that top-p, top-k and min-p left
                                  (temperature and top-p: --rollout.temperature, --rollout.top_p)
   --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
   --model NAME                   = --actor.model_name_or_path; packaged models: {models}

@@ -18,6 +18,7 @@ from perturbations.options import nearest
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 SAMPLING = "--sampling"
+CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 CONFIG = f"{PERTURBATION}.config"
 MODEL_FLAG = "model_name_or_path"
@@ -27,10 +28,10 @@ _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K and {SAMPLING}.min_p P",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
-_NEEDS = {PERTURBATION: "an operator's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
+_NEEDS = {PERTURBATION: "a perturbation's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
     "--hardware": "hardware",
@@ -82,7 +83,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         The command, with the perturbation's options checked. Nothing has been loaded or written.
 
     Raises:
-        UsageError: for a misspelt operator or option, a bad value, or a flag of ours without its value.
+        UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
     """
     ours, rest = _sorted(words)
     options: dict[str, Any] = {}
@@ -143,7 +144,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
-        alone = name == REPRODUCIBLE or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
+        alone = name in (REPRODUCIBLE, CORRECT_MASK) or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
         ours[name] = value
@@ -193,7 +194,7 @@ def _sampling(options: dict[str, str]) -> dict[str, Any]:
         return {}
     from ngrpo.trainer import rollout_sampling
 
-    return rollout_sampling.create(**options).given()
+    return rollout_sampling.create(**{name: value or "true" for name, value in options.items()}).given()
 
 
 def _perturbation(
@@ -208,7 +209,7 @@ def _perturbation(
             first = next(iter(options))
             hint, line = (nearest(first, ["name"]), f" or a line name: NAME in {config}") if config else ("", "")
             raise UsageError(
-                f"perturbation option {first!r} is given, but no operator.{hint} Add {PERTURBATION} NAME{line}"
+                f"perturbation option {first!r} is given, but no perturbation.{hint} Add {PERTURBATION} NAME{line}"
                 " (see: ngrpo list)."
             )
         return None, []

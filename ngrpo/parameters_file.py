@@ -1,4 +1,4 @@
-"""An operator's learned parameters on disk: ``perturbation/module.safetensors`` in the model's folder.
+"""A perturbation's learned parameters on disk: ``perturbation/module.safetensors`` in the model's folder.
 
 A file of its own, in a folder of its own: transformers and vLLM refuse names in the model's files that they do not
 know, and vLLM reads every ``*.safetensors`` at the top of a model folder. Neither looks into subfolders, so the model
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 FILE = "perturbation/module.safetensors"
 
 
-def save(folder: str | os.PathLike[str], operator: Perturbation, tensors: dict[str, Tensor]) -> None:
-    """Writes a module's parameters, by their names in the module, with the operator's spec."""
+def save(folder: str | os.PathLike[str], perturbation: Perturbation, tensors: dict[str, Tensor]) -> None:
+    """Writes a module's parameters, by their names in the module, with the perturbation's spec."""
     from safetensors.torch import save_file
 
     path = os.path.join(folder, FILE)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"name": operator.name, "spec": operator.fingerprint()})
+    save_file(whole, path, metadata={"name": perturbation.name, "spec": perturbation.fingerprint()})
 
 
-def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: str | None = None) -> bool:
+def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revision: str | None = None) -> bool:
     """Loads what :func:`save` wrote beside a model.
 
     Args:
-        module: the operator's module.
-        operator: its operator.
+        module: the perturbation's module.
+        perturbation: its perturbation.
         model: a model folder or hub name.
         revision: of a hub name.
 
@@ -46,7 +46,7 @@ def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: 
         Whether there was anything; where not, the module stays as it started.
 
     Raises:
-        UsageError: for the parameters of another operator, or another model.
+        UsageError: for the parameters of another perturbation, or another model.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -58,8 +58,8 @@ def load_saved(module: nn.Module, operator: Perturbation, model: str, revision: 
         metadata = file.metadata() or {}
     # The registry name, and not the spec's: that may be a path, or hold a file's text.
     theirs = {**json.loads(metadata.get("spec", "{}")), "name": metadata.get("name")}
-    ours = {**operator.spec(), "name": operator.name}
-    for name in ("name", *operator.module_options):
+    ours = {**perturbation.spec(), "name": perturbation.name}
+    for name in ("name", *perturbation.module_options):
         if theirs.get(name) != ours[name]:
             raise UsageError(
                 f"{path} was trained with {name}={theirs.get(name)!r}, this run has {name}={ours[name]!r}. Give it the"
@@ -87,51 +87,33 @@ def _find(model: str, revision: str | None) -> str | None:
     )
 
 
-def attach(model: Any, operator: Perturbation, folder: str) -> None:
-    """Puts the operator's module beside a Hugging Face model: with what is saved, and saved with the model.
+def attach(model: Any, perturbation: Perturbation, folder: str) -> None:
+    """Puts the perturbation's module beside a Hugging Face model: with what is saved, and saved with the model.
 
     Args:
-        model: a causal model, or its LoRA wrapper.
-        operator: any operator; one without parameters changes nothing.
+        model: a causal model.
+        perturbation: any perturbation; one without parameters changes nothing.
         folder: where the model came from.
-
-    Raises:
-        UsageError: for LoRA under ZeRO-3, where nobody gathers the parameters for saving.
     """
-    module = parameters.attach(model, operator)
+    module = parameters.attach(model, perturbation)
     if module is None:
         return
-    if _is_lora(model):
-        from transformers.integrations import is_deepspeed_zero3_enabled
-
-        if is_deepspeed_zero3_enabled():
-            raise UsageError(
-                f"perturbation {operator.name!r} has parameters of its own, which OpenRLHF cannot save for LoRA under"
-                " ZeRO-3: use --ds.zero_stage 2, or train without LoRA."
-            )
-    load_saved(module, operator, folder)
-    model.save_pretrained = _saving_both(model, module, operator)
+    load_saved(module, perturbation, folder)
+    model.save_pretrained = _saving_both(model, module, perturbation)
 
 
-def _is_lora(model: Any) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def _saving_both(model: Any, module: nn.Module, operator: Perturbation) -> Callable[..., Any]:
+def _saving_both(model: Any, module: nn.Module, perturbation: Perturbation) -> Callable[..., Any]:
     """``save_pretrained`` that keeps the module's parameters out of the model's files and writes them to their own."""
     original = model.save_pretrained
 
     def save_pretrained(
         save_directory: Any, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        if state_dict is None and _is_lora(model):
-            result, own = original(save_directory, *args, **kwargs), module.state_dict()  # only the adapter's tensors
-        else:
-            own = {}
-            tensors = model.state_dict() if state_dict is None else state_dict
-            kept = dict(parameters.split(tensors.items(), own))
-            result = original(save_directory, *args, state_dict=kept, **kwargs)
-        save(save_directory, operator, own)
+        own: dict[str, Tensor] = {}
+        tensors = model.state_dict() if state_dict is None else state_dict
+        kept = dict(parameters.split(tensors.items(), own))
+        result = original(save_directory, *args, state_dict=kept, **kwargs)
+        save(save_directory, perturbation, own)
         return result
 
     return save_pretrained

@@ -43,6 +43,12 @@ _REFUSED = (
         "use --ds.ring_attn_size 1",
     ),
     (
+        "ds.lora.rank",
+        lambda value: value != "0",
+        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know",
+        "leave it out and train the whole policy",
+    ),
+    (
         "train.partial_rollout_enable",
         lambda value: True,
         "a trajectory's records would be cut at the weight sync; not supported yet",
@@ -85,12 +91,13 @@ def check_stack() -> None:
         )
 
 
-def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
+def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None, *, corrects_sampling: bool = False) -> None:
     """Checks OpenRLHF flags that are missing, or that a perturbation cannot go with.
 
     Args:
         args: OpenRLHF's flags.
         spec: the perturbation, or None.
+        corrects_sampling: whether sampling masks are replayed, which what a perturbation refuses would break too.
 
     Raises:
         UsageError: with the flag, the reason and the mend.
@@ -101,16 +108,17 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None) -> None:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
-    if spec is None:
+    if spec is None and not corrects_sampling:
         return
-    _check_density(Flags(args), registry.create(**spec))
+    asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
+    if spec is not None:
+        _check_density(Flags(args), registry.create(**spec))
     for flag in Flags(args):
         value = flag.values[0] if flag.values else ""
         for part, turned_on, reason, mend in _REFUSED:
             if part in flag.name and turned_on(value):
                 raise UsageError(
-                    f"{flag.name} {value}".rstrip()
-                    + f" cannot be used with --perturbation {spec['name']}: {reason}. Mend: {mend}."
+                    f"{flag.name} {value}".rstrip() + f" cannot be used with {asked}: {reason}. Mend: {mend}."
                 )
 
 

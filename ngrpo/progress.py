@@ -52,6 +52,14 @@ def read_total(line: str) -> int | None:
     return int(found[1]) * int(found[2]) if found else None
 
 
+def span(seconds: float) -> str:
+    """A span of time for people: ``48 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
 @contextmanager
 def into_file(path: Path) -> Iterator[None]:
     """Sends this process's output, and that of its children, into a file while the block runs.

@@ -124,14 +124,11 @@ class ResultFolder:
         finally:
             os.close(folder.lock)
 
-    def claim(self, settings: Mapping[str, Any]) -> bool:
+    def claim(self, settings: Mapping[str, Any]) -> None:
         """Marks a new folder with its settings, or checks that the folder was begun with the same ones.
 
         Args:
             settings: everything that all results of this folder depend on, as JSON values.
-
-        Returns:
-            Whether the folder is new.
 
         Raises:
             UsageError: where the folder was begun with other settings, or holds something else.
@@ -141,7 +138,7 @@ class ResultFolder:
             if any(not entry.name.startswith(".") for entry in self.path.iterdir()):
                 raise UsageError(f"{self.path} holds something else: it has no {SETTINGS}. Give another --out.")
             self.write(SETTINGS, dict(settings))
-            return True
+            return
         if not isinstance(held, dict):
             raise UsageError(f"{self.path / SETTINGS} does not hold the settings of a command. Give another --out.")
         now = json.loads(json.dumps(settings))
@@ -152,7 +149,6 @@ class ResultFolder:
                 f"{self.path} was begun with other settings ({told}). Give another --out, or the same settings to go"
                 " on there."
             )
-        return False
 
     def read(self, name: str) -> Any:
         """The content of a JSON file of the folder; see :func:`read_json`."""

@@ -68,10 +68,11 @@ def openrlhf_help() -> int:
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    preflight.check_flags(command.openrlhf_args, command.spec)
+    corrects = bool(command.sampling.get("correct_mask"))
+    preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
-    for note in _advantage_notes(command):
+    for note in (*_advantage_notes(command), *_sampling_notes(command)):
         report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
@@ -114,6 +115,12 @@ def _advantage_notes(command: flags.TrainCommand) -> list[str]:
     return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
 
 
+def _sampling_notes(command: flags.TrainCommand) -> list[str]:
+    from ngrpo.trainer import rollout_sampling
+
+    return rollout_sampling.create(**command.sampling).notes(Flags(command.openrlhf_args))
+
+
 def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
     from ngrpo.trainer import rollout_sampling
 
@@ -123,8 +130,8 @@ def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, flo
 def _run_folder(command: flags.TrainCommand) -> Path:
     if command.run_dir is not None:
         return Path(command.run_dir).expanduser()
-    operator = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{operator}"
+    perturbation = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{perturbation}"
 
 
 def _hardware_notes(hardware: str) -> list[str]:

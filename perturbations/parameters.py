@@ -1,4 +1,4 @@
-"""Operators with learned parameters: what their module must keep to, and where it lives beside a model.
+"""Perturbations with learned parameters: what their module must keep to, and where it lives beside a model.
 
 `Perturbation.module(hidden_size)` gives a module that maps the first candidate's embedding e and the mixture
 r = Σ_k w_k E[c_k] + σ ε, both (N, D) float32, to the input e', (N, D) float32. It must
@@ -22,29 +22,29 @@ NAME = "perturbation"
 PREFIX = NAME + "."
 
 
-def attach(model: nn.Module, operator: Perturbation) -> nn.Module | None:
-    """Makes the operator's module a submodule of a model, on its device and in its dtype.
+def attach(model: nn.Module, perturbation: Perturbation) -> nn.Module | None:
+    """Makes the perturbation's module a submodule of a model, on its device and in its dtype.
 
     Args:
         model: a causal model with ``get_input_embeddings()``.
-        operator: any operator.
+        perturbation: any perturbation.
 
     Returns:
-        The module, or None for an operator without parameters.
+        The module, or None for a perturbation without parameters.
 
     Raises:
         ValueError: where the model has something else of that name.
     """
-    if type(operator).module is Perturbation.module:
+    if type(perturbation).module is Perturbation.module:
         return None
     embedding = model.get_input_embeddings()
-    module = operator.module(embedding.embedding_dim)
+    module = perturbation.module(embedding.embedding_dim)
     if module is None:
         return None
     if hasattr(model, NAME):
         raise ValueError(
             f"{type(model).__name__} already has a submodule {NAME!r}: its parameters would be taken for those of"
-            f" perturbation {operator.name!r}. Attach one operator, once."
+            f" perturbation {perturbation.name!r}. Attach one perturbation, once."
         )
     weight = next(embedding.parameters())
     module.to(device=weight.device, dtype=weight.dtype)
@@ -71,7 +71,7 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True
     """Copies values into a module's parameters.
 
     Args:
-        module: of an operator.
+        module: of a perturbation.
         tensors: values by name in the module, of any dtype and device.
         whole: every parameter must be there; a weight sync may bring them one at a time.
 

@@ -305,7 +305,54 @@ ADVANTAGES = [
     ),
 ]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES]
+_LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
+
+SAMPLING = [
+    Mutation(
+        _LOSS,
+        "return log_probs if correction is None else correction.replace(logits, labels, log_probs)",
+        "return log_probs if correction is None else (correction.replace(logits, labels, log_probs), log_probs)[1]",
+        _MASKED,
+        "sampling mask: the log-probability of the whole distribution",
+    ),
+    Mutation(
+        _LOSS,
+        "for part in (at[inside] - 1,",
+        "for part in (at[inside],",
+        _MASKED,
+        "sampling mask: a row too late",
+    ),
+    Mutation(
+        _LOSS,
+        "index_add(0, which, (scores - highest[which]).exp())",
+        "index_add(0, which, (scores - highest[which]).exp().detach())",
+        _MASKED,
+        "sampling mask: no gradient to the tokens left",
+    ),
+    Mutation(
+        _LOSS,
+        "return scores[drawn] - highest - total.log()",
+        "return scores[drawn] - total.log()",
+        _MASKED,
+        "sampling mask: the largest score is not put back",
+    ),
+    Mutation(
+        _STORE, "np.delete(every, ids) if cut else ids", "ids", _STORED, "sampling mask: tokens cut for tokens left"
+    ),
+    Mutation(
+        _STORE,
+        "cut = 2 * counts > self._size",
+        "cut = 2 * counts > 2 * self._size",
+        _STORED,
+        "sampling mask: not the smaller of the two sets",
+    ),
+    Mutation(
+        _STORE, "inside = ids < self._size", "inside = ids >= 0", _STORED, "sampling mask: ids beyond the vocabulary"
+    ),
+]
+
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *SAMPLING]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:

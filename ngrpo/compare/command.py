@@ -40,6 +40,7 @@ from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 
 _DEFAULT_BATCH = 1024  # OpenRLHF 0.11.2's --rollout.batch_size
 _SPARE = 1 << 29
@@ -56,7 +57,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         0; 1 where a run failed.
 
     Raises:
-        ValueError: for bad input, before anything starts.
+        UsageError: for bad input, before anything starts.
     """
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, end="")
@@ -81,17 +82,18 @@ def _check(plan: Plan) -> None:
     for one in plan.runs()[: len(plan.arms)]:
         try:
             command = flags.parse(runs.train_words(plan, one, Path("run")))
-            preflight.check_flags(command.openrlhf_args, command.spec)
+            corrects = bool(command.sampling.get("correct_mask"))
+            preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
             flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
             if command.task is None:
                 preflight.check_files(command.openrlhf_args)
-        except ValueError as error:
-            raise ValueError(f"strategy {one.arm.id!r}: {error}") from None
+        except UsageError as error:
+            raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
     if plan.evaluation is not None:
         try:
             evaluation.check(runs.eval_words(plan, plan.model, Path("out")))
-        except ValueError as error:
-            raise ValueError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
+        except UsageError as error:
+            raise UsageError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
 
 
 def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:

@@ -102,7 +102,7 @@ def as_csv(results: Mapping[str, Any]) -> str:
 
 
 def _strategy(arm: Arm) -> dict[str, Any]:
-    # The text of an operator from a file is code, and long; the file's name and hash are in the run's own summary.
+    # The text of a perturbation from a file is code, and long; the file's name and hash are in the run's own summary.
     spec = None if arm.spec is None else {k: v for k, v in arm.spec.items() if not k.endswith("source")}
     return {
         "id": arm.id,
@@ -134,9 +134,9 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
 
 
 def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    state, place = folder.status(run, identity(plan, run)), f"runs/{run.id}"
+    state, path = folder.status(run, identity(plan, run)), f"runs/{run.id}"
     done = state["status"] == "done"
-    summary = (folder.read(f"{place}/summary.json") if done else None) or {}
+    summary = (folder.read(f"{path}/summary.json") if done else None) or {}
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -150,7 +150,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "advantage": summary.get("advantage"),
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
-        "evaluation": folder.read(f"{place}/evaluation/evaluation.json") if done else None,
+        "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
     }
 
 

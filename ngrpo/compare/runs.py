@@ -73,15 +73,16 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     Raises:
         ngrpo.result_folder.CannotWrite: where the disk is full; the run is left pending.
     """
-    place, began = folder.fresh(run), time.time()
-    log = place / "train.log"
+    run_folder, began = folder.fresh(run), time.time()
+    log = run_folder / "train.log"
     record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
     peak: int | None = None
     try:
-        peak = _run(["train", *train_words(plan, run, place)], log, folder.lock, on_step)
+        peak = _run(["train", *train_words(plan, run, run_folder)], log, folder.lock, on_step)
         if plan.evaluation is not None:
-            log = place / "eval.log"
-            _run(["eval", *eval_words(plan, str(place / "model"), place / "evaluation", run.arm)], log, folder.lock)
+            log = run_folder / "eval.log"
+            words = eval_words(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
+            _run(["eval", *words], log, folder.lock)
         record["status"] = "done"
     except _CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.

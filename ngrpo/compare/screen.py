@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.compare.plan import Run
-from ngrpo.progress import StepLine
+from ngrpo.progress import StepLine, span
 
 
 class Screen:
@@ -42,7 +42,7 @@ class Screen:
             left = max(0.0, run - passed) + self._after * run
         of = f"/{steps}" if steps else ""
         took = "" if line.seconds is None else f", {line.seconds:.0f} s"
-        rest = "" if left is None else f", about {_span(left)} left"
+        rest = "" if left is None else f", about {span(left)} left"
         self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{rest}")
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
@@ -53,7 +53,7 @@ class Screen:
             self._say(f"FAILED: {first} (log: {record['log']})")
             return
         score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
-        self._say(f"done in {_span(record['seconds'])}{score}")
+        self._say(f"done in {span(record['seconds'])}{score}")
 
     def note(self, text: str) -> None:
         """A line that belongs to no run."""
@@ -92,12 +92,6 @@ def _number(value: Mapping[str, Any] | None) -> str:
 
 def _times(value: Mapping[str, Any]) -> str:
     return "–" if value["ratio"] is None else f"×{value['ratio']:.2f}"
-
-
-def _span(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:

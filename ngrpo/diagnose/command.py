@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import time
@@ -10,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from ngrpo.arms import Arm, parse_arms
+from ngrpo.arms import parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of
 from perturbations.errors import UsageError
 
@@ -52,7 +51,8 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if given.tokens and not given.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
-    strategies = _strategies(given)
+    named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
+    strategies = parse_arms(named, given.sweep, given.strategy)
     problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
@@ -89,13 +89,6 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def _strategies(given: argparse.Namespace) -> list[Arm]:
-    perturbations = given.perturbations
-    if perturbations is None and not given.strategy:
-        perturbations = _DEFAULT
-    return parse_arms(perturbations, given.sweep, given.strategy)
-
-
 def _parser() -> CommandParser:
     parser = CommandParser(
         "diagnose",
@@ -104,9 +97,9 @@ def _parser() -> CommandParser:
     )
     parser.add_problems()
     add = parser.add_argument
-    add("--perturbations", metavar="A,B:option=value", help=f"operators, with commas [{_DEFAULT}]")
+    add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
-        help="one strategy per value, for each operator of --perturbations that has the option; may be repeated",
+        help="one strategy per value, for each of --perturbations that has the option; may be repeated",
     )  # fmt: skip
     add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
         help="one more strategy, as it stands; may be repeated",

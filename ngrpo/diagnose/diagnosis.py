@@ -101,7 +101,8 @@ def diagnose(
                 report("embedding map")
                 made = embedding_map.make(llm, strategies, tokens, sampling.seed)
                 folder.write(MAP, {"asked": asked, "map": made})
-        groups = {s.id: groups_of(folder.samples(s.id)) for s in strategies}
+        samples = folder.samples()
+        groups = {s.id: groups_of(samples[s.id]) for s in strategies}
         rows = strategy_rows(strategies, groups, problems, folder.finished, sampling.seed)
         drawn = {name: value for name, value in asdict(sampling).items() if name != "group"}
         result = {

@@ -6,6 +6,7 @@ strategy that is not named there are what an interrupted run left, and are dropp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,15 +25,16 @@ class DiagnosisFolder(ResultFolder):
     finished: dict[str, dict[str, Any]]
     """What the engine told of each finished strategy, by id; with its ``perturbation`` and ``seconds``."""
 
-    def claim(self, settings: Mapping[str, Any]) -> bool:
-        """As :meth:`ResultFolder.claim`; removes the samples of strategies that were not finished."""
-        new = super().claim(settings)
-        self.finished = {row.pop("strategy"): row for row in self.lines(FINISHED, "strategy", "perturbation")}
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """As :meth:`ResultFolder.claim`; removes the samples of strategies that are not finished, or not all here."""
+        super().claim(settings)
         lines = self.lines(SAMPLES, "strategy", "tokens")
+        counts = Counter(line["strategy"] for line in lines)
+        rows = self.lines(FINISHED, "strategy", "samples", "perturbation")
+        self.finished = {row.pop("strategy"): row for row in rows if row["samples"] == counts[row["strategy"]]}
         kept = [line for line in lines if line["strategy"] in self.finished]
         if len(kept) < len(lines):
             self.write_lines(SAMPLES, kept)
-        return new
 
     def has(self, strategy: Arm) -> bool:
         """Whether a strategy is finished here.
@@ -48,13 +50,15 @@ class DiagnosisFolder(ResultFolder):
             )
         return kept is not None
 
-    def samples(self, strategy: str) -> list[Sample]:
-        """The samples of a finished strategy."""
-        lines = self.lines(SAMPLES, "strategy", "tokens")
-        return [Sample.from_json(line) for line in lines if line["strategy"] == strategy and strategy in self.finished]
+    def samples(self) -> dict[str, list[Sample]]:
+        """The samples of each finished strategy, by its id."""
+        found: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
+        for line in self.lines(SAMPLES, "strategy", "tokens"):
+            found[line["strategy"]].append(Sample.from_json(line))
+        return found
 
     def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
         """Adds a finished strategy."""
         self.append(SAMPLES, [sample.to_json() for sample in samples])
-        self.append(FINISHED, [{"strategy": strategy, **facts}])
-        self.finished[strategy] = facts
+        self.finished[strategy] = {"samples": len(samples), **facts}
+        self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])

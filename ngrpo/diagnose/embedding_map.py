@@ -2,7 +2,7 @@
 
 Where the perturbed copies come from: the model itself, unperturbed, writes a few sentences with each word, and the
 steps at which the token was the likeliest are kept, with their logits. At such a step, with that token as the sampled
-one, the operator is asked for an input, each time with another seed; its gate is left out.
+one, the perturbation is asked for an input, each time with another seed; its gate is left out.
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
     operators = []
     for strategy in _different(strategies):
         put(llm, strategy)
-        operators.append(_operator(attached(llm), strategy, tokens, found, related, plane, tokenizer, seed))
+        operators.append(_copies(attached(llm), strategy, tokens, found, related, plane, tokenizer, seed))
     return {
         "metric": "cosine",
         "copies": COPIES,
         "tokens": [
-            {"id": token, "text": text, **place, "contexts": len(found[token])}
-            for (token, text), place in zip(tokens, plane.places(matrix[ids]))
+            {"id": token, "text": text, **point, "contexts": len(found[token])}
+            for (token, text), point in zip(tokens, plane.coordinates(matrix[ids]))
         ],
         "neighbors": [
-            {"token": row, "text": tokenizer.decode([neighbor]), **place}
+            {"token": row, "text": tokenizer.decode([neighbor]), **point}
             for row, neighbors in enumerate(around.tolist())
-            for neighbor, place in zip(neighbors, plane.places(matrix[around[row]]))
+            for neighbor, point in zip(neighbors, plane.coordinates(matrix[around[row]]))
         ],
         "operators": operators,
         "explained_variance": plane.explained,
@@ -128,8 +128,8 @@ class Plane:
         variance = scales.square()
         self.explained: list[float] = (variance[:2] / variance.sum()).tolist()
 
-    def places(self, vectors: Tensor) -> list[dict[str, float]]:
-        """(N, D) to N places with ``x`` and ``y``."""
+    def coordinates(self, vectors: Tensor) -> list[dict[str, float]]:
+        """(N, D) to N points with ``x`` and ``y``."""
         found = ((vectors.double().cpu() - self._mean) @ self._axes.T).tolist()
         return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in found]
 
@@ -176,7 +176,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _different(strategies: Sequence[Arm]) -> list[Arm]:
-    gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # what all operators share
+    gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # what all perturbations share
     kept: dict[str, Arm] = {}
     for strategy in strategies:
         if strategy.spec is not None:
@@ -185,7 +185,7 @@ def _different(strategies: Sequence[Arm]) -> list[Arm]:
     return list(kept.values())
 
 
-def _operator(
+def _copies(
     here: Any,
     strategy: Arm,
     tokens: Sequence[tuple[int, str]],
@@ -196,12 +196,12 @@ def _operator(
     seed: int,
 ) -> dict[str, Any]:
     matrix = here.geometry.matrix()
-    operator = registry.create(**strategy.spec)
+    perturbation = registry.create(**strategy.spec)
     points: list[dict[str, Any]] = []
     drawn = 0
     for row, (token, text) in enumerate(tokens):
         steps = list(itertools.islice(itertools.cycle(found[token]), COPIES))
-        seeds = [streams.trajectory_seed(operator.seed, seed, token, copy) for copy in range(COPIES)]
+        seeds = [streams.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
         own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
         step = Step(
             logits=torch.stack([logits for logits, _ in steps]).to(matrix.device),
@@ -212,18 +212,18 @@ def _operator(
             geometry=here.geometry,
         )
         with torch.no_grad():
-            proposal = operator.propose(step)
+            proposal = perturbation.propose(step)
             keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
             vectors = realise(proposal.edit, here.geometry.lookup, keys, here.module)
         drawn += int((proposal.tokens != own).sum())
         nearest = nearest_tokens(vectors, matrix, own).tolist()
         near = {token, *related[row].tolist()}
-        for place, other in zip(plane.places(vectors), nearest):
+        for point, other in zip(plane.coordinates(vectors), nearest):
             decoded = tokenizer.decode([other])
             points.append(
                 {
                     "token": row,
-                    **place,
+                    **point,
                     "nearest": decoded,
                     "related": other in near or decoded.strip().casefold() == text.strip().casefold(),
                     "changed": other != token,

@@ -36,8 +36,8 @@ def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
     tokens = torch.zeros_like(own)
     for start in range(0, len(matrix), _VOCABULARY_BLOCK):
         block = nn.functional.normalize(matrix[start : start + _VOCABULARY_BLOCK].float(), dim=-1)
-        score, place = (normal @ block.T).max(dim=-1)
-        tokens = torch.where(score > best, place + start, tokens)
+        score, best_of_block = (normal @ block.T).max(dim=-1)
+        tokens = torch.where(score > best, best_of_block + start, tokens)
         best = torch.maximum(score, best)
     of_own = (normal * nn.functional.normalize(matrix[own].float(), dim=-1)).sum(dim=-1)
     return torch.where(of_own >= best - _TIE, own, tokens)
@@ -50,7 +50,7 @@ def recorded_inputs(record: ReplayRecord, rows: np.ndarray, geometry: Geometry, 
         record: of one trajectory.
         rows: which of the record's positions, (N,).
         geometry: of the model that was fed.
-        module: the operator's module, or None.
+        module: the perturbation's module, or None.
 
     Returns:
         (N, D) in the embedding's dtype.
@@ -84,15 +84,16 @@ def shares_still_nearest(
         records: of the answers.
         texts: the generated tokens of each answer.
         geometry: of the model.
-        module: the operator's module, or None.
+        module: the perturbation's module, or None.
 
     Returns:
         Two shares, or None where nothing was perturbed.
     """
-    places = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
-    if not places:
+    perturbed = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
+    if not perturbed:
         return None, None
-    chosen = [places[i] for i in np.unique(np.linspace(0, len(places) - 1, min(_MOST, len(places))).astype(int))]
+    spaced = np.linspace(0, len(perturbed) - 1, min(_MOST, len(perturbed)))
+    chosen = [perturbed[i] for i in np.unique(spaced.astype(int))]
     vectors, anchors, written = [], [], []
     for i, record in enumerate(records):
         rows = np.array([row for owner, row in chosen if owner == i], dtype=np.int64)

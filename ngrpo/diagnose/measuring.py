@@ -29,7 +29,7 @@ def prompt_tokens(tokenizer: Any, problem: Problem) -> list[int]:
 
 
 def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "auto") -> Any:
-    """A ``vllm.LLM`` in this process whose operator can be swapped.
+    """A ``vllm.LLM`` in this process whose perturbation can be swapped.
 
     Args:
         model: a local folder or a hub name.
@@ -49,7 +49,7 @@ def attached(llm: Any) -> Any:
 
 
 def put(llm: Any, strategy: Arm) -> None:
-    """Gives the engine a strategy's operator. Unperturbed ones are drawn by the same code, so that noise is shared."""
+    """Gives the engine a strategy's perturbation; an unperturbed one is drawn by the same code, with the same noise."""
     from ngrpo.rollout import set_perturbation
 
     set_perturbation(llm, **(strategy.spec or {"name": "none"}))
@@ -88,17 +88,17 @@ def sample_strategy(
     losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)
     samples = []
     for answer, loss in zip(found, losses):
-        place, member = divmod(answer.job, group)
+        prompt, member = divmod(answer.job, group)
         samples.append(
             Sample(
                 strategy=strategy.id,
-                problem=problems[place].id,
-                group=place,
+                problem=problems[prompt].id,
+                group=prompt,
                 member=member,
                 text=answer.text,
                 tokens=answer.tokens,
                 ended=answer.finish == "stop",
-                **vars(score(problems[place], answer.text, prompt=shown[place])),
+                **vars(score(problems[prompt], answer.text, prompt=shown[prompt])),
                 nll=loss,
                 record=answer.record if strategy.spec is not None else None,
             )

@@ -1,4 +1,4 @@
-"""An operator that changes nothing and keeps the steps at which chosen tokens were the likeliest."""
+"""A perturbation that changes nothing and keeps the steps at which chosen tokens were the likeliest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COLLECTION = Collection()
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Perturbation):
-    """Feeds every token as it is. Also the operator that the engine is built with, before the first strategy."""
+    """Feeds every token as it is. Also the perturbation that the engine is built with, before the first strategy."""
 
     paper = "none"
 

@@ -33,8 +33,8 @@ class Sample:
     Attributes:
         strategy: the strategy's id.
         problem: the problem's id.
-        group: the problem's place among the prompts, from 0.
-        member: the answer's place in its group, from 0.
+        group: which of the prompts, from 0.
+        member: which answer of its group, from 0.
         text: without special tokens: what the scorer read.
         tokens: all that were generated, the end token included.
         ended: whether the model ended the answer (its last token is then the end token), not the length limit.
@@ -70,8 +70,8 @@ class Sample:
         """Places among ``tokens`` whose input was perturbed, from 0."""
         if self.record is None:
             return []
-        places = self.record.positions.astype(int) - self.record.prompt_tokens
-        return [place for place in places.tolist() if 0 <= place < len(self.tokens)]
+        positions = self.record.positions.astype(int) - self.record.prompt_tokens
+        return [position for position in positions.tolist() if 0 <= position < len(self.tokens)]
 
     def to_json(self) -> dict[str, Any]:
         """A line of ``samples.jsonl``; the record is base64 of :meth:`ReplayRecord.to_bytes`."""

@@ -41,10 +41,10 @@ def _tokens(sample: Sample, tokenizer: Any) -> list[dict[str, Any]]:
     record = sample.record
     row_of = {} if record is None else {p - record.prompt_tokens: i for i, p in enumerate(record.positions.tolist())}
     result = []
-    for place, text in enumerate(pieces(sample.tokens, tokenizer)):
-        token: dict[str, Any] = {"text": text, "perturbed": place in row_of}
-        if place in row_of:
-            row = row_of[place]
+    for index, text in enumerate(pieces(sample.tokens, tokenizer)):
+        token: dict[str, Any] = {"text": text, "perturbed": index in row_of}
+        if index in row_of:
+            row = row_of[index]
             pairs = zip(record.ids[row].tolist(), record.weights[row].tolist())
             token["candidates"] = [[tokenizer.decode([c]), round(w, _DIGITS)] for c, w in pairs if w > 0.0]
             if record.sigma is not None:

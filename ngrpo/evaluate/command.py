@@ -169,7 +169,10 @@ def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     for flag in Flags(words):
         if flag.name.startswith("--vllm."):
             value, *more = flag.values or ("true",)
-            options[flag.name.removeprefix("--vllm.").replace("-", "_")] = yaml.safe_load(value)
+            try:
+                options[flag.name.removeprefix("--vllm.").replace("-", "_")] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise UsageError(f"{flag.name} {value!r}: must be a number, true, false, a word or YAML.") from None
             rest += more
         else:
             rest += flag.words

@@ -16,6 +16,7 @@ from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.outcome import checked_ks, summarise
 from ngrpo.evaluate.problem import Problem, digest
 from ngrpo.evaluate.scoring import check_problems, check_scorer, score
+from ngrpo.progress import span
 from ngrpo.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
@@ -130,12 +131,13 @@ def rescore(
     Raises:
         UsageError: for a folder without an evaluation, or a bad scorer.
     """
-    place = Path(folder)
-    if not (place / SETTINGS).is_file():
-        raise UsageError(f"--rescore {folder}: no {SETTINGS} there. Give the --out folder of an evaluation.")
+    path = Path(folder)
+    for name in (SETTINGS, PROBLEMS):
+        if not (path / name).is_file():
+            raise UsageError(f"--rescore {folder}: no {name} there. Give the --out folder of an evaluation.")
     if scorer != "auto":
         check_scorer(scorer)
-    with ResultFolder.opened(place, report) as held:
+    with ResultFolder.opened(path, report) as held:
         settings, samples = held.read(SETTINGS), _samples(held)
         rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
         problems = [Problem(**{**row, "messages": tuple(row["messages"])}) for row in rows]
@@ -238,7 +240,7 @@ class _Progress:
         self._told = now
         mean = sum(sample["reward"] for sample in samples) / done
         left = self.seconds / (done - self._before) * (self._total - done)
-        self.report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {_clock(left)} left")
+        self.report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {span(left)} left")
 
 
 def _verdict(problem: Problem, text: str, prompt: str) -> dict[str, Any]:
@@ -254,8 +256,3 @@ def _check_length(model: str, needed: int, max_tokens: int) -> None:
             f"--max-tokens {max_tokens}: with the longest prompt that is {needed} positions, and {model} has {limit}."
             f" Use at most --max-tokens {max(1, max_tokens - (needed - limit))}."
         )
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"

@@ -33,6 +33,11 @@ _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
         lambda v: True,
         "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
     ),
+    (
+        "--ds.lora.rank",
+        lambda v: v != "0",
+        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know; leave it out",
+    ),
     ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
     ("--ds.packing_samples", lambda v: True, "OpenRLHF packs only with FlashAttention 2; leave it out"),
     ("--train.dynamic_batch_enable", lambda v: True, "it needs packed samples, which need FlashAttention 2"),

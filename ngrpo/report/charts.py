@@ -54,7 +54,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Point:
-    """One strategy's place.
+    """One strategy's point.
 
     Attributes:
         series: the strategy.
@@ -108,7 +108,7 @@ def line_chart(
     body, series = [], []
     many = " many" if len(lines) > 5 else ""
     for line in lines:
-        places = [(xs(x), None if y is None else ys(y)) for x, y, _, _ in line.points]
+        pixels = [(xs(x), None if y is None else ys(y)) for x, y, _, _ in line.points]
         band = [(xs(x), ys(low), ys(high)) for x, _, low, high in line.points if low is not None and high is not None]
         parts = []
         if len(band) > 1:
@@ -117,17 +117,17 @@ def line_chart(
         elif band:
             x, low, high = band[0]
             parts.append(f'<path class="whisker" d="M{x:g} {low:g}V{high:g}"/>')
-        parts.append(f'<path class="line" d="{_path(places)}"/>')
-        stride = -(-len(places) // _MOST_MARKERS)
+        parts.append(f'<path class="line" d="{_path(pixels)}"/>')
+        stride = -(-len(pixels) // _MOST_MARKERS)
         # Each strategy's markers start elsewhere, so that curves on top of each other can still be told apart.
         offset = line.series.index % stride if stride > 1 else 0
-        parts += [line.series.marker(x, y) for x, y in places[offset::stride] if y is not None]
+        parts += [line.series.marker(x, y) for x, y in pixels[offset::stride] if y is not None]
         body.append(f'<g class="{line.series.classes}" data-s="{line.series.index}">{"".join(parts)}</g>')
         texts = [
             figure(y, digits) + (f" ({between(low, high, digits)})" if low is not None and high is not None else "")
             for _, y, low, high in line.points
         ]
-        series.append([line.series.index, line.series.name, [y for _, y in places], texts])
+        series.append([line.series.index, line.series.name, [y for _, y in pixels], texts])
     columns = [xs(point[0]) for point in lines[0].points]
     data = {"kind": "lines", "x": columns, "labels": list(labels), "series": series}
     finals = "; ".join(f"{line.series.name}: {_last(line, digits)}" for line in lines)
@@ -214,9 +214,9 @@ def plot(name: str, body: str, size: Size, title: str, desc: str, data: dict[str
     )
 
 
-def _path(places: Sequence[tuple[float, float | None]]) -> str:
+def _path(pixels: Sequence[tuple[float, float | None]]) -> str:
     parts, pen = [], "M"
-    for x, y in places:
+    for x, y in pixels:
         if y is None:
             pen = "M"
             continue

@@ -25,18 +25,18 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
         UsageError: for bad input, or a report that cannot be written.
     """
     parser = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
-    parser.add_argument("places", nargs="*", metavar="FOLDER|results.json|diagnosis.json", help="one result")
+    parser.add_argument("results", nargs="*", metavar="FOLDER|results.json|diagnosis.json", help="one result")
     parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
     if words in (["-h"], ["--help"]):
         print(parser.format_help())
         return 0
     given = parser.read(words)
-    if len(given.places) != 1:
-        raise UsageError(f"ngrpo report takes one folder or file, got {len(given.places)}. See ngrpo report --help.")
+    if len(given.results) != 1:
+        raise UsageError(f"ngrpo report takes one folder or file, got {len(given.results)}. See ngrpo report --help.")
     from ngrpo.report.load import load
     from ngrpo.report.page import write_diagnosis, write_report
 
-    kind, data, file = load(Path(given.places[0]).expanduser())
+    kind, data, file = load(Path(given.results[0]).expanduser())
     target = Path(given.out).expanduser() if given.out else file.parent / "report.html"
     if target.is_dir():
         target = target / "report.html"

@@ -46,8 +46,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
         "Made": _moment(results.get("created")),
     }
     parts = [facts(known)]
-    count = len(states["failed"])
-    if count:
+    if count := len(states["failed"]):
         listed = "".join(
             f"<li><bdi>{escape(run.get('strategy'))}</bdi>, seed {escape(run.get('seed'))}: "
             f"<bdi>{escape(_short(run.get('error')))}</bdi></li>"
@@ -58,13 +57,11 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             f"{'is' if count == 1 else 'are'} not in the figures. "
             f'<a href="#runs">Errors and logs</a></p><ul>{listed}</ul></div>'
         )
-    count = len(states["pending"])
-    if count:
+    if count := len(states["pending"]):
         verb = "has" if count == 1 else "have"
         parts.append(f'<p class="warning">{plural(count, "run")} {verb} not finished: this is an interim report.</p>')
     verdicts = "".join(
-        f"<li>{series[name].swatch()}<span><b><bdi>{escape(name)}</bdi></b>: "
-        f"<bdi>{escape(row.get('verdict'))}</bdi></span></li>"
+        _said(series[name], f": <bdi>{escape(row.get('verdict'))}</bdi>")
         for row in rows(results, "summary")
         if (name := str(row.get("strategy"))) in series
     )
@@ -85,27 +82,26 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     known = {
         "Model": diagnosis.get("model"),
         "Dataset": diagnosis.get("dataset"),
-        "Sampled": f"{prompts:,.0f} problems × {group:.0f} answers"
-        if prompts is not None and group is not None
-        else None,
+        "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} answers",
         "Machine": _machine(diagnosis),
         "Took": duration(diagnosis.get("seconds")),
     }
     plain = next((row for row in found if row.get("name") == diagnosis.get("baseline")), found[0] if found else {})
     lines = []
     for row in found:
-        if row is plain:
-            continue
-        one = series[str(row.get("name"))]
-        said = [_against(row, plain, axis) for axis in ("diversity", "validity")]
-        lines.append(
-            f"<li>{one.swatch()}<span><b><bdi>{escape(one.name)}</bdi></b> beside "
-            f"<bdi>{escape(plain.get('name'))}</bdi>: {'; '.join(said)}.</span></li>"
-        )
+        if row is not plain:
+            said = "; ".join(_against(row, plain, axis) for axis in ("diversity", "validity"))
+            lines.append(
+                _said(series[str(row.get("name"))], f" beside <bdi>{escape(plain.get('name'))}</bdi>: {said}.")
+            )
     warnings = diagnosis.get("warnings")
     listed = "".join(f"<li><bdi>{escape(line)}</bdi></li>" for line in (warnings if isinstance(warnings, list) else []))
     warned = f'<div class="warning"><p><b>Before you train</b></p><ul>{listed}</ul></div>' if listed else ""
     return facts(known) + warned + (f'<ul class="verdicts">{"".join(lines)}</ul>' if lines else "")
+
+
+def _said(one: Series, words: str) -> str:
+    return f"<li>{one.swatch()}<span><b><bdi>{escape(one.name)}</bdi></b>{words}</span></li>"
 
 
 def _together(name: Any) -> str:
@@ -118,15 +114,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _machine(source: Mapping[str, Any]) -> str | None:
-    machine = source.get("machine")
-    known = machine if isinstance(machine, Mapping) else {}
-    cores = number(known.get("cores"))
-    parts = [
-        source.get("hardware"),
-        known.get("cpu"),
-        known.get("gpu"),
-        f"{cores:.0f} cores" if cores is not None else None,
-    ]
+    cores = number(dig(source, "machine", "cores"))
+    known = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
+    parts = [*known, None if cores is None else f"{cores:.0f} cores"]
     return ", ".join(str(part) for part in parts if part) or None
 
 

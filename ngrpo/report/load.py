@@ -17,11 +17,11 @@ KINDS = {
 }
 
 
-def load(place: Path) -> tuple[str, dict[str, Any], Path]:
+def load(path: Path) -> tuple[str, dict[str, Any], Path]:
     """Reads a result.
 
     Args:
-        place: ``results.json``, ``diagnosis.json``, or a folder with one of them (``results.json`` goes first).
+        path: ``results.json``, ``diagnosis.json``, or a folder with one of them (``results.json`` goes first).
 
     Returns:
         A key of :data:`KINDS`, the content, and the file it was read from.
@@ -30,11 +30,10 @@ def load(place: Path) -> tuple[str, dict[str, Any], Path]:
         UsageError: for a file that is missing, cannot be read, is not JSON, is something else, or is of a newer format.
     """
     names = [name for name, _, _ in KINDS.values()]
-    file = next((place / name for name in names if (place / name).is_file()), place)
+    file = next((path / name for name in names if (path / name).is_file()), path)
     if file.is_dir():
         raise UsageError(
-            f"{place} has neither {' nor '.join(names)}. Give the folder that `ngrpo compare` or `ngrpo diagnose`"
-            " wrote."
+            f"{path} has neither {' nor '.join(names)}. Give the folder that `ngrpo compare` or `ngrpo diagnose` wrote."
         )
     data = read_json(file)
     if data is None and not file.exists():

@@ -16,17 +16,16 @@ _DIAMOND = "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z"
 
 
 def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> str:
-    """One panel per operator; related and unrelated points differ in shape and colour."""
+    """One panel per perturbation; related and unrelated points differ in shape and colour."""
     found = dig(diagnosis, "embedding_map")
-    tokens = {i: row for i, row in enumerate(rows(found, "tokens")) if _places([row])}
+    tokens = {i: row for i, row in enumerate(rows(found, "tokens")) if _coordinates([row])}
     operators = rows(found, "operators")
     if not tokens or not operators:
         return ""
-    places = _places(list(tokens.values()))
-    neighbors = [row for row in rows(found, "neighbors") if _places([row])]
-    every = (
-        places + _places(neighbors) + [place for operator in operators for place in _places(rows(operator, "points"))]
-    )
+    coordinates = _coordinates(list(tokens.values()))
+    neighbors = [row for row in rows(found, "neighbors") if _coordinates([row])]
+    copies = [row for operator in operators for row in rows(operator, "points")]
+    every = coordinates + _coordinates(neighbors) + _coordinates(copies)
     xs = spread([x for x, _ in every], *SQUARE.across, count=7)  # The same plane in every panel.
     ys = spread([y for _, y in every], *SQUARE.upward, count=7)
     variance = numbers(dig(found, "explained_variance"), 2) or (None, None)
@@ -34,32 +33,32 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         f"component {i + 1}" + (f" ({100 * v:.0f}% of variance)" if v is not None else "")
         for i, v in enumerate(variance)
     ]
-    around = "".join(f'<path class="nearby" d="{_DIAMOND.format(xs(x), ys(y))}"/>' for x, y in _places(neighbors))
+    around = "".join(f'<path class="nearby" d="{_DIAMOND.format(xs(x), ys(y))}"/>' for x, y in _coordinates(neighbors))
     panels = []
     for count, operator in enumerate(operators):
         name = str(operator.get("strategy"))
         points = rows(operator, "points")
         stride = -(-len(points) // _MOST_POINTS) or 1
         shown = points[::stride]
-        near = "".join(f"M{xs(x):g} {ys(y):g}h0" for x, y in _places([p for p in shown if p.get("related")]))
+        near = "".join(f"M{xs(x):g} {ys(y):g}h0" for x, y in _coordinates([p for p in shown if p.get("related")]))
         far = "".join(
             f"M{xs(x) - 2.5:g} {ys(y) - 2.5:g}l5 5m-5 0l5 -5"
-            for x, y in _places([p for p in shown if not p.get("related")])
+            for x, y in _coordinates([p for p in shown if not p.get("related")])
         )
         share = f"{_percent(operator.get('unrelated_share'))} became an unrelated token"
         changed = f"{_percent(operator.get('changed_share'))} changed their nearest token"
         dots, taken, data = [], [], []
-        for (index, row), (x, y) in zip(tokens.items(), places):
+        for (index, row), (x, y) in zip(tokens.items(), coordinates):
             dots.append(f'<circle class="anchor" cx="{xs(x):g}" cy="{ys(y):g}" r="4"/>')
             taken.append((xs(x) - 5, ys(y) - 5, xs(x) + 5, ys(y) + 5))
             data.append([xs(x), ys(y), -1, _nearest(token(row.get("text")), index, points)])
         labels = [
             place_label(token(row.get("text")).strip(), xs(x), ys(y), SQUARE, taken, force=True)
-            for row, (x, y) in zip(tokens.values(), places)
+            for row, (x, y) in zip(tokens.values(), coordinates)
         ]
         faint = [
             place_label(token(row.get("text")).strip(), xs(x), ys(y), SQUARE, taken)
-            for row, (x, y) in zip(neighbors, _places(neighbors))
+            for row, (x, y) in zip(neighbors, _coordinates(neighbors))
         ]
         body = (
             f'{axes(xs, ys, SQUARE, titles[0], titles[1])}<path class="near" d="{near or "M0 0"}"/>'
@@ -89,7 +88,7 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
     return f'<p class="note key-note">{keys}</p><div class="panels">{"".join(panels)}</div><p class="note">{note}</p>'
 
 
-def _places(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+def _coordinates(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     found = [(number(point.get("x")), number(point.get("y"))) for point in points]
     return [(x, y) for x, y in found if x is not None and y is not None]
 

@@ -23,7 +23,7 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Series:
-    """A strategy and its place in the list, 0 being the baseline or the first."""
+    """A strategy and its number in the list, 0 being the baseline or the first."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class Series:
         return f"h{hue} d{(self.index + self.index // _DASHES) % _DASHES}"
 
     def marker(self, x: float, y: float) -> str:
-        """The marker at a place; hollow for every second half-dozen of strategies."""
+        """The marker at a point; hollow for every second half-dozen of strategies."""
         hollow = " hollow" if self.index // _DASHES % 2 else ""
         shape = _SHAPES[self.index % len(_SHAPES)]
         return f'<g transform="translate({x:g} {y:g})"><path class="mark{hollow}" d="{shape}"/></g>'

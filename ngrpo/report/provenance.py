@@ -41,10 +41,9 @@ def made(source: Mapping[str, Any]) -> str:
         if isinstance(found, Mapping) and found:
             plain = {str(name): _plain(value) for name, value in found.items()}
             parts.append(f"<h3>{title}</h3>{facts(plain)}")
+    keys = ("perturbation", "base", "settings", "paper")
     strategies = {
-        str(row.get("id", row.get("name"))): {
-            key: row[key] for key in ("perturbation", "base", "settings", "paper") if key in row
-        }
+        str(row.get("id", row.get("name"))): {key: row[key] for key in keys if key in row}
         for row in rows(source, "strategies")
     }
     for title, value in (

@@ -96,6 +96,6 @@ def _label(value: float, step: float) -> str:
         return f"{value:,.{max(0, -power)}f}".replace("-", "−")
     if not value:
         return "0"
-    places = max(0, math.floor(math.log10(abs(value)) + 1e-9) - power)
-    mantissa, _, exponent = f"{value:.{places}e}".partition("e")
+    decimals = max(0, math.floor(math.log10(abs(value)) + 1e-9) - power)
+    mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
     return f"{mantissa}e{int(exponent)}".replace("-", "−")

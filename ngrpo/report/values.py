@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ngrpo.progress import span
+
 MISSING = "–"
 _LARGEST = 1e100  # Beyond it differences overflow; nothing measured is that large.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {0x7F: 0x2421}
@@ -81,14 +83,9 @@ def size(value: Any) -> str:
 
 
 def duration(value: Any) -> str:
-    """Seconds for people: ``48 s``, ``12 min``, ``3 h 05 min``."""
+    """Seconds for people, as :func:`ngrpo.progress.span` says them."""
     known = number(value)
-    if known is None:
-        return MISSING
-    if known < 100:
-        return f"{known:.0f} s"
-    minutes = round(known / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+    return MISSING if known is None else span(known)
 
 
 def visible(value: Any) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ngrpo.rollout.embedding import InputOverride
 from ngrpo.rollout.sampling import race
+from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore, pack
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import streams
 from perturbations.base import GateStep, Perturbation, Step
@@ -57,6 +58,7 @@ class _Note:
     log_probs: Tensor
     gated: np.ndarray
     edits: dict[str, Tensor]
+    left: tuple[Tensor, ...]
 
 
 class RolloutPerturber:
@@ -71,8 +73,10 @@ class RolloutPerturber:
         override: InputOverride,
         device: torch.device,
         module: nn.Module | None = None,
+        masks: SamplingMaskStore | None = None,
     ) -> None:
         self._operator, self._store, self._conditions = operator, store, conditions
+        self._masks = masks
         self._geometry, self._override, self._device = geometry, override, device
         self._module = module
         self._names: list[str] = []
@@ -168,7 +172,8 @@ class RolloutPerturber:
         places = np.minimum(batch.next_positions, store.length - 1)
         if (places >= store.planned_until[batch.slots]).any():
             store.plan(batch.slots, places)
-        tokens, log_total = race(drawable, scaled, self._upload(store.token_keys[batch.slots, places]))
+        counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
+        tokens, log_total = race(drawable, counted, self._upload(store.token_keys[batch.slots, places]))
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
 
@@ -182,8 +187,9 @@ class RolloutPerturber:
             else:
                 kept = self._upload(np.flatnonzero(batch.sampled))
                 self._conditions.observe(batch.slot_tensor[kept], tokens[kept])
-        log_probs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
-        self._note(batch, within, log_probs, gated, edits or {})
+        log_probs = counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
+        left = () if self._masks is None else pack(drawable)
+        self._note(batch, within, log_probs, gated, edits or {}, left)
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
         drawn = batch.slots[within]
@@ -255,16 +261,18 @@ class RolloutPerturber:
         log_probs: Tensor,
         gated: np.ndarray,
         edits: dict[str, Tensor],
+        left: tuple[Tensor, ...],
     ) -> None:
         ready = None
         if self._device.type == "cuda":
             log_probs = log_probs.to("cpu", non_blocking=True)
             edits = {name: part.to("cpu", non_blocking=True) for name, part in edits.items()}
+            left = tuple(part.to("cpu", non_blocking=True) for part in left)
             ready = torch.cuda.Event()
             ready.record()
         self._store.has_edits[batch.slots[gated]] = True
         rows = np.flatnonzero(within)
-        self._notes.append(_Note(ready, batch.slots, batch.next_positions, rows, log_probs, gated, edits))
+        self._notes.append(_Note(ready, batch.slots, batch.next_positions, rows, log_probs, gated, edits, left))
         self.drain(wait=False)
 
     def drain(self, wait: bool) -> None:
@@ -282,6 +290,9 @@ class RolloutPerturber:
     def _write(self, note: _Note) -> None:
         store, rows = self._store, note.rows
         store.log_probs[note.slots[rows], note.positions[rows]] = note.log_probs.numpy()[rows]
+        if self._masks is not None:
+            bits, counts = (part.numpy()[rows] for part in note.left)
+            self._masks.write(note.slots[rows], note.positions[rows], bits, counts)
         if not len(note.gated):
             return
         at = (note.slots[note.gated], note.positions[note.gated])
@@ -300,11 +311,17 @@ class RolloutPerturber:
             self._conditions.grow(self._store.slots)
         self._last_position[slot] = -1
         self._conditions.reset(slot)
+        if self._masks is not None:
+            self._masks.clear(slot)
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
         if self._edits is not None:
             self._edits.positions[self._edits.slots == slot] = -1
+
+    def sampling_mask(self, slot: int) -> SamplingMask | None:
+        """Which tokens sampling left at the positions of a request, None where that is not recorded."""
+        return None if self._masks is None else self._masks.read(slot)
 
     def weights_changed(self) -> None:
         """New weights: neighbors and scales are computed again on their next use."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.sampling_mask import SamplingMask
 from perturbations import registry
 from perturbations.replay import ReplayRecord
 
@@ -41,6 +42,8 @@ def take_records(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str
 def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
     """As :func:`take_records`, with log π of each generated token at temperature, before top-k, top-p and min-p.
 
+    In an engine that records sampling masks it is log π among the tokens that these left.
+
     Returns:
         Key to record and (generated,) float32.
     """
@@ -54,6 +57,11 @@ def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dic
 def parse(pair: Sequence[bytes]) -> tuple[ReplayRecord, np.ndarray]:
     """The record and log-probabilities of one trajectory, from what a worker sent."""
     return ReplayRecord.from_bytes(pair[0]), np.frombuffer(pair[1], dtype=np.float32)
+
+
+def sampling_mask(taken: Sequence[bytes]) -> SamplingMask | None:
+    """Which tokens sampling left in one trajectory, from what a worker sent; None where that was not recorded."""
+    return SamplingMask.from_bytes(taken[2]) if taken[2] else None
 
 
 def drop_records(llm: Any, request_ids: Sequence[str]) -> None:

@@ -15,7 +15,8 @@ from perturbations.base import Perturbation
 from perturbations.replay import ReplayRecord
 from perturbations.streams import trajectory_seed
 
-Taken = tuple[bytes, bytes]
+# The record, the log-probabilities, and the tokens that sampling left, empty where these are not recorded.
+Taken = tuple[bytes, bytes, bytes]
 
 logger = logging.getLogger("ngrpo.rollout")
 # Records that nobody takes (vllm serve, say) must not fill the memory; no training step is this large.
@@ -91,7 +92,8 @@ class RequestBook:
     def _extract(self, name: str) -> Taken:
         self._perturber.drain(wait=True)
         record, log_probs = self._store.record(name)
-        return record.to_bytes(), log_probs.tobytes()
+        mask = self._perturber.sampling_mask(self._store.live[name].slot)
+        return record.to_bytes(), log_probs.tobytes(), b"" if mask is None else mask.to_bytes()
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, Taken]:
         """Hands over records, once.
@@ -101,7 +103,8 @@ class RequestBook:
             unfinished: internal ids of requests still running, left alone when ``names`` is None.
 
         Returns:
-            Internal request id to the record's bytes and the rollout's log-probabilities (float32 bytes).
+            Internal request id to the bytes of the record, of the rollout's log-probabilities (float32), and of its
+            :class:`SamplingMask`.
         """
         running = set(unfinished or ())
         taken = {}

@@ -18,6 +18,8 @@ from ngrpo.rollout.embedding import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RequestBook
 from ngrpo.rollout.sampling import GREEDY_BELOW
+from ngrpo.rollout.sampling_mask import SamplingMaskStore
+from ngrpo.rollout.settings import SAMPLING_MASKS
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
@@ -71,8 +73,10 @@ class AttachedPerturbation:
         )
         self.module = _module(operator, self._hidden, runner)
         self.operator = operator
+        recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
+        masks = SamplingMaskStore(self._vocabulary) if recorded else None
         self._perturber = RolloutPerturber(
-            operator, store, conditions, self._geometry, self._override, runner.device, self.module
+            operator, store, conditions, self._geometry, self._override, runner.device, self.module, masks
         )
         self.book = RequestBook(operator, store, self._perturber)
 

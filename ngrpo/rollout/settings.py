@@ -15,19 +15,25 @@ SEEDED_DRAWS = "seeded_draws"
 An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail on a CPU with chunked prefills.)
 """
 
+SAMPLING_MASKS = "sampling_masks"
+"""Key of ``additional_config``: record which tokens sampling left at each position; implies seeded draws."""
+
 
 def read(additional_config: Any) -> Perturbation | None:
     """The operator that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
 
-    With ``"seeded_draws": True`` beside it, an operator that perturbs nothing is returned too.
+    With ``"seeded_draws": True`` or ``"sampling_masks": True`` beside it, an operator that perturbs nothing is returned
+    too.
 
     Raises:
         ValueError: for anything that is not a valid spec.
     """
     given = additional_config if isinstance(additional_config, dict) else {}
-    spec, seeded = given.get(KEY), given.get(SEEDED_DRAWS, False)
-    if not isinstance(seeded, bool):
-        raise UsageError(f"additional_config[{SEEDED_DRAWS!r}]={seeded!r}: must be True or False.")
+    spec, switches = given.get(KEY), {name: given.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")
+    seeded = any(switches.values())
     if spec is None and seeded:
         spec = {"name": "none"}
     if spec is None:

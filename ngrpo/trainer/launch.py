@@ -8,17 +8,18 @@ Without a perturbation and on CUDA there is nothing of ours at all: that is stoc
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 from ngrpo.hardware import Profile, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.failure import RUN_ID, end_processes, memory_ran_out, root_cause
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import check
@@ -62,6 +63,7 @@ def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
     for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):
         print(f"removed {lock}: an earlier run was killed while it compiled {lock.parent.name}", flush=True)
+    os.environ[RUN_ID] = uuid4().hex
     if conditions:
         _start_ray(profile, flags, conditions, settings)
         install(conditions)
@@ -77,7 +79,7 @@ def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSetting
     """Returns the environment of every Ray worker process; what the user exported wins."""
     env = {**_OPENRLHF_ENV, **profile.env}
     env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
-    env |= {CONDITIONS: ",".join(conditions), **settings.env()}
+    env |= {CONDITIONS: ",".join(conditions), RUN_ID: os.environ.get(RUN_ID, ""), **settings.env()}
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[2])
@@ -101,37 +103,18 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settin
 
 def _run(flags: Sequence[str]) -> None:
     argv, sys.argv = sys.argv, [_PROGRAM, *flags]
-    logs = ""
     try:
         runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
     except Exception as error:
-        logs = _log_folder()
-        traceback.print_exc()
-        raise TrainingFailed(root_cause(error) + logs) from None
+        explained = memory_ran_out(error)
+        if explained is None:
+            traceback.print_exc()
+        raise TrainingFailed((explained or root_cause(error)) + _log_folder()) from None
     finally:
         sys.argv = argv
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
-
-
-def root_cause(error: BaseException) -> str:
-    """Returns the innermost error of a chain of Ray errors in one paragraph, and where it was raised."""
-    where = ""
-    while True:
-        cause = getattr(error, "cause", None)  # RayTaskError: the error as raised in the actor.
-        where = str(getattr(error, "function_name", "") or where)
-        following = cause if isinstance(cause, BaseException) else error.__cause__
-        if following is None or following is error:
-            break
-        error = following
-    text = str(error).strip() or "(no message)"
-    cause_text = f"{type(error).__name__}: {text}"
-    # An actor that died while it was made has its whole traceback as its message; the error's own line
-    # is the last one that is not indented.
-    lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
-    if lines and "\n  File " in text:
-        cause_text = lines[-1] + f"\n  ({type(error).__name__}; the traceback is above)"
-    return cause_text + (f"\n  in {where}" if where else "")
+        end_processes(os.environ[RUN_ID])
 
 
 def _log_folder() -> str:

@@ -77,9 +77,10 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
-    """log π of the tokens in each batch; where an operator has a density, the actor kept them beside it."""
+    """log π of the tokens in each batch; where a perturbation has a density, the actor kept them beside it."""
     own = [experience.action_log_probs for experience in experiences]
-    if not current_run().perturbation.has_density:
+    perturbation = current_run().perturbation
+    if perturbation is None or not perturbation.has_density:
         return own
     import ray
 
@@ -134,7 +135,7 @@ def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:
         engines: handles of the rollout actors.
 
     Returns:
-        ``perturbation/neighbors_changed`` and ``…_since_start``; empty for operators without neighbors.
+        ``perturbation/neighbors_changed`` and ``…_since_start``; empty for perturbations without neighbors.
     """
     import ray
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.rollout.records import check_installed, parse
-from ngrpo.rollout.settings import KEY, SEEDED_DRAWS
+from ngrpo.rollout.records import check_installed, parse, sampling_mask
+from ngrpo.rollout.settings import KEY, SAMPLING_MASKS, SEEDED_DRAWS
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
 
@@ -29,16 +30,17 @@ class _Trajectory:
         self.record: TrajectoryRecord | None = None
 
     def add(self, pair: Any, prompt: list[int], tokens: list[int]) -> None:
-        record, log_probs = parse(pair)
+        (record, log_probs), mask = parse(pair), sampling_mask(pair)
         length = len(prompt) + len(tokens)
         by_position = np.full(length, np.nan, dtype=np.float32)
         if self.record is not None:
             # The last token of a turn may have been re-tokenised away by the agent; positions rule.
             known = self.record.log_probs[: len(prompt)]
             by_position[: len(known)] = known
+            mask = None if mask is None else self.record.mask.joined(mask, turn=len(prompt))
         # The engine may have computed a token or two past a stop string.
         by_position[len(prompt) :] = log_probs[: len(tokens)]
-        self.record = TrajectoryRecord(record.truncate(length), by_position)
+        self.record = TrajectoryRecord(record.truncate(length), by_position, mask)
 
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
@@ -63,7 +65,8 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _trajectory.reset(token)
-        if trajectory.record is not None and current_run().perturbation is not None:
+        run = current_run()
+        if trajectory.record is not None and (run.perturbation is not None or run.corrects_sampling):
             response["mm_train_inputs"] = trajectory.record.pack()
         return response
 
@@ -78,14 +81,14 @@ def engine_perturbation(seed: int) -> Perturbation:
     return registry.create(**{**spec, "seed": mixed})
 
 
-async def confirm(actor: Any, operator: Perturbation) -> None:
-    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this operator."""
+async def confirm(actor: Any, perturbation: Perturbation) -> None:
+    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation."""
     try:
         fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
     except Exception:
         # vLLM answers a method that its workers lack with an error of its own.
         fingerprints = [""]
-    check_installed(fingerprints, operator.fingerprint())
+    check_installed(fingerprints, perturbation.fingerprint())
 
 
 async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
@@ -119,7 +122,12 @@ def perturbed_engine(plain: type) -> type:
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
             perturbation = engine_perturbation(kwargs.get("seed", 0))
-            ours = {KEY: perturbation.spec(), SEEDED_DRAWS: current_run().reproducible}
+            run = current_run()
+            ours = {
+                KEY: perturbation.spec(),
+                SEEDED_DRAWS: run.reproducible,
+                SAMPLING_MASKS: run.corrects_sampling,
+            }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
             await confirm(self, perturbation)
@@ -127,7 +135,7 @@ def perturbed_engine(plain: type) -> type:
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
             if multi_modal_data:
-                raise ValueError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
+                raise UsageError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
             return await generate(self, prompt_token_ids, sampling_params)
 
         async def perturbation_drift(self) -> Any:

@@ -1,4 +1,4 @@
-"""Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p``.
+"""Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p|correct_mask``.
 
 Temperature and top-p are OpenRLHF's own (``--rollout.temperature``, ``--rollout.top_p``). The functions at the end
 are the ``sampling`` rows of `ngrpo.trainer.seams`. Evaluation keeps its own sampling.
@@ -17,6 +17,7 @@ from ngrpo.trainer.run_settings import current_run
 from perturbations.errors import UsageError
 from perturbations.options import Options, nearest, option
 
+_BIAS = "Each log-probability is off by the logarithm of the probability that is left, and a baseline is not free."
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
@@ -28,10 +29,23 @@ class Sampling(Options):
 
     top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
     min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
+    correct_mask: bool = option(False, "take log-probabilities among the tokens that top-p, top-k and min-p left")
 
     def given(self) -> dict[str, Any]:
-        """The masks that are on."""
-        return {name: value for name, value in self.spec().items() if value is not None}
+        """The settings that are on."""
+        return {name: value for name, value in self.spec().items() if value not in (None, False)}
+
+    def notes(self, flags: Flags) -> list[str]:
+        """A warning where rollouts are drawn from a truncated distribution and the loss does not know."""
+        top_p = flags.value("--rollout.top_p")
+        cut = {name: value for name, value in self.given().items() if name != "correct_mask"}
+        cut |= {} if top_p is None or float(top_p) >= 1.0 else {"top_p": top_p}
+        if not cut or self.correct_mask:
+            return []
+        return [
+            f"rollouts are drawn from a truncated distribution ({', '.join(f'{k} {v}' for k, v in cut.items())}), but"
+            f" the loss is of the whole one. {_BIAS} Add --sampling.correct_mask."
+        ]
 
 
 def create(**options: Any) -> Sampling:
@@ -53,7 +67,7 @@ def create(**options: Any) -> Sampling:
 
 
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
-    """All settings of the rollout's token sampling, for the results; None: not masked."""
+    """All settings of the rollout's token sampling, for the results; None: not cut."""
     values = {name: float(Flags(args).value(flag) or 1.0) for name, flag in _OPENRLHF.items()}
     return {**values, **sampling.spec()}
 
@@ -63,7 +77,7 @@ _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default
 
 def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
     """Calls a samples generator's method while the masks are on."""
-    token = _masks.set(dict(current_run().sampling))
+    token = _masks.set({k: v for k, v in current_run().sampling.items() if k != "correct_mask"})
     try:
         return generate(generator, **kwargs)
     finally:

@@ -33,7 +33,7 @@ class RunSettings:
     Attributes:
         perturbation_spec: ``perturbations.create(**spec)``; None where nothing is perturbed.
         advantage_spec: as ``ngrpo.advantages.create`` takes it; None for OpenRLHF's own estimator.
-        sampling: masks of the rollouts' token distribution that OpenRLHF has no flags for, e.g. ``{"top_k": 5}``.
+        sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, e.g. ``{"top_k": 5}``.
         reproducible: whether the same seed gives the same rollouts from run to run.
     """
 
@@ -57,12 +57,18 @@ class RunSettings:
         return None if self.advantage_spec is None else advantages.create(**self.advantage_spec)
 
     @property
+    def corrects_sampling(self) -> bool:
+        """Whether log-probabilities are those among the tokens that the rollout's sampling left."""
+        return bool(self.sampling.get("correct_mask"))
+
+    @property
     def conditions(self) -> tuple[str, ...]:
         """The conditions of `ngrpo.trainer.seams` that hold because of these settings."""
         held = {
             "perturbation": self.perturbation_spec is not None,
             "advantage": self.advantage_spec is not None,
             "sampling": bool(self.sampling),
+            "sampling_mask": self.corrects_sampling,
             "reproducible": self.reproducible,
         }
         return tuple(name for name, holds in held.items() if holds)

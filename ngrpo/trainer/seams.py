@@ -119,7 +119,8 @@ SEAMS: tuple[Seam, ...] = (
     # ---- perturbed rollouts and their replay ------------------------------------------------------
     Seam(
         "openrlhf.trainer.ray.vllm_engine", "RolloutRayActor",
-        "ngrpo.trainer.rollout_actor:perturbed_engine", "perturbation or reproducible", "sha:6bda23ee4983",
+        "ngrpo.trainer.rollout_actor:perturbed_engine", "perturbation or reproducible or sampling_mask",
+        "sha:6bda23ee4983",
         "openrlhf 0.11.2", "gives vLLM the spec, requests their seeds, and each response its record",
     ),
     Seam(
@@ -145,7 +146,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "openrlhf.models.actor", "Actor.__init__", "ngrpo.trainer.model_actors:with_parameters", "perturbation",
         "sha:ed617cb47dde",
-        "openrlhf 0.11.2", "an operator's learned parameters join the model before DeepSpeed wraps it",
+        "openrlhf 0.11.2", "a perturbation's learned parameters join the model before DeepSpeed wraps it",
     ),
     Seam(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy._get_model_parameters",
@@ -158,11 +159,15 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf 0.11.2", "saves by save_pretrained, which writes those parameters to a file of their own",
     ),
     Seam(
-        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density_loss:with_densities", "perturbation",
-        "import", "openrlhf 0.11.2", "at perturbed positions an operator's density takes the token's place",
+        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.mask_correction:with_sampling_masks",
+        "sampling_mask", "import", "openrlhf 0.11.2", "log-probabilities are among the tokens that sampling left",
     ),
     Seam(
-        "openrlhf.models.actor", "Actor.forward", None, "perturbation", "sha:65d2a2a0e02a",
+        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density_loss:with_densities", "perturbation",
+        "import", "openrlhf 0.11.2", "at perturbed positions a perturbation's density takes the token's place",
+    ),
+    Seam(
+        "openrlhf.models.actor", "Actor.forward", None, "perturbation or sampling_mask", "sha:65d2a2a0e02a",
         "openrlhf 0.11.2", "calls it once, on all rows of the logits, divided by the temperature",
     ),
     Seam(
@@ -181,22 +186,22 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience_batch",
-        "ngrpo.trainer.metrics:measured_experience", "perturbation", "sha:b5693a55753f",
+        "ngrpo.trainer.metrics:measured_experience", "perturbation or sampling_mask", "sha:b5693a55753f",
         "openrlhf 0.11.2", "measures rollout against replay before the update",
     ),
     Seam(
         "openrlhf.trainer.ppo_trainer", "PPOTrainer", "ngrpo.trainer.metrics:reporting_trainer",
-        "perturbation or advantage", "sha:74b355e75a15",
+        "perturbation or advantage or sampling_mask", "sha:74b355e75a15",
         "openrlhf 0.11.2", "the measures join the step's log",
     ),
     Seam(
         "openrlhf.trainer.ppo_trainer_async", "TrainingActor", "ngrpo.trainer.metrics:reporting_trainer",
-        "perturbation or advantage", "sha:ad079d89d655",
+        "perturbation or advantage or sampling_mask", "sha:ad079d89d655",
         "openrlhf 0.11.2", "likewise, in asynchronous training",
     ),
     Seam(
-        "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, "perturbation or reproducible",
-        "sha:e557741c5553",
+        "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
+        "perturbation or reproducible or sampling_mask", "sha:e557741c5553",
         "openrlhf 0.11.2", "calls generate() once per turn and returns mm_train_inputs in its response",
     ),
     # ---- --advantage ------------------------------------------------------------------------------
@@ -229,6 +234,22 @@ SEAMS: tuple[Seam, ...] = (
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator._dispatch_prompts_to_vllm",
         None, "sampling", "sha:a5b0d5d17e1a",
         "openrlhf 0.11.2", "makes the SamplingParams, by keywords",
+    ),
+    # ---- --sampling.correct_mask (and a row beside the density's) ---------------------------------
+    Seam(
+        _ACTOR, "PolicyModelActor", "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask",
+        "sha:8d664f8c8592",
+        "openrlhf 0.11.2", "hands each batch's sampling masks to log_probs_from_logits",
+    ),
+    Seam(
+        "openrlhf.trainer.ray.launcher", "ReferenceModelActor",
+        "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask", "sha:871e4cda19c1",
+        "openrlhf 0.11.2", "likewise",
+    ),
+    Seam(
+        _ACTOR, "ActorPPOTrainer.training_step", "ngrpo.trainer.mask_correction:correcting_training_step",
+        "sampling_mask", "sha:783a57970a6a",
+        "openrlhf 0.11.2", "likewise",
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a sample carries through OpenRLHF: its replay record and the rollout's log-probabilities.
+"""What a sample carries through OpenRLHF: its replay record, the rollout's log-probabilities, its sampling mask.
 
 OpenRLHF carries a dictionary for each sample, ``mm_train_inputs``, from the rollout to the actor's forward, the
 reference's forward and the training step. It is meant for images; text-only models ignore it.
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.rollout.sampling_mask import SamplingMask
 from perturbations.replay import ReplayRecord
 
-_REPLAY, _LOG_PROBS = "perturbation_record", "perturbation_log_probs"
+_REPLAY, _LOG_PROBS, _MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,17 @@ class TrajectoryRecord:
     Attributes:
         replay: the perturbed inputs.
         log_probs: log π at the rollout by position in the sequence, NaN where no token was generated, (T,) float32.
+        mask: the tokens that sampling left at each position, None where that is not recorded.
     """
 
     replay: ReplayRecord
     log_probs: np.ndarray
+    mask: SamplingMask | None = None
 
     def pack(self) -> dict[str, bytes]:
         """As plain bytes: nothing that OpenRLHF would move to a device or pad."""
-        return {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
+        packed = {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
+        return packed if self.mask is None else {**packed, _MASK: self.mask.to_bytes()}
 
 
 def unpack(side_inputs: Sequence[Any] | None) -> list[TrajectoryRecord | None]:
@@ -70,4 +74,5 @@ def _unpack_one(entry: Any) -> TrajectoryRecord | None:
     return TrajectoryRecord(
         ReplayRecord.from_bytes(entry[_REPLAY]),
         np.frombuffer(entry[_LOG_PROBS], dtype="<f4").astype(np.float32),
+        SamplingMask.from_bytes(entry[_MASK]) if _MASK in entry else None,
     )

@@ -4,7 +4,7 @@ Used by the CPU profile. OpenRLHF 0.11.2 broadcasts parameter by parameter over 
 Here rank 0 gathers the state dict (under ZeRO-3 parameter by parameter), writes one safetensors file to
 /dev/shm, and each engine's workers map it and reload. Trainer and engines must share a machine.
 
-An operator's learned parameters are submodule parameters of the actor and so are in that file (and in
+A perturbation's learned parameters are submodule parameters of the actor and so are in that file (and in
 OpenRLHF's own broadcast, with CUDA); `ngrpo.rollout.runner` takes them out again before vLLM loads the rest.
 
 The three functions with `original` are rows of `ngrpo.trainer.seams`.
@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from perturbations.errors import UsageError
+
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -26,7 +28,7 @@ def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
 
     def _init_vllm_sync_group(self: Any, backend: str) -> None:
         if backend == "nccl":
-            raise ValueError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
+            raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
 
     return _init_vllm_sync_group
 

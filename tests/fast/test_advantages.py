@@ -453,6 +453,7 @@ class TestWords:
             "top_p": 1.0,
             "top_k": None,
             "min_p": 0.1,
+            "correct_mask": False,
         }
 
 

@@ -83,8 +83,8 @@ def test_rate_one_with_anchor_is_noted() -> None:
         ("--perturbation neighbor --perturbation.k 1", ["k='1'", "at least 2"]),
         ("--perturbation neighbor --perturbation.k", ["--perturbation.k needs a value"]),
         ("--perturbation gaussian --perturbation.metric l2", ["'metric'", "neighbor"]),
-        ("--perturbation.rate 0.1", ["no operator", "--perturbation NAME"]),
-        ("--perturbation --train.seed 1", ["operator's name", "ngrpo list"]),
+        ("--perturbation.rate 0.1", ["no perturbation", "--perturbation NAME"]),
+        ("--perturbation --train.seed 1", ["perturbation's name", "ngrpo list"]),
         ("--pertubation neighbor", ["'--pertubation'", "Did you mean '--perturbation'?"]),
         ("--perturbation_rate 0.1", ["Did you mean '--perturbation.rate'?"]),
         ("--perturbations.k 3", ["Did you mean '--perturbation.k'?"]),
@@ -268,7 +268,8 @@ class TestRun:
         assert "--algo.dynamic_filtering_range -1000000 1" in capsys.readouterr().out
         written = json.loads(Path("r/summary.json").read_text())
         assert written["advantage"] == advantage
-        assert written["sampling"] == {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1}
+        sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1, "correct_mask": False}
+        assert written["sampling"] == sampling
 
     def test_nothing_is_launched_or_written_on_bad_input(self, launched: list, tmp_path: Path) -> None:
         for line in (

@@ -9,6 +9,7 @@ import pytest
 from ngrpo.compare import arguments
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import eval_words, identity, train_words
+from perturbations.errors import UsageError
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
 
@@ -167,7 +168,7 @@ def test_a_run_is_another_when_any_word_of_it_changes() -> None:
     ],
 )
 def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         plan(*given)
 
 
@@ -183,7 +184,7 @@ def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
 def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         arguments.parse(["--config", str(file), *MODEL])
 
 
@@ -197,6 +198,6 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows:
     file = tmp_path / "held_out.jsonl"
     file.write_text(rows)
     words = ["--perturbations", "none", "--out", str(tmp_path / "out"), "--eval.data", str(file), *MODEL]
-    with pytest.raises(ValueError, match=f"(?s)evaluation: .*({message})"):
+    with pytest.raises(UsageError, match=f"(?s)evaluation: .*({message})"):
         command.run(words, report=print)
     assert not (tmp_path / "out").exists()

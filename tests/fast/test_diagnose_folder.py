@@ -34,8 +34,21 @@ def test_finished_strategies_are_kept(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as folder:
         folder.keep("none", [sample("none", 0), sample("none", 1)], {"perturbation": None})
     with opened(tmp_path / "out") as folder:
-        assert folder.finished == {"none": {"perturbation": None}}
-        assert folder.samples("none") == [sample("none", 0), sample("none", 1)]
+        assert folder.finished == {"none": {"samples": 2, "perturbation": None}}
+        assert folder.samples()["none"] == [sample("none", 0), sample("none", 1)]
+
+
+def test_a_finished_strategy_whose_last_line_was_cut_is_sampled_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        folder.keep("none", [sample("none", 0)], {"perturbation": None})
+        folder.keep("gumbel", [sample("gumbel", 0), sample("gumbel", 1)], {"perturbation": None})
+    text = (tmp_path / SAMPLES).read_text()
+    (tmp_path / SAMPLES).write_text(text[:-10])
+    with opened(tmp_path) as folder:
+        assert set(folder.finished) == {"none"}
+        folder.keep("gumbel", [sample("gumbel", 2)], {"perturbation": None})
+    with opened(tmp_path) as folder:
+        assert folder.samples()["gumbel"] == [sample("gumbel", 2)]
 
 
 def test_what_an_interrupted_strategy_left_is_dropped(tmp_path: Path) -> None:
@@ -46,7 +59,7 @@ def test_what_an_interrupted_strategy_left_is_dropped(tmp_path: Path) -> None:
     told: list[str] = []
     with opened(tmp_path, told) as folder:
         folder.keep("gumbel", [sample("gumbel", 1)], {"perturbation": None})
-        assert folder.samples("gumbel") == [sample("gumbel", 1)]
+        assert folder.samples()["gumbel"] == [sample("gumbel", 1)]
     assert len((tmp_path / SAMPLES).read_text().splitlines()) == 2
     assert len(told) == 1 and "cut off half-way" in told[0]
 
@@ -73,8 +86,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             folder.keep("gumbel", [sample("gumbel", 0)], {"perturbation": None})
         monkeypatch.undo()
     with opened(tmp_path) as folder:
-        assert folder.finished == {"none": {"perturbation": None}}
-        assert folder.samples("none") == [sample("none", 0)] and folder.samples("gumbel") == []
+        assert folder.finished == {"none": {"samples": 1, "perturbation": None}}
+        assert folder.samples() == {"none": [sample("none", 0)]}
 
 
 @pytest.fixture

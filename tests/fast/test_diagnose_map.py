@@ -11,6 +11,7 @@ import torch
 from ngrpo.arms import parse_arms
 from ngrpo.diagnose import embedding_map, probe
 from perturbations import Step, create
+from perturbations.errors import UsageError
 from perturbations.geometry import matrix_geometry
 
 FAMILIES, MEMBERS, WIDTH = 8, 12, 32
@@ -100,8 +101,8 @@ def test_the_plane_by_hand() -> None:
     cross = torch.tensor([[3.0, 0, 0], [-3.0, 0, 0], [0, 0, 1.0], [0, 0, -1.0]]) + torch.tensor([5.0, 5.0, 5.0])
     plane = embedding_map.Plane(cross)
     assert plane.explained == pytest.approx([0.9, 0.1])
-    (place,) = plane.places(torch.tensor([[7.0, 1.0, 5.5]]))
-    assert (place["x"], place["y"]) == (pytest.approx(2.0), pytest.approx(0.5))
+    (point,) = plane.coordinates(torch.tensor([[7.0, 1.0, 5.5]]))
+    assert (point["x"], point["y"]) == (pytest.approx(2.0), pytest.approx(0.5))
 
 
 def test_words() -> None:
@@ -109,9 +110,9 @@ def test_words() -> None:
         (2 * MEMBERS, " family2.0"),
         (MEMBERS, " family1.0"),
     ]
-    with pytest.raises(ValueError, match="'therefore' is not one token"):
+    with pytest.raises(UsageError, match="'therefore' is not one token"):
         embedding_map.choose_tokens(Tokenizer(), "therefore")
-    with pytest.raises(ValueError, match="none of the usual words"):
+    with pytest.raises(UsageError, match="none of the usual words"):
         embedding_map.choose_tokens(Tokenizer(), None)
 
 

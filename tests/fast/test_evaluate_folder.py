@@ -16,6 +16,7 @@ from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.command import run
 from ngrpo.evaluate.engine import Generated
 from ngrpo.result_folder import ResultFolder
+from perturbations.errors import UsageError
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
@@ -105,11 +106,11 @@ def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
 def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     before = lines(tmp_path)
-    with pytest.raises(ValueError, match=r"other settings \(n was 3, and is now 4\)\. Give another --out"):
+    with pytest.raises(UsageError, match=r"other settings \(n was 3, and is now 4\)\. Give another --out"):
         evaluate(llm, PROBLEMS, out=tmp_path, n=4)
-    with pytest.raises(ValueError, match=r'sampling was .*"temperature": 0\.6.*, and is now .*"temperature": 1'):
+    with pytest.raises(UsageError, match=r'sampling was .*"temperature": 0\.6.*, and is now .*"temperature": 1'):
         evaluate(llm, PROBLEMS, out=tmp_path, n=3, sampling=Sampling(temperature=1))
-    with pytest.raises(ValueError, match="digest"):
+    with pytest.raises(UsageError, match="digest"):
         evaluate(llm, [PROBLEMS[0], Problem("p2", PROBLEMS[1].messages, "5", "task:arithmetic")], out=tmp_path, n=3)
     assert lines(tmp_path) == before
 
@@ -117,7 +118,7 @@ def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
 def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:
     with (
         ResultFolder.opened(tmp_path),
-        pytest.raises(ValueError, match=r"another command .* is at work in this folder.*another --out"),
+        pytest.raises(UsageError, match=r"another command .* is at work in this folder.*another --out"),
     ):
         evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
@@ -127,7 +128,7 @@ def test_a_damaged_line_is_named(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     kept = lines(tmp_path)
     (tmp_path / "samples.jsonl").write_text("\n".join([kept[0], kept[1][:20], *kept[2:]]) + "\n")
-    with pytest.raises(ValueError, match=r"samples\.jsonl: line 2 is damaged"):
+    with pytest.raises(UsageError, match=r"samples\.jsonl: line 2 is damaged"):
         evaluate(llm, PROBLEMS, out=tmp_path, n=3)
 
 
@@ -138,7 +139,7 @@ def test_a_full_disk_loses_nothing(llm: MadeUp, tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole[0]) * 4 + 20, old[1]))
     try:
-        with pytest.raises(ValueError, match=r"cannot be written: File too large.*the same command again"):
+        with pytest.raises(UsageError, match=r"cannot be written: File too large.*the same command again"):
             evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -154,7 +155,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(llm: MadeUp, tmp_pat
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
     try:
-        with pytest.raises(ValueError, match=r"evaluation\.json cannot be written"):
+        with pytest.raises(UsageError, match=r"evaluation\.json cannot be written"):
             evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -164,11 +165,11 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(llm: MadeUp, tmp_pat
 
 def test_a_place_that_is_no_folder(llm: MadeUp, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file cannot be written"):
+    with pytest.raises(UsageError, match="file cannot be written"):
         evaluate(llm, PROBLEMS, out=tmp_path / "file", n=3)
     if os.geteuid() != 0:
         (tmp_path / "closed").mkdir(mode=0o500)
-        with pytest.raises(ValueError, match="cannot be written"):
+        with pytest.raises(UsageError, match="cannot be written"):
             evaluate(llm, PROBLEMS, out=tmp_path / "closed" / "out", n=3)
 
 
@@ -192,8 +193,11 @@ def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
     told: list[str] = []
     assert rescore(tmp_path, report=told.append) is None
     assert "4 of 6 samples" in told[0] and len(lines(tmp_path)) == 4
-    with pytest.raises(ValueError, match=r"no settings\.json there\. Give the --out folder"):
+    with pytest.raises(UsageError, match=r"no settings\.json there\. Give the --out folder"):
         rescore(tmp_path / "elsewhere")
+    (tmp_path / "problems.jsonl").unlink()  # as in the folder of a diagnosis
+    with pytest.raises(UsageError, match=r"no problems\.jsonl there\. Give the --out folder of an evaluation"):
+        rescore(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
 )
 def test_bad_settings(llm: MadeUp, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     settings = {"problems": PROBLEMS, "n": 4, **changes}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(UsageError, match=says):
         evaluate(llm, settings.pop("problems"), out=tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
 
@@ -222,7 +226,7 @@ def test_bad_settings(llm: MadeUp, tmp_path: Path, changes: dict[str, Any], says
     ],
 )
 def test_bad_sampling(name: str, value: float, says: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value}: must be {says}"):
+    with pytest.raises(UsageError, match=f"{name}={value}: must be {says}"):
         Sampling(**{name: value})
 
 
@@ -245,10 +249,11 @@ def test_bad_sampling(name: str, value: float, says: str) -> None:
         ("--model smollm2-135m --task arithmetic --perturbation neighbor --perturbation.rate 2", "rate='2'"),
         ("--model smollm2-135m --data nowhere.jsonl", "there is no such file"),
         ("--rescore nowhere", r"no settings\.json there"),
+        ("--model smollm2-135m --task arithmetic --vllm.dtype [", r"--vllm\.dtype '\['.*YAML"),
     ],
 )
 def test_bad_words(words: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(UsageError, match=says):
         run(words.split(), report=print)
 
 

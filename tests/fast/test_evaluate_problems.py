@@ -12,6 +12,7 @@ import pytest
 from ngrpo.evaluate import load_problems, load_task
 from ngrpo.evaluate.layouts import BOXED, LETTER
 from ngrpo.evaluate.problems import BENCHMARKS
+from perturbations.errors import UsageError
 
 GPQA = {
     "Question": "Which of these is a noble gas?",
@@ -63,7 +64,7 @@ def test_real_verl_parquet(shared_data: Path) -> None:
 
 def test_a_problem_without_an_answer_is_named(shared_data: Path) -> None:
     source = str(shared_data / "math_train.parquet")
-    with pytest.raises(ValueError, match=r"row 5342 has no answer \(verl layout.*--skip-unanswered"):
+    with pytest.raises(UsageError, match=r"row 5342 has no answer \(verl layout.*--skip-unanswered"):
         load_problems(source)
     kept = load_problems(source, skip_unanswered=True)
     # Rows 5342 and 5344 have neither a target nor anything in the box of their solution.
@@ -89,7 +90,7 @@ def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"context": chat, "truth": "4"})
     (problem,) = load_problems(source, input_key="context", label_key="truth")
     assert problem.messages == tuple(chat)
-    with pytest.raises(ValueError, match="no column 'label' beside 'context'; name the reference's with --label-key"):
+    with pytest.raises(UsageError, match="no column 'label' beside 'context'; name the reference's with --label-key"):
         load_problems(source, input_key="context")
 
 
@@ -196,18 +197,18 @@ def test_endings(tmp_path: Path, ending: str) -> None:
 def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(UsageError, match=says):
         load_problems(str(path))
 
 
 def test_all_unanswered_is_an_error_even_when_skipped(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no row has an answer"):
+    with pytest.raises(UsageError, match="no row has an answer"):
         load_problems(jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": ""}), skip_unanswered=True)
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     jsonl(tmp_path / "problems.jsonl", {"problem": "x", "answer": "1"})
-    with pytest.raises(ValueError, match=r"no such file\. Did you mean 'problems\.jsonl'"):
+    with pytest.raises(UsageError, match=r"no such file\. Did you mean 'problems\.jsonl'"):
         load_problems(str(tmp_path / "problem.jsonl"))
 
 
@@ -219,7 +220,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_sources(source: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(UsageError, match=says):
         load_problems(source)
 
 
@@ -261,7 +262,7 @@ def test_hub_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(load_problems("owner/name")) == 2
     found.clear()
     found.update(one=[row], two=[row])
-    with pytest.raises(ValueError, match=r"has the splits one, two\. Name one: owner/name@one"):
+    with pytest.raises(UsageError, match=r"has the splits one, two\. Name one: owner/name@one"):
         load_problems("owner/name")
 
 
@@ -272,19 +273,19 @@ def test_an_unreachable_hub_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> N
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"cannot be loaded from the hub \(ConnectionError: .*give a local file"):
+    with pytest.raises(UsageError, match=r"cannot be loaded from the hub \(ConnectionError: .*give a local file"):
         load_problems("aime2025")
 
 
 def test_scorers_by_name(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": "1"})
-    with pytest.raises(ValueError, match=r"unknown scorer 'maths'\. Did you mean 'math'"):
+    with pytest.raises(UsageError, match=r"unknown scorer 'maths'\. Did you mean 'math'"):
         load_problems(source, scorer="maths")
-    with pytest.raises(ValueError, match="the answer '1' is not a letter"):
+    with pytest.raises(UsageError, match="the answer '1' is not a letter"):
         load_problems(source, scorer="choice")
-    with pytest.raises(ValueError, match="was not made by reasoning-gym"):
+    with pytest.raises(UsageError, match="was not made by reasoning-gym"):
         load_problems(source, scorer="reasoning_gym")
-    with pytest.raises(ValueError, match="there is no such file"):
+    with pytest.raises(UsageError, match="there is no such file"):
         load_problems(source, scorer=str(tmp_path / "reward.py"))
 
 

@@ -9,6 +9,7 @@ import pytest
 from ngrpo.answers import last_boxed, last_statement, stated, visible
 from ngrpo.evaluate import Problem, load_task, score
 from ngrpo.evaluate.choices import extract
+from perturbations.errors import UsageError
 
 
 def problem(answer: str, scorer: str, **meta: object) -> Problem:
@@ -124,10 +125,10 @@ def test_reward_file_with_tensors(tmp_path: Path) -> None:
 
 def test_reward_file_that_fails(tmp_path: Path) -> None:
     file = reward_file(tmp_path, "raise KeyError('gold')")
-    with pytest.raises(ValueError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
+    with pytest.raises(UsageError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
         score(problem("7", file), "7")
 
 
 def test_unknown_scorer() -> None:
-    with pytest.raises(ValueError, match=r"unknown scorer 'choise'\. Did you mean 'choice'"):
+    with pytest.raises(UsageError, match=r"unknown scorer 'choise'\. Did you mean 'choice'"):
         score(problem("7", "choise"), "7")

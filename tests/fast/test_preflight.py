@@ -54,6 +54,7 @@ def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str,
         ["--vllm.draft_model", "m"],
         ["--ds.ring_attn_size", "2"],
         ["--train.partial_rollout_enable"],
+        ["--ds.lora.rank", "8"],
     ],
 )
 def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
@@ -107,6 +108,7 @@ def test_harmless_values_pass() -> None:
         "--vllm.pipeline_parallel_size",
         "1",
         "--ds.ring_attn_size=1",
+        "--ds.lora.rank=0",
         "--vllm.speculative_config",
         "none",
     ]

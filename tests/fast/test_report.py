@@ -14,6 +14,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.report import write_diagnosis, write_report
+from perturbations.errors import UsageError
 from tests.report_example import STRATEGIES, diagnosis, example
 
 SECTIONS = ["results", "learning", "pass-at-k", "cost", "diversity", "samples", "map", "runs", "made"]
@@ -236,7 +237,7 @@ def test_missing_or_odd_parts_never_break_it(tmp_path: Path) -> None:
     seen = 0
     for label, changed in without_each(small):
         if label.startswith(".format ") or label in {f".{key} {put}" for key in ("strategies", "runs") for put in BAD}:
-            with pytest.raises(ValueError, match="not a comparison of ngrpo"):
+            with pytest.raises(UsageError, match="not a comparison of ngrpo"):
                 write_report(changed, tmp_path / "report.html")
             continue
         try:
@@ -328,7 +329,7 @@ def test_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(ValueError, match="cannot be written: File too large"):
+        with pytest.raises(UsageError, match="cannot be written: File too large"):
             write_report(example(steps=2), path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -12,6 +12,7 @@ import pytest
 from ngrpo import answers, tasks
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.tasks import arithmetic, reasoning_gym
+from perturbations.errors import UsageError
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -88,7 +89,7 @@ def test_only_what_is_missing_is_added(tmp_path: Path) -> None:
 
 
 def test_unknown_task() -> None:
-    with pytest.raises(ValueError, match=r"'arithmetc'\. Did you mean 'arithmetic'"):
+    with pytest.raises(UsageError, match=r"'arithmetc'\. Did you mean 'arithmetic'"):
         tasks.check_name("arithmetc")
 
 
@@ -104,7 +105,7 @@ def test_unknown_task() -> None:
     ],
 )
 def test_arguments(task: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(UsageError, match=says):
         tasks.check_name(task)
 
 
@@ -119,7 +120,7 @@ class TestReasoningGym:
         pytest.importorskip("reasoning_gym")
 
     def test_unknown_dataset(self) -> None:
-        with pytest.raises(ValueError, match=r"'chainsum'\. Did you mean 'chain_sum'.*Available: .*word_ladder"):
+        with pytest.raises(UsageError, match=r"'chainsum'\. Did you mean 'chain_sum'.*Available: .*word_ladder"):
             tasks.check_name("reasoning_gym:chainsum")
 
     def test_files(self, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ngrpo.rollout.records import parse, sampling_mask
+from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.sampling_mask import SamplingMask
 from perturbations import ReplayRecord, replaying
 
 QUESTIONS = [
@@ -84,6 +88,51 @@ def sample(
         engine = [step[token].logprob for step, token in zip(completion.logprobs, tokens)]
         rollouts.append(Rollout(list(prompt), tokens, record, log_probs, engine))
     return rollouts
+
+
+def sample_with_masks(
+    llm: Any, prompts: Sequence[list[int]], **params: Any
+) -> tuple[list[Rollout], list[SamplingMask | None]]:
+    """As :func:`sample`, with the tokens that sampling left, from an engine that records them."""
+    from vllm import SamplingParams
+
+    settings = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(inputs, SamplingParams(**settings), use_tqdm=False)
+    taken = llm.llm_engine.collective_rpc("perturbation_take", args=(None, []))[0]
+    taken = {external_id(name): parts for name, parts in taken.items()}
+    rollouts = []
+    for prompt, output in zip(prompts, outputs):
+        tokens = list(output.outputs[0].token_ids)
+        engine = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens)]
+        record, log_probs = parse(taken[output.request_id])
+        length = len(prompt) + len(tokens)
+        rollouts.append(Rollout(list(prompt), tokens, record.truncate(length), log_probs[: len(tokens)], engine))
+    return rollouts, [sampling_mask(taken[output.request_id]) for output in outputs]
+
+
+def trainer_log_probs(
+    model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
+) -> torch.Tensor:
+    """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
+    from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
+    from ngrpo.trainer.trajectory_record import TrajectoryRecord
+
+    result = []
+    for rollout, mask in zip(rollouts, masks):
+        tokens = torch.tensor([rollout.sequence])
+        record = TrajectoryRecord(rollout.record, np.zeros(tokens.shape[1], np.float32), mask)
+        ones = torch.ones_like(tokens)
+        with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
+            logits = model(tokens).logits.float() / temperature
+        with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
+            log_probs = with_sampling_masks(_token_log_probs)(logits, tokens.roll(-1, dims=1))
+        result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
+    return torch.cat(result)
+
+
+def _token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def chat_prompts(llm: Any, questions: Sequence[str] = tuple(QUESTIONS), copies: int = 1) -> list[list[int]]:

@@ -10,6 +10,7 @@ import pytest
 
 from ngrpo.evaluate import Sampling, evaluate, load_task
 from ngrpo.evaluate.command import run
+from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
 pytestmark = pytest.mark.stack
@@ -64,6 +65,13 @@ def test_command(smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     lines.clear()
     assert run(command, report=lines.append) == 0
     assert not any("loading" in line for line in lines) and rows(tmp_path) == kept
+
+
+@pytest.mark.parametrize("option", ["--vllm.no_such_option=1", "--vllm.dtype=float3"])
+def test_options_that_vllm_refuses_are_the_users(smollm2: str, tmp_path: Path, option: str) -> None:
+    words = f"--model {smollm2} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
+    with pytest.raises(UsageError, match=r"vLLM does not start with .*(no_such_option|float3)"):
+        run(words.split(), report=lambda line: None)
 
 
 def test_goes_on_where_it_stopped_with_the_same_samples(plain: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ EVERY = [
     {"name": "gaussian", "base": "fuzzy"},
     {"name": "gumbel", "top_p": 1.0, "clamp": False, "entropy_min": 0.01, "gate": "top_margin", "gate.margin": 1.0},
     {"name": "dirichlet", "alpha": 0.01, "top_p": 1.0},
-    {"name": "normal", "top_p": 1.0, "k": 64},
+    {"name": "normal", "top_p": 1.0, "k": 10},
     {"name": "tests.stack.operators:RunnerUp"},
 ]
 

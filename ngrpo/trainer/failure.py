@@ -1,0 +1,97 @@
+"""Why a training ended, in one paragraph, and the end of what it left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+RUN_ID = "NGRPO_RUN_ID"
+"""Environment variable that every process of a run inherits, so that those left over can be found."""
+
+_GRACE_SECONDS = 5.0
+_MOST_SHOWN = 5
+# Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
+_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
+_PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
+
+
+def root_cause(error: BaseException) -> str:
+    """Returns the innermost error of a chain of Ray errors in one paragraph, and where it was raised."""
+    chain = _chain(error)
+    where = next((str(each.function_name) for each in reversed(chain) if getattr(each, "function_name", "")), "")
+    text = str(chain[-1]).strip() or "(no message)"
+    name = type(chain[-1]).__name__
+    cause_text = f"{name}: {text}"
+    # An actor that died while it was made has its whole traceback as its message; the error's own line
+    # is the last one that is not indented.
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    if lines and "\n  File " in text:
+        cause_text = lines[-1] + f"\n  ({name}; the traceback is above)"
+    return cause_text + (f"\n  in {where}" if where else "")
+
+
+def memory_ran_out(error: BaseException) -> str | None:
+    """What an error means for the user where Ray's memory monitor ended a process; None for any other error."""
+    text = "\n".join(map(str, _chain(error)))
+    found = _MEMORY.search(text)
+    if found is None:
+        return None
+    held: dict[str, str] = {}
+    for process, gigabytes, command in _PROCESS.findall(text):
+        held.setdefault(process, f"{_short(command)} {float(gigabytes):.1f} GB")
+    most = f" Most was held by {', '.join(list(held.values())[:_MOST_SHOWN])}." if held else ""
+    return (
+        f"the machine ran out of memory: {float(found[1]):.1f} of {float(found[2]):.1f} GB were in use, and Ray ended"
+        f" a process of this run.{most} End other programs, or ask for less: a smaller --train.micro_batch_size,"
+        " --rollout.batch_size or --rollout.max_new_tokens, less memory for vLLM (--vllm.gpu_memory_utilization; on a"
+        " CPU VLLM_CPU_KVCACHE_SPACE), or a smaller model."
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, what caused it, and so on; a RayTaskError has the error as it was raised in its ``cause``."""
+    chain = [error]
+    while True:
+        cause = getattr(chain[-1], "cause", None)
+        following = cause if isinstance(cause, BaseException) else chain[-1].__cause__
+        if following is None or following in chain:
+            return chain
+        chain.append(following)
+
+
+def _short(command: str) -> str:
+    """A process's command in a few words: Ray names its own ``ray::Actor.method``."""
+    first = command.strip().split()[0] if command.strip() else "?"
+    return first if first.startswith("ray::") else Path(first).name
+
+
+def end_processes(run_id: str) -> None:
+    """Ends the processes on this machine that still carry a run's identity, after a few seconds of grace.
+
+    Ray ends its own workers, but not what those started: torch's compiler processes outlive a worker that was killed.
+    Does nothing where there is no ``/proc``.
+    """
+    until = time.monotonic() + _GRACE_SECONDS
+    while left := _carrying(f"{RUN_ID}={run_id}".encode()):
+        if time.monotonic() > until:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            return
+        time.sleep(0.1)
+
+
+def _carrying(mark: bytes) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        process = int(place.parent.name)
+        try:
+            if process != os.getpid() and mark in place.read_bytes().split(b"\0"):
+                found.append(process)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found

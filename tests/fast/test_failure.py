@@ -1,0 +1,108 @@
+"""What a user is told when a training ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ngrpo.trainer import failure
+from ngrpo.trainer.failure import RUN_ID, end_processes, memory_ran_out, root_cause
+
+TABLE = "PID\tMEM(GB)\tCOMMAND\n" + "".join(
+    f"{100 + i}\t{9.5 - i:.2f}\t{command}\n"
+    for i, command in enumerate(
+        [
+            "ray::PolicyModelActor.fit",
+            "VLLM::EngineCore",
+            "/usr/bin/python3 -m something --long",
+            "ray::ReferenceModelActor",
+            "ray::TrainerActor",
+            "sixth",
+        ]
+    )
+)
+
+# What Ray 2.55 says of a worker that its memory monitor ended.
+MESSAGE = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.7, ID:"
+    " 5c9e0f) was 22.41GB / 23.53GB (0.952401), which exceeds the memory usage threshold of 0.950000; Object store"
+    " memory usage: [- objects spillable: 0]; Ray killed 1 worker(s) based on the killing policy: [...]; To see more"
+    " information about memory usage on this node, use `ray logs raylet.out -ip 10.0.0.7`; Top 10 memory users: "
+    + TABLE
+)
+
+
+class OutOfMemory(Exception):
+    """As Ray's: the message is the whole of it."""
+
+
+class TaskError(Exception):
+    cause: BaseException
+    function_name = "fit"
+
+
+def test_memory_that_ran_out_is_one_paragraph() -> None:
+    inner = OutOfMemory(MESSAGE)
+    outer = TaskError("300 lines")
+    outer.cause = inner
+    explained = memory_ran_out(outer)
+    assert explained is not None and "\n" not in explained and len(explained) < 700
+    assert "22.4 of 23.5 GB" in explained
+    assert "ray::PolicyModelActor.fit 9.5 GB, VLLM::EngineCore 8.5 GB, python3 7.5 GB" in explained
+    assert "sixth" not in explained and "--train.micro_batch_size" in explained
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    assert memory_ran_out(MemoryError("cannot allocate")) is None
+    assert memory_ran_out(ValueError("")) is None
+
+
+def test_root_cause_of_nested_ray_errors() -> None:
+    outer, inner = TaskError("300 lines"), TaskError("200 lines")
+    outer.cause, inner.cause = inner, ValueError("the reward file is empty")
+    assert root_cause(outer) == "ValueError: the reward file is empty\n  in fit"
+    died = RuntimeError('The actor died\n  File "x.py", line 1, in f\nImportError: cannot import name y')
+    assert root_cause(died).startswith("ImportError: cannot import name y")
+
+
+# A process that starts another and is then gone, as a killed worker leaves its compiler processes.
+PARENT = """
+import subprocess, sys
+nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **nothing).pid)
+"""
+
+
+@pytest.fixture
+def orphan() -> Iterator[int]:
+    env = {**os.environ, RUN_ID: "run-of-this-test"}
+    done = subprocess.run([sys.executable, "-c", PARENT], env=env, capture_output=True, text=True, check=True)
+    process = int(done.stdout)
+    yield process
+    if alive(process):
+        os.kill(process, 9)
+
+
+def alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_processes_that_a_killed_worker_left_are_ended(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_GRACE_SECONDS", 0.2)
+    end_processes("another run")
+    assert alive(orphan)
+    end_processes("run-of-this-test")
+    until = time.monotonic() + 5.0
+    while alive(orphan) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(orphan)

@@ -1,0 +1,35 @@
+"""``--sampling.correct_mask`` in a real training run without a perturbation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.harness import steps_of
+
+pytestmark = pytest.mark.stack
+# At this temperature the twenty likeliest tokens hold so little that a trainer of the whole distribution shows it.
+TRUNCATED = ["--sampling.top_k", "20", "--rollout.temperature", "1.5", "--sampling.correct_mask"]
+
+
+def test_the_trainer_scores_what_the_rollout_drew_from(tmp_path: Path, smollm2: str) -> None:
+    correction = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.is_correction_mode", "clip"]
+    steps = steps_of(tmp_path, smollm2, "--perturbation", "none", *TRUNCATED, *correction)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["sampling"] == {
+        "temperature": 1.5,
+        "top_p": 1.0,
+        "top_k": 20,
+        "min_p": None,
+        "correct_mask": True,
+    }
+    for number, step in enumerate(steps, start=1):
+        # OpenRLHF's own: the mean of log π_rollout − log π_trainer, with the engine's processed log-probabilities.
+        kl = summary["scalars"]["train/vllm_kl"][str(number)]
+        print(f"step {number}: gap {step['gap_plain_mean']:.4f}, at most {step['gap_plain_max']:.4f}; vllm_kl {kl:.4f}")
+        assert step["gap_plain_mean"] < 0.03  # bfloat16's own, see tests/pipeline/test_training.py
+        assert abs(kl) < 0.02
+        assert math.isfinite(summary["scalars"]["train/policy_loss"][str(number)])

@@ -1,0 +1,83 @@
+"""Sampling masks of a real engine: its processed log-probability is the trainer's corrected one, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout import set_perturbation
+from tests.stack.harness import build_engine, chat_prompts, sample_with_masks, trainer_log_probs
+
+pytestmark = pytest.mark.stack
+TRUNCATED = [
+    {"top_p": 0.95},
+    {"top_k": 50},
+    {"min_p": 0.05},
+    {"top_p": 0.8, "top_k": 10, "temperature": 1.3},
+    {"top_p": 0.999, "temperature": 1.5},  # thousands of tokens are left at some positions
+]
+OPERATORS = [
+    {"name": "none"},
+    {"name": "neighbor", "rate": 0.3},
+    {"name": "gumbel", "top_p": 1.0},
+    {"name": "gaussian", "base": "token"},
+]
+
+
+@pytest.fixture(scope="module")
+def recording(smollm2: str) -> Iterator[Any]:
+    """Nothing but the masks is asked for: the unperturbed arm of a comparison."""
+    yield build_engine(
+        smollm2,
+        None,
+        additional_config={"sampling_masks": True},
+        logprobs_mode="processed_logprobs",
+        max_num_batched_tokens=64,
+    )
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator["name"])
+def test_rollout_and_trainer_agree(recording: Any, hf_model: Any, operator: dict[str, Any]) -> None:
+    set_perturbation(recording, **operator)
+    for params in TRUNCATED if operator["name"] == "none" else TRUNCATED[:1]:
+        rollouts, masks = sample_with_masks(recording, chat_prompts(recording), **{"max_tokens": 40, **params})
+        processed = torch.tensor([lp for r in rollouts for lp in r.engine_log_probs])
+        ours = torch.from_numpy(np.concatenate([r.log_probs for r in rollouts]))
+        temperature = params.get("temperature", 1.0)
+        corrected = trainer_log_probs(hf_model, rollouts, masks, temperature)
+        plain = trainer_log_probs(hf_model, rollouts, [None] * len(rollouts), temperature)
+        assert (processed - ours).abs().max() < 1e-5
+        assert (corrected - processed).abs().max() < 1e-4
+        # π_S is never smaller than π, and the difference is what a trainer without the correction is off by.
+        assert (corrected - plain).min() > -1e-5 and (plain - processed).abs().max() > 0.02
+        if operator["name"] != "none":
+            assert sum(len(r.record) for r in rollouts) > 10
+
+
+def test_nothing_is_recorded_where_nothing_is_cut(recording: Any) -> None:
+    set_perturbation(recording, "none")
+    _, masks = sample_with_masks(recording, chat_prompts(recording), max_tokens=8)
+    assert [len(mask) for mask in masks] == [0, 0, 0, 0]
+    _, masks = sample_with_masks(recording, chat_prompts(recording), max_tokens=8, ignore_eos=False, min_tokens=1)
+    for mask in masks:  # the end of the answer is not allowed as its first token: one token cut, one id kept
+        assert len(mask) == 1 and mask.counts.tolist() == [1] and mask.cut.all()
+
+
+def test_masks_survive_preemption(smollm2: str, hf_model: Any) -> None:
+    llm = build_engine(
+        smollm2,
+        {"name": "neighbor", "rate": 0.3},
+        num_gpu_blocks_override=8,
+        max_num_seqs=4,
+        max_model_len=256,
+        logprobs_mode="processed_logprobs",
+    )
+    llm.llm_engine.vllm_config.additional_config["sampling_masks"] = True
+    set_perturbation(llm, "neighbor", rate=0.3)
+    rollouts, masks = sample_with_masks(llm, chat_prompts(llm), max_tokens=60, top_p=0.9)
+    processed = torch.tensor([lp for r in rollouts for lp in r.engine_log_probs])
+    assert (trainer_log_probs(hf_model, rollouts, masks) - processed).abs().max() < 1e-4
