@@ -38,7 +38,7 @@ def check_tokens(answers: list[list[float]], expected: torch.Tensor) -> None:
         assert tokens == pytest.approx([value] * len(tokens), abs=1e-6)
 
 
-def test_group_norm_is_openrlhfs_own_to_the_bit(found: dict[str, Any]) -> None:
+def test_group_norm_is_openrlhfs_own_for_rewards_of_0_and_1(found: dict[str, Any]) -> None:
     assert found["group_norm"] == found["stock"]
     check_tokens(found["stock"], compute("group_norm", GROUPS))
 
@@ -49,13 +49,15 @@ def test_each_answer_gets_our_advantage(found: dict[str, Any], name: str) -> Non
 
 
 def test_copo_counts_over_steps(found: dict[str, Any]) -> None:
-    """First step: how many others say the same. Each answer is then one of 1, 2, 3 or 4 further visits."""
-    once = torch.tensor([[0, 1, 1, 0], [0, 2, 2, 2], [3, 3, 3, 3]])
-    twice = torch.tensor([[1, 3, 3, 1], [1, 5, 5, 5], [7, 7, 7, 7]])
+    """With β = 1. First step: N is how many others say the same, 0 1 1 0 for prompt a, so 1 + 1, 1/√2, 1/√2, 1; with
+    the mean 1.1035534 and the deviation 0.6133731. Second step: 1 3 3 1 (each was seen once more by every visit of the
+    first step), so 1 + 1/√2, 1/2, 1/2, 1/√2; mean 0.8535534, deviation 1/√3. In prompt b one answer differs from three
+    equal ones (as in group_norm of 1 0 0 0), in c none does."""
+    rest = [1.5, -0.5, -0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     first, second = found["copo"]
-    check_tokens(first, compute("copo", GROUPS, counts=once, beta=1.0))
-    check_tokens(second, compute("copo", GROUPS, counts=twice, beta=1.0))
-    assert found["copo_metrics"]["advantage/count_mean"] == twice.float().mean().item()
+    check_tokens(first, torch.tensor([1.4615030, -0.6463384, -0.6463384, -0.1688261, *rest]))
+    check_tokens(second, torch.tensor([1.4783978, -0.6123724, -0.6123724, -0.2536530, *rest]))
+    assert found["copo_metrics"]["advantage/count_mean"] == pytest.approx((8 + 16 + 28) / 12)
     assert found["copo_metrics"]["advantage/outcomes"] == 3 + 2 + 1
 
 
