@@ -28,7 +28,7 @@ def test_two_ranks_gather_alike_for_every_density() -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from copy import deepcopy
+from datetime import timedelta
 from typing import Any
 
 RANK, PORT = int(sys.argv[1]), sys.argv[2]
@@ -88,7 +89,8 @@ def main() -> None:
     # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without.
     deepspeed.comm.torch.build_shm_op = lambda: None
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    # Ranks that do not call alike fail after a minute and a half, and do not wait for the test to end them.
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
