@@ -51,6 +51,14 @@ def double(self: Gumbel, replayed: Replayed) -> Tensor:
     return Gumbel.log_density(self, replayed).double()
 
 
+def skipping(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed) if len(replayed.rows) else torch.zeros(0)
+
+
+def needing_one(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed) + 0.0 * replayed.edit.total.max()
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -59,10 +67,12 @@ def double(self: Gumbel, replayed: Replayed) -> Tensor:
         (dict(log_density=infinite), "must be finite"),
         (dict(log_density=centred), "another batch order"),
         (dict(log_density=failing), "KeyError"),
+        (dict(log_density=skipping), "leaves the graph where there are no positions"),
+        (dict(log_density=needing_one), "RuntimeError for no positions"),
         (dict(keeps_total=property(lambda self: True)), "keeps_total is True but edit.total is missing"),
         (dict(keeps_total=property(lambda self: False)), None),
     ],
-    ids=["shape", "dtype", "infinite", "batch", "raises", "total", "no-total"],
+    ids=["shape", "dtype", "infinite", "batch", "raises", "skips", "no positions", "total", "no-total"],
 )
 def test_broken_densities_are_caught(parts: dict[str, Any], words: str | None) -> None:
     if "keeps_total" in parts:
