@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.preflight import check_flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.step import Step
@@ -135,7 +136,7 @@ def test_each_recipe_names_an_operator_and_its_options() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # STHT's fuzzy tokens: the text is never trained
             made.append(create(flags["--perturbation"], **options))
-            check_flags(["--actor.model_name_or_path", "m", *words[2:]], made[-1].spec())
+            check_flags(["--actor.model_name_or_path", "m", *words[2:]], RunSettings(perturbation_spec=made[-1].spec()))
         if made[-1].density_of_vector:
             assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
     assert {"gaussian", "gumbel", "dirichlet", "normal", "orthogonal", "soft"} == {o.name for o in made}
