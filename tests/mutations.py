@@ -126,6 +126,11 @@ DENSITIES = [
     *_of(
         "ngrpo/trainer/density_loss.py",
         "test_density_loss.py",
+        (
+            "if operator is None or not operator.has_density:",
+            "if operator is None or not operator.has_density or not len(scope._flat.ids):",
+            "a rank without a perturbed position skips the density",
+        ),
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
         (
