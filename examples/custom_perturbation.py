@@ -28,10 +28,6 @@ class RunnerUp(Perturbation):
         weights = torch.tensor([1 - self.share, self.share], device=ids.device).expand(len(ids), 2)
         return Proposal(InputEdit(ids, weights), step.sampled)
 
-    @property
-    def candidates(self) -> int:
-        return 2
-
 
 if __name__ == "__main__":
     check_perturbation(RunnerUp, share=0.3)

@@ -44,12 +44,12 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
             continue
         broken += 1
         what = error.what.partition(f"{title.removeprefix('proposals for ').removeprefix('open rows for ')}: ")
-        if (what[2] or what[0], error.mend) in told:
+        if (what[2] or what[0], error.fix) in told:
             print("       as above")
             continue
-        told.add((what[2] or what[0], error.mend))
+        told.add((what[2] or what[0], error.fix))
         _tell("what", error.what)
-        _tell("mend", error.mend)
+        _tell("fix", error.fix)
     if broken:
         report(f"{name} breaks the contract that rollout and replay rest on ({broken} of the checks).")
         return 1

@@ -1,92 +1,25 @@
-"""The contract of an operator."""
+"""The contract of a perturbation."""
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perturbations import streams
 from perturbations.edit import InputEdit
-from perturbations.gates import Gate, Places, Schedule
-from perturbations.geometry import Geometry
-from perturbations.options import Options, option
-from perturbations.registry import gates, operators
-
-
-@dataclass(frozen=True)
-class Step:
-    """What an operator sees: the B positions that the gate's draw selected, as one batch on one device.
-
-    Attributes:
-        logits: z̃ = z / temperature, (B, V) float32, before any top-k, top-p or min-p.
-        sampled: the tokens that ordinary sampling chose, (B,) int64.
-        temperature: the sampling temperature, (B,) float32; 1 for a greedy request.
-        seeds: trajectory seeds, (B,) int64.
-        positions: positions that the tokens take in their trajectories, (B,) int64.
-        geometry: the model's embeddings and neighbor indices.
-    """
-
-    logits: Tensor
-    sampled: Tensor
-    temperature: Tensor
-    seeds: Tensor
-    positions: Tensor
-    geometry: Geometry
-
-    def uniform(self, n: int | Tensor) -> Tensor:
-        """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
-
-        Args:
-            n: draws per position; or token ids (B, n), which ties each draw to its token. Noise on a ranked list of
-                candidates must be tied so: two near-equal logits swap ranks under float rounding.
-        """
-        return streams.uniform(self._keys(), n)
-
-    def gumbel(self, n: int | Tensor) -> Tensor:
-        """(B, n) Gumbel(0, 1) draws; ``n`` as in :meth:`uniform`."""
-        return streams.gumbel(self._keys(), n)
-
-    def normal(self, n: int | Tensor) -> Tensor:
-        """(B, n) standard normal draws; ``n`` as in :meth:`uniform`."""
-        return streams.normal(self._keys(), n)
-
-    def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
-        """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
-        return streams.log_gamma(self._keys(), ids, shape)
-
-    def _keys(self) -> Tensor:
-        return streams.keys(self.seeds, self.positions, streams.Stream.WEIGHTS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateStep(Step):
-    """What a gate sees: as :class:`Step`, with draws of its own.
-
-    Attributes:
-        generated: tokens that each answer has so far, (B,) int64: 0 for its first position.
-    """
-
-    generated: Tensor
-
-    @classmethod
-    def of(cls, step: Step, generated: Tensor) -> GateStep:
-        """A gate's view of an operator's step."""
-        return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
-
-    def _keys(self) -> Tensor:
-        return streams.keys(self.seeds, self.positions, streams.Stream.GATE_OPEN)
+from perturbations.gates.default import GateOptions
+from perturbations.options import option
+from perturbations.registry import operators
+from perturbations.step import Step
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What an operator answers.
+    """What a perturbation answers.
 
     Attributes:
         edit: the inputs at the B positions.
@@ -99,7 +32,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the density side of an operator sees: N perturbed positions of a forward that replayed them.
+    """What the density side of a perturbation sees: N perturbed positions of a forward that replayed them.
 
     Attributes:
         logits: z̃ = z / temperature of all R rows of the forward, (R, V) float32, with gradient to the policy.
@@ -130,11 +63,11 @@ class Replayed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perturbation(Options, ABC):
+class Perturbation(GateOptions, ABC):
     """A perturbation with its options. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
-    The fields here say where an operator acts, and all operators share them. An operator overrides a default by
-    declaring the field again.
+    A subclass implements :meth:`propose`, and overrides beyond that what it needs. The options of its gate, which
+    says where it acts, are among its own.
     """
 
     kind = "perturbation"
@@ -145,13 +78,6 @@ class Perturbation(Options, ABC):
     module_options: ClassVar[tuple[str, ...]] = ()
     """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
 
-    rate: float = option(1.0, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
-    until: str | None = option("</think>", "stop for good once this text has been produced; 'none' for never")
-    entropy_min: float | None = option(None, "perturb only where the entropy in nats is at least this", low=0.0)
-    every: int = option(1, "perturb only every n-th generated position after the burn-in", low=1)
-    burn_in: int = option(0, "leave the first n generated positions alone", low=0)
-    protect: str | None = option(None, "never perturb these tokens: 'digits', or ids separated by commas")
-    gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: its name", registry=gates)  # noqa: RUF009
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws")
 
@@ -166,26 +92,11 @@ class Perturbation(Options, ABC):
             step: B positions.
 
         Returns:
-            Edits with at most :attr:`candidates` candidates per position, and the tokens (B,).
+            Edits, with the same number of candidates at every step, and the tokens (B,).
         """
 
-    @property
-    @abstractmethod
-    def candidates(self) -> int:
-        """K, the number of candidates of each edit."""
-
-    @property
-    def noisy(self) -> bool:
-        """Whether edits carry a noise scale σ."""
-        return False
-
-    @property
-    def dense(self) -> bool:
-        """Whether edits carry vectors of their own: 4·D bytes of record per position, without gradient to E."""
-        return False
-
     def module(self, hidden_size: int) -> nn.Module | None:
-        """The operator's learned parameters, for embeddings of D = ``hidden_size``; None where it has none.
+        """The learned parameters, for embeddings of D = ``hidden_size``; None where there are none.
 
         They live beside the model, train with it, are saved with it and follow each weight sync into the rollout:
         see `perturbations.parameters` for what the module must keep to.
@@ -197,14 +108,12 @@ class Perturbation(Options, ABC):
         return None
 
     @property
-    def keeps_total(self) -> bool:
-        """Whether edits carry ``total``: 4 bytes of record per position."""
-        return False
-
-    @property
     def has_density(self) -> bool:
-        """Whether :meth:`log_density` takes the place of the tokens' log-probabilities in the loss."""
-        return False
+        """Whether :meth:`log_density` takes the place of the tokens' log-probabilities in the loss.
+
+        So it does where an option ``density`` names another than the token's.
+        """
+        return getattr(self, "density", "token") != "token"
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """log π of the recorded inputs under the policy at hand, for old, new and reference policy alike.
@@ -223,14 +132,6 @@ class Perturbation(Options, ABC):
     def active(self) -> bool:
         """Whether there is anything to do; where not, rollout and training are stock."""
         return self.rate > 0.0
-
-    def plan(self, seed: int, first: int, length: int, start: int = 0) -> np.ndarray:
-        """Which positions the draw, the schedule and the gate's own plan select; as :meth:`Schedule.plan`."""
-        selected = Schedule(self.rate, self.every, self.burn_in).plan(seed, first, length, start)
-        at = np.flatnonzero(selected)
-        if self.gate is not None and len(at):
-            selected[at] = self.gate.plan(Places(seed, first, at + start))
-        return selected
 
     def check_model(self, vocabulary: int) -> None:
         """Raises ``UsageError`` where an option does not fit a model with so many tokens."""

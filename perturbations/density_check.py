@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.step import Step
 
 
 def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
@@ -15,11 +16,11 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
     log_probs = torch.log_softmax(logits, dim=-1)[rows, proposal.tokens]
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     temperature = float(step.temperature[0])
-    return Replayed(logits, rows, log_probs, temperature, proposal.edit, keys, step.geometry.lookup)
+    return Replayed(logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup)
 
 
 def density_problem(operator: Perturbation, step: Step, proposal: Proposal) -> tuple[str, str] | None:
-    """What is wrong with an operator's density at B positions, and the mend; None where nothing is.
+    """What is wrong with an operator's density at B positions, and how to fix it; None where nothing is.
 
     Args:
         operator: one with a density.
@@ -51,7 +52,7 @@ def density_problem(operator: Perturbation, step: Step, proposal: Proposal) -> t
 def _permuted(step: Step, proposal: Proposal, order: Tensor) -> Replayed:
     """The same positions in another order; the logits' rows stay, as in a packed batch."""
     full = replayed(step, proposal, step.logits)
-    parts = {name: getattr(full.edit, name) for name in ("ids", "weights", "sigma", "vectors", "total")}
+    parts = {name: getattr(full.edit, name) for name in ("ids", "weights", "sigma", "vectors", "normalizer")}
     edit = type(full.edit)(**{name: None if part is None else part[order] for name, part in parts.items()})
     keys, log_probs = full.noise_keys[order], full.token_log_probs[order]
     return Replayed(full.logits, order, log_probs, full.temperature, edit, keys, full.lookup)

@@ -22,19 +22,19 @@ class InputEdit:
 
     Attributes:
         ids: candidates c, (B, K) int64. A candidate that is not used repeats another with weight 0.
-        weights: w, (B, K) float32; each row sums to 1, but for dense operators and those with a module.
+        weights: w, (B, K) float32; each row sums to 1, except beside vectors and for perturbations with a module.
         sigma: noise scale σ, (B,) float32, or None for no noise.
-        vectors: v, added as they are, (B, D) float32; of operators that say ``dense``, None for all others. Replay
-            feeds them as constants: gradient reaches the embedding through ids and weights alone.
-        total: what normalising the weights divided out, (B,) float32, from which a density takes the raw draws back;
-            of operators that say ``keeps_total``, None for all others.
+        vectors: v, added as they are, (B, D) float32, or None: 4·D bytes of record per position. Replay feeds them as
+            constants: gradient reaches the embedding through ids and weights alone.
+        normalizer: what normalising the weights divided out, (B,) float32, where a density needs it to take the raw
+            draws back; else None.
     """
 
     ids: Tensor
     weights: Tensor
     sigma: Tensor | None = None
     vectors: Tensor | None = None
-    total: Tensor | None = None
+    normalizer: Tensor | None = None
 
 
 def mix(

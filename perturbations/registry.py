@@ -7,15 +7,11 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from perturbations import user_files
 from perturbations.errors import UsageError
 from perturbations.options import nearest
-
-if TYPE_CHECKING:
-    from perturbations.base import Perturbation
-    from perturbations.gates import Gate
 
 _Class = TypeVar("_Class", bound=type)
 GATE_OPTION = "gate."
@@ -266,15 +262,13 @@ def _same(one: type, two: type) -> bool:
 
 
 operators = Registry("perturbation", "perturbations:Perturbation", "perturbations.strategies", "ngrpo.perturbations")
-gates = Registry("gate", "perturbations:Gate", "perturbations.gating", "ngrpo.gates")
+gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates")
+buffers = Registry(
+    "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
+)
 
-register, available = operators.register, operators.available
-get, address = operators.get, operators.address
-
-
-def create(name: str, **options: Any) -> Perturbation:
-    """Makes a perturbation, as :meth:`Registry.create`; ``gate`` is a gate or its name, its options are ``gate.…``."""
-    return operators.create(name, **options)
+available, get, address = operators.available, operators.get, operators.address
+register, create = operators.register, operators.create
 
 
 def register_gate(name: str) -> Any:
@@ -282,6 +276,11 @@ def register_gate(name: str) -> Any:
     return gates.register(name)
 
 
-def create_gate(name: str, **options: Any) -> Gate:
+def create_gate(name: str, **options: Any) -> Any:
     """Makes a gate, as :meth:`Registry.create`."""
     return gates.create(name, **options)
+
+
+def register_buffer(name: str) -> Any:
+    """Class decorator that gives a replay buffer its name; as :meth:`Registry.register`."""
+    return buffers.register(name)

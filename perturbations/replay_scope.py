@@ -60,7 +60,7 @@ class _Flat:
     sigma: Tensor | None
     noise_keys: Tensor | None
     vectors: Tensor | None
-    total: Tensor | None = None
+    normalizer: Tensor | None = None
 
 
 def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat | None:
@@ -86,9 +86,9 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         size = next(r.vectors.shape[1] for _, r in present if r.vectors is not None)
         added = [np.zeros((len(r), size), np.float32) if r.vectors is None else r.vectors for _, r in present]
         vectors = torch.from_numpy(np.concatenate(added)).to(device)
-    total = None
-    if all(r.total is not None for _, r in present):
-        total = torch.from_numpy(np.concatenate([r.total for _, r in present])).to(device)
+    normalizer = None
+    if all(r.normalizer is not None for _, r in present):
+        normalizer = torch.from_numpy(np.concatenate([r.normalizer for _, r in present])).to(device)
     return _Flat(
         torch.from_numpy(sample).to(device),
         torch.from_numpy(position).to(device),
@@ -97,7 +97,7 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         sigma,
         noise_keys,
         vectors,
-        total,
+        normalizer,
     )
 
 
@@ -216,13 +216,20 @@ class ReplayScope:
                 " (no sequence-parallel slices, no logits of the answer alone)."
             )
         flat = self._flat
-        sigma = flat.sigma
-        if sigma is not None:
-            sigma = sigma * float(getattr(self._embedding, "scalar_embed_scale", 1.0))
+        _, sigma, vectors = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        edit = InputEdit(flat.ids, flat.weights, sigma, flat.vectors, flat.total)
+        edit = InputEdit(flat.ids, flat.weights, sigma, vectors, flat.normalizer)
         return Replayed(logits, rows, log_probs[rows], temperature, edit, flat.noise_keys, self.lookup), inside
+
+    def _scaled(self) -> tuple[float, Tensor | None, Tensor | None]:
+        """The factor of a module that multiplies its output, as Gemma's does, and recorded σ and vectors times it.
+
+        What is recorded or learned is for the bare matrix.
+        """
+        scale = float(getattr(self._embedding, "scalar_embed_scale", 1.0))
+        sigma, vectors = (None if p is None else p * scale for p in (self._flat.sigma, self._flat.vectors))
+        return scale, sigma, vectors
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Embeddings of ids of any shape, with gradient and without a replay: shape + (D,)."""
@@ -250,15 +257,12 @@ class ReplayScope:
         self._rows = torch.where(self._inside, rows, 0)
         return (torch.cat([tokens.reshape(-1), self._flat.ids.reshape(-1)]), *inputs[1:])
 
-    def _substitute(self, module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def _substitute(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if self._bypassed:
             return None
         flat, count = self._flat, self._shape.numel()
         plain, candidates = output[:count], output[count:].view(*flat.ids.shape, output.shape[-1])
-        # Gemma's embedding module multiplies its output; what is recorded or learned is for the bare matrix.
-        scale = float(getattr(module, "scalar_embed_scale", 1.0))
-        sigma = None if flat.sigma is None else flat.sigma * scale
-        added = None if flat.vectors is None else flat.vectors * scale
+        scale, sigma, added = self._scaled()
         learned = self._module
         if learned is not None and scale != 1.0:
             learned = _Scaled(learned, scale)

@@ -10,9 +10,13 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_Integers = TypeVar("_Integers", Tensor, np.ndarray)
 
 
 class Stream(enum.IntEnum):
@@ -40,12 +44,12 @@ _POSITION = _signed(0xD1342543DE82EF95)
 _STREAM = _signed(0xDA942042E4DD58B5)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's own is arithmetic)."""
+def _shift_right(x: _Integers, bits: int) -> _Integers:
+    """Logical right shift of int64 (the types' own is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: _Integers) -> _Integers:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -68,20 +72,43 @@ def trajectory_seed(*parts: int | str | bytes) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def keys(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+def of_positions(seeds: _Integers, positions: _Integers) -> _Integers:
+    """One key for each (trajectory, position), from which :func:`of_stream` makes those of the streams."""
+    return _mix(_mix(seeds + _GOLDEN) + positions * _POSITION)
+
+
+def of_stream(mixed: _Integers, stream: Stream) -> _Integers:
+    """The keys of a stream at what :func:`of_positions` gave."""
+    return _mix(mixed + _signed(int(stream) * _STREAM % (1 << 64)))
+
+
+def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:
     """One key for each (trajectory, position) of a stream.
 
     Args:
-        seeds: trajectory seeds, int64, any shape.
+        seeds: trajectory seeds, int64, any shape; a tensor, or a numpy array of at least one dimension.
         positions: positions in the trajectory (prompt included), int64, broadcastable to ``seeds``.
         stream: what the draws are for.
 
     Returns:
         int64, the broadcast shape.
     """
-    mixed = _mix(seeds + _GOLDEN)
-    mixed = _mix(mixed + positions * _POSITION)
-    return _mix(mixed + _signed(int(stream) * _STREAM % (1 << 64)))
+    return of_stream(of_positions(seeds, positions), stream)
+
+
+def below(keys_: np.ndarray, probability: float) -> np.ndarray:
+    """Whether the first uniform draw of each key is below a probability, exactly as float32 compares them.
+
+    Args:
+        keys_: (…,) int64.
+        probability: in [0, 1].
+
+    Returns:
+        (…,) bool.
+    """
+    # The draw is (2n + 1) · 2^-24 with n < 2^23, which float32 holds exactly.
+    least = math.ceil((float(np.float32(probability)) * 2.0**24 - 1.0) / 2.0)
+    return _shift_right(_mix(keys_ + _GOLDEN), 41) < least
 
 
 def _bits(keys_: Tensor, n: int | Tensor) -> Tensor:

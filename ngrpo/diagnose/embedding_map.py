@@ -87,9 +87,9 @@ def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
         raise UsageError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
     ids = torch.tensor([token for token, _ in tokens])
     here = attached(llm)
-    matrix, tokenizer = here.geometry.matrix(), llm.get_tokenizer()
+    matrix, tokenizer = here.embeddings.matrix(), llm.get_tokenizer()
     ids = ids.to(matrix.device)
-    index = here.geometry.index("cosine")
+    index = here.embeddings.index("cosine")
     around, _ = index.query(ids, _AROUND)
     related, _ = index.query(ids, RELATED)
     plane = Plane(matrix[torch.cat([ids, around.reshape(-1)]).unique()])
@@ -195,7 +195,7 @@ def _copies(
     tokenizer: Any,
     seed: int,
 ) -> dict[str, Any]:
-    matrix = here.geometry.matrix()
+    matrix = here.embeddings.matrix()
     perturbation = registry.create(**strategy.spec)
     points: list[dict[str, Any]] = []
     drawn = 0
@@ -209,12 +209,12 @@ def _copies(
             temperature=torch.ones(COPIES, device=matrix.device),
             seeds=torch.tensor(seeds, device=matrix.device),
             positions=torch.tensor([position for _, position in steps], device=matrix.device),
-            geometry=here.geometry,
+            embeddings=here.embeddings,
         )
         with torch.no_grad():
             proposal = perturbation.propose(step)
             keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-            vectors = realise(proposal.edit, here.geometry.lookup, keys, here.module)
+            vectors = realise(proposal.edit, here.embeddings.lookup, keys, here.module)
         drawn += int((proposal.tokens != own).sum())
         nearest = nearest_tokens(vectors, matrix, own).tolist()
         near = {token, *related[row].tolist()}

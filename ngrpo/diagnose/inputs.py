@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from perturbations import ReplayRecord, streams
 from perturbations.edit import InputEdit, realise
-from perturbations.geometry import Geometry
+from perturbations.embeddings import ModelEmbeddings
 
 # More inputs than these tell no more: a share of them is known to 0.01 (one standard error).
 _MOST = 2048
@@ -43,19 +43,21 @@ def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
     return torch.where(of_own >= best - _TIE, own, tokens)
 
 
-def recorded_inputs(record: ReplayRecord, rows: np.ndarray, geometry: Geometry, module: nn.Module | None) -> Tensor:
+def recorded_inputs(
+    record: ReplayRecord, rows: np.ndarray, embeddings: ModelEmbeddings, module: nn.Module | None
+) -> Tensor:
     """The vectors that a rollout was fed at some perturbed positions.
 
     Args:
         record: of one trajectory.
         rows: which of the record's positions, (N,).
-        geometry: of the model that was fed.
+        embeddings: of the model that was fed.
         module: the perturbation's module, or None.
 
     Returns:
         (N, D) in the embedding's dtype.
     """
-    device = geometry.matrix().device
+    device = embeddings.matrix().device
 
     def upload(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -69,11 +71,14 @@ def recorded_inputs(record: ReplayRecord, rows: np.ndarray, geometry: Geometry, 
         positions = upload(record.positions[rows].astype(np.int64))
         noise = streams.keys(torch.full_like(positions, record.seed), positions, streams.Stream.NOISE)
     with torch.no_grad():
-        return realise(edit, geometry.lookup, noise, module)
+        return realise(edit, embeddings.lookup, noise, module)
 
 
 def shares_still_nearest(
-    records: Sequence[ReplayRecord], texts: Sequence[Sequence[int]], geometry: Geometry, module: nn.Module | None
+    records: Sequence[ReplayRecord],
+    texts: Sequence[Sequence[int]],
+    embeddings: ModelEmbeddings,
+    module: nn.Module | None,
 ) -> tuple[float | None, float | None]:
     """Shares of perturbed inputs whose nearest token is still the anchor, and still the token in the text.
 
@@ -83,7 +88,7 @@ def shares_still_nearest(
     Args:
         records: of the answers.
         texts: the generated tokens of each answer.
-        geometry: of the model.
+        embeddings: of the model.
         module: the perturbation's module, or None.
 
     Returns:
@@ -98,11 +103,11 @@ def shares_still_nearest(
     for i, record in enumerate(records):
         rows = np.array([row for owner, row in chosen if owner == i], dtype=np.int64)
         if len(rows):
-            vectors.append(recorded_inputs(record, rows, geometry, module))
+            vectors.append(recorded_inputs(record, rows, embeddings, module))
             anchors.extend(record.ids[rows, record.weights[rows].argmax(axis=1)].tolist())
             written.extend(texts[i][p - record.prompt_tokens] for p in record.positions[rows])
     stacked = torch.cat(vectors)
     own = torch.tensor(anchors, dtype=torch.int64, device=stacked.device)
-    nearest = nearest_tokens(stacked, geometry.matrix(), own)
+    nearest = nearest_tokens(stacked, embeddings.matrix(), own)
     text = torch.tensor(written, dtype=torch.int64, device=stacked.device)
     return float((nearest == own).double().mean()), float((nearest == text).double().mean())

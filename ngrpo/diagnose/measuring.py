@@ -44,7 +44,7 @@ def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "aut
 
 
 def attached(llm: Any) -> Any:
-    """The worker's :class:`ngrpo.rollout.runner.AttachedPerturbation`, which is in this process."""
+    """The worker's :class:`ngrpo.rollout.attach.AttachedPerturbation`, which is in this process."""
     return llm.llm_engine.collective_rpc(lambda worker: worker.perturbation)[0]
 
 
@@ -84,7 +84,7 @@ def sample_strategy(
     answers = [answer.tokens for answer in found]
     records = [answer.record for answer in found]
     here = attached(llm)
-    shares = inputs.shares_still_nearest(records, answers, here.geometry, here.module)
+    shares = inputs.shares_still_nearest(records, answers, here.embeddings, here.module)
     losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)
     samples = []
     for answer, loss in zip(found, losses):

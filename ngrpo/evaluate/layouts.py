@@ -44,22 +44,7 @@ class Asked:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A known form of rows.
-
-    Attributes:
-        name: for messages.
-        fits: whether the columns are this layout's.
-        read: a row to its meaning.
-    """
-
-    name: str
-    fits: Callable[[Row], bool]
-    read: Callable[[Row], Asked]
-
-
-def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> Layout:
+def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> tuple[str, Callable[[Row], Asked]]:
     """The layout of a dataset, from its first row.
 
     Args:
@@ -67,24 +52,23 @@ def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> L
         input_key: OpenRLHF's column of prompts.
         label_key: OpenRLHF's column of references.
 
+    Returns:
+        The layout's name, for messages, and what turns a row into its meaning.
+
     Raises:
         UsageError: where the columns are not known, with those found and the fix.
     """
-    layouts = (
-        Layout("verl", lambda r: "prompt" in r and "reward_model" in r, _verl),
-        Layout(
-            "reasoning-gym",
-            lambda r: {"question", "answer", "metadata"} <= r.keys() and "source_dataset" in _mapping(r["metadata"]),
-            _procedural,
-        ),
-        Layout("OpenRLHF", lambda r: input_key in r, lambda r: _openrlhf(r, input_key, label_key)),
-        Layout("GPQA", lambda r: set(_GPQA) <= r.keys(), _gpqa),
-        Layout("multiple choice", lambda r: _first(r, _OPTIONS) is not None and _asks(r), _options),
-        Layout("question and answer", _asks, _question),
-    )
-    for layout in layouts:
-        if layout.fits(row):
-            return layout
+    if "prompt" in row and "reward_model" in row:
+        return "verl", _verl
+    if {"question", "answer", "metadata"} <= row.keys() and "source_dataset" in _mapping(row["metadata"]):
+        return "reasoning-gym", _procedural
+    if input_key in row:
+        return "OpenRLHF", lambda r: _openrlhf(r, input_key, label_key)
+    if set(_GPQA) <= row.keys():
+        return "GPQA", _gpqa
+    if _first(row, _QUESTIONS) is not None and _first(row, _ANSWERS) is not None:
+        several = _first(row, _OPTIONS) is not None
+        return ("multiple choice", _options) if several else ("question and answer", _question)
     raise UsageError(
         f"unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model; {input_key!r} and"
         f" {label_key!r} (other columns with --input-key and --label-key); one of {', '.join(_QUESTIONS)} with one of"
@@ -182,10 +166,6 @@ def _question(row: Row) -> Asked:
 
 def _guess(question: str, answer: str) -> str:
     return "choice" if re.fullmatch(r"\(?[A-J]\)?", answer) and listed_options(question) else "math"
-
-
-def _asks(row: Row) -> bool:
-    return _first(row, _QUESTIONS) is not None and _first(row, _ANSWERS) is not None
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:

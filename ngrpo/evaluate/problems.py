@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from ngrpo.datafiles import ENDINGS, Row, read_rows
-from ngrpo.evaluate.layouts import Layout, layout_of
+from ngrpo.evaluate.layouts import Asked, layout_of
 from ngrpo.evaluate.problem import Problem
 from ngrpo.evaluate.scoring import check_scorer
 from perturbations.errors import UsageError
@@ -68,23 +68,28 @@ def load_problems(
         raise UsageError(f"limit={limit}: must be at least 1.")
     name, rows = _rows(source, limit, split)
     try:
-        layout = layout_of(rows[0], input_key, label_key)
+        layout, read = layout_of(rows[0], input_key, label_key)
     except UsageError as error:
         raise UsageError(f"--data {source}: {error}") from None
     problems = []
     for i, row in enumerate(rows):
-        problem = _problem(f"--data {source}: row {i + 1}", f"{name}-{i}", row, layout, scorer, instruction)
+        where = f"--data {source}: row {i + 1}"
+        try:
+            asked = read(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{where} ({layout} layout): {error}") from None
+        problem = _problem(where, f"{name}-{i}", asked, scorer, instruction)
         if problem is not None:
             problems.append(problem)
         elif not skip_unanswered:
             raise UsageError(
-                f"--data {source}: row {i + 1} has no answer ({layout.name} layout; columns {', '.join(row)}). Add the"
-                " reference, or leave such rows out with --skip-unanswered."
+                f"{where} has no answer ({layout} layout; columns {', '.join(row)}). Add the reference, or leave such"
+                " rows out with --skip-unanswered."
             )
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
-        raise UsageError(f"--data {source}: no row has an answer ({layout.name} layout). Add the references.")
+        raise UsageError(f"--data {source}: no row has an answer ({layout} layout). Add the references.")
     return problems
 
 
@@ -156,12 +161,8 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
     return rows
 
 
-def _problem(where: str, name: str, row: Row, layout: Layout, scorer: str, instruction: str | None) -> Problem | None:
+def _problem(where: str, name: str, asked: Asked, scorer: str, instruction: str | None) -> Problem | None:
     """The problem of a row; None where it has no answer."""
-    try:
-        asked = layout.read(row)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{where} ({layout.name} layout): {error}") from None
     chosen = asked.scorer if scorer == "auto" else scorer
     if not asked.answer and chosen != "reasoning_gym":
         return None

@@ -19,51 +19,49 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
     """One panel per perturbation; related and unrelated points differ in shape and colour."""
     found = dig(diagnosis, "embedding_map")
     tokens = {i: row for i, row in enumerate(rows(found, "tokens")) if _coordinates([row])}
+    neighbors = [row for row in rows(found, "neighbors") if _coordinates([row])]
     operators = rows(found, "operators")
     if not tokens or not operators:
         return ""
-    coordinates = _coordinates(list(tokens.values()))
-    neighbors = [row for row in rows(found, "neighbors") if _coordinates([row])]
     copies = [row for operator in operators for row in rows(operator, "points")]
-    every = coordinates + _coordinates(neighbors) + _coordinates(copies)
+    every = _coordinates([*tokens.values(), *neighbors, *copies])
     xs = spread([x for x, _ in every], *SQUARE.across, count=7)  # The same plane in every panel.
     ys = spread([y for _, y in every], *SQUARE.upward, count=7)
+
+    def pixels(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+        return [(xs(x), ys(y)) for x, y in _coordinates(points)]
+
+    anchors, nearby = (pixels(points) for points in (list(tokens.values()), neighbors))
     variance = numbers(dig(found, "explained_variance"), 2) or (None, None)
-    titles = [
-        f"component {i + 1}" + (f" ({100 * v:.0f}% of variance)" if v is not None else "")
-        for i, v in enumerate(variance)
-    ]
-    around = "".join(f'<path class="nearby" d="{_DIAMOND.format(xs(x), ys(y))}"/>' for x, y in _coordinates(neighbors))
+    shares = ["" if v is None else f" ({100 * v:.0f}% of variance)" for v in variance]
+    plane = axes(xs, ys, SQUARE, f"component 1{shares[0]}", f"component 2{shares[1]}")
+    around = "".join(f'<path class="nearby" d="{_DIAMOND.format(x, y)}"/>' for x, y in nearby)
+    dots = "".join(f'<circle class="anchor" cx="{x:g}" cy="{y:g}" r="4"/>' for x, y in anchors)
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    bold, faint = (
+        "".join(
+            place_label(token(row.get("text")).strip(), x, y, SQUARE, taken, force=force)
+            for row, (x, y) in zip(named, at)
+        )
+        for named, at, force in ((tokens.values(), anchors, True), (neighbors, nearby, False))
+    )
     panels = []
     for count, operator in enumerate(operators):
         name = str(operator.get("strategy"))
         points = rows(operator, "points")
         stride = -(-len(points) // _MOST_POINTS) or 1
-        shown = points[::stride]
-        near = "".join(f"M{xs(x):g} {ys(y):g}h0" for x, y in _coordinates([p for p in shown if p.get("related")]))
-        far = "".join(
-            f"M{xs(x) - 2.5:g} {ys(y) - 2.5:g}l5 5m-5 0l5 -5"
-            for x, y in _coordinates([p for p in shown if not p.get("related")])
-        )
+        related, unrelated = ([p for p in points[::stride] if bool(p.get("related")) is kind] for kind in (True, False))
+        near = "".join(f"M{x:g} {y:g}h0" for x, y in pixels(related))
+        far = "".join(f"M{x - 2.5:g} {y - 2.5:g}l5 5m-5 0l5 -5" for x, y in pixels(unrelated))
         share = f"{_percent(operator.get('unrelated_share'))} became an unrelated token"
         changed = f"{_percent(operator.get('changed_share'))} changed their nearest token"
-        dots, taken, data = [], [], []
-        for (index, row), (x, y) in zip(tokens.items(), coordinates):
-            dots.append(f'<circle class="anchor" cx="{xs(x):g}" cy="{ys(y):g}" r="4"/>')
-            taken.append((xs(x) - 5, ys(y) - 5, xs(x) + 5, ys(y) + 5))
-            data.append([xs(x), ys(y), -1, _nearest(token(row.get("text")), index, points)])
-        labels = [
-            place_label(token(row.get("text")).strip(), xs(x), ys(y), SQUARE, taken, force=True)
-            for row, (x, y) in zip(tokens.values(), coordinates)
-        ]
-        faint = [
-            place_label(token(row.get("text")).strip(), xs(x), ys(y), SQUARE, taken)
-            for row, (x, y) in zip(neighbors, _coordinates(neighbors))
+        data = [
+            [x, y, -1, _nearest(token(row.get("text")), index, points)]
+            for (index, row), (x, y) in zip(tokens.items(), anchors)
         ]
         body = (
-            f'{axes(xs, ys, SQUARE, titles[0], titles[1])}<path class="near" d="{near or "M0 0"}"/>'
-            f'<path class="far" d="{far or "M0 0"}"/>{around}{"".join(dots)}'
-            f'<g class="halo faint">{"".join(faint)}</g><g class="halo">{"".join(labels)}</g>'
+            f'{plane}<path class="near" d="{near or "M0 0"}"/><path class="far" d="{far or "M0 0"}"/>{around}{dots}'
+            f'<g class="halo faint">{faint}</g><g class="halo">{bold}</g>'
         )
         title = f"{name}: perturbed embeddings and their nearest tokens"
         chart = plot(f"map-{count}", body, SQUARE, title, f"{share}, {changed}.", {"kind": "points", "points": data})

@@ -1,18 +1,9 @@
-"""The vLLM side: perturbed rollouts and the pick-up of their records."""
+"""The vLLM side: perturbed rollouts and the pick-up of their records. Names are loaded on first use."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ngrpo.rollout.records import (
-        drop_records,
-        neighbor_drift,
-        set_perturbation,
-        take_records,
-        take_trajectories,
-    )
+from typing import Any
 
 __all__ = ["drop_records", "neighbor_drift", "set_perturbation", "take_records", "take_trajectories"]
 

@@ -2,7 +2,7 @@
 
 Before the forward, the edits drawn after the last step are written into the embedding's override. After the
 logits, the next tokens are drawn, the gated rows' edits proposed, and both noted in the trajectory store. The host
-knows which rows are gated (the plan needs no logits), so there is no loop over requests and no synchronisation.
+knows which rows are gated (that needs no logits), so there is no loop over requests and no synchronisation.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.embedding import InputOverride
-from ngrpo.rollout.sampling import race
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.sample_tokens import sample_tokens
 from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore, pack
-from ngrpo.rollout.trajectories import TrajectoryStore
+from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import streams
-from perturbations.base import GateStep, Perturbation, Step
+from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
-from perturbations.gates import TokenConditions
-from perturbations.geometry import Geometry
+from perturbations.embeddings import ModelEmbeddings
+from perturbations.gates.default import BoundGate
+from perturbations.step import GateStep, Positions, Step
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class _Batch:
     sampled: np.ndarray
     seeds: Tensor
     slot_tensor: Tensor
+    prompts: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class _Edits:
     slots: np.ndarray
     positions: np.ndarray
     vectors: Tensor
-    admitted: Tensor
+    fed: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,19 @@ class RolloutPerturber:
         self,
         operator: Perturbation,
         store: TrajectoryStore,
-        conditions: TokenConditions,
-        geometry: Geometry,
+        gate: BoundGate,
+        embeddings: ModelEmbeddings,
         override: InputOverride,
         device: torch.device,
         module: nn.Module | None = None,
         masks: SamplingMaskStore | None = None,
     ) -> None:
-        self._operator, self._store, self._conditions = operator, store, conditions
-        self._masks = masks
-        self._geometry, self._override, self._device = geometry, override, device
-        self._module = module
+        self._operator, self._store, self._gate = operator, store, gate
+        self._embeddings, self._override, self._device = embeddings, override, device
+        self._module, self._masks = module, masks
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
-        self._seeds = self._slot_tensor = torch.zeros(0, dtype=torch.int64)
+        self._seeds = self._slot_tensor = self._prompts = torch.zeros(0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
         self._edits: _Edits | None = None
@@ -109,7 +110,7 @@ class RolloutPerturber:
         fresh = (counts == 1) & (starts == self._last_position[slots])
         for row in np.flatnonzero(~fresh & self._store.has_edits[slots]):
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
-        self._batch = _Batch(slots, ends, ~discard, self._seeds, self._slot_tensor)
+        self._batch = _Batch(slots, ends, ~discard, self._seeds, self._slot_tensor, self._prompts)
 
     def _locate_rows(self, names: Sequence[str]) -> None:
         if names == self._names:
@@ -119,31 +120,31 @@ class RolloutPerturber:
         self._slots = np.array([self._store.live[name].slot for name in names], dtype=np.int64)
         self._row_of_slot[self._slots] = np.arange(len(names))
         self._seeds = self._upload(self._store.seeds[self._slots])
+        self._prompts = self._upload(self._store.prompts[self._slots])
         self._slot_tensor = self._upload(self._slots)
 
     def _place_fresh(self, edits: _Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
         rows = self._row_of_slot[edits.slots]
         present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
         if present.all():
-            self._override.put(self._upload(last_rows[rows]), edits.vectors, edits.admitted)
+            self._override.put(self._upload(last_rows[rows]), edits.vectors, edits.fed)
         elif present.any():
             keep = self._upload(np.flatnonzero(present))
-            self._override.put(self._upload(last_rows[rows[present]]), edits.vectors[keep], edits.admitted[keep])
+            self._override.put(self._upload(last_rows[rows[present]]), edits.vectors[keep], edits.fed[keep])
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
         self.drain(wait=True)
-        store = self._store
-        positions = start + np.flatnonzero(store.edited[slot, start : start + count])
-        if not len(positions):
+        found = self._store.edits(slot, start, start + count)
+        if not found:
             return
+        positions = found["positions"].astype(np.int64)
+        parts = (found.get(name) for name in ("weights", "sigma", "vectors"))
         edit = InputEdit(
-            self._upload(store.ids[slot, positions].astype(np.int64)),
-            self._upload(store.weights[slot, positions]),
-            self._upload(store.sigma[slot, positions]) if self._operator.noisy else None,
-            self._upload(store.vectors[slot, positions]) if self._operator.dense else None,
+            self._upload(found["ids"].astype(np.int64)),
+            *(None if part is None else self._upload(part) for part in parts),
         )
-        seeds = self._upload(np.full(len(positions), store.seeds[slot]))
+        seeds = self._upload(np.full(len(positions), self._store.seeds[slot]))
         vectors = self._realise(edit, seeds, self._upload(positions))
         self._override.put(self._upload(last_row - (start + count - 1) + positions), vectors)
 
@@ -168,39 +169,39 @@ class RolloutPerturber:
         """
         batch, self._batch = self._batch, None
         store = self._store
-        within = batch.sampled & (batch.next_positions < store.length)
-        places = np.minimum(batch.next_positions, store.length - 1)
-        if (places >= store.planned_until[batch.slots]).any():
-            store.plan(batch.slots, places)
+        at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        tokens, log_total = race(drawable, counted, self._upload(store.token_keys[batch.slots, places]))
+        tokens, log_total = sample_tokens(drawable, counted, self._upload(at.keys(streams.Stream.TOKEN)))
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
 
-        gated = np.flatnonzero(within & store.planned[batch.slots, places])
+        within = batch.sampled & (batch.next_positions < store.length)
+        gated = np.flatnonzero(self._gate.selects(at) & within & store.perturbed[batch.slots])
         self._edits = edits = None
+        positions = None
+        if len(gated) or self._gate.tracks_tokens:
+            positions = self._upload(batch.next_positions)
         if len(gated):
-            edits = self._perturb(batch, gated, scaled, temperature, drawable, tokens)
-        if self._conditions.tracks_tokens:
+            edits = self._perturb(batch, gated, positions, scaled, temperature, drawable, tokens)
+        if self._gate.tracks_tokens:
             if batch.sampled.all():
-                self._conditions.observe(batch.slot_tensor, tokens)
+                self._gate.observe(batch.slot_tensor, positions, tokens)
             else:
                 kept = self._upload(np.flatnonzero(batch.sampled))
-                self._conditions.observe(batch.slot_tensor[kept], tokens[kept])
+                self._gate.observe(batch.slot_tensor[kept], positions[kept], tokens[kept])
         log_probs = counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
         left = () if self._masks is None else pack(drawable)
         self._note(batch, within, log_probs, gated, edits or {}, left)
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
-        drawn = batch.slots[within]
-        self._last_position[drawn] = batch.next_positions[within]
-        store.lengths[drawn] = batch.next_positions[within] + 1
+        self._last_position[batch.slots[within]] = batch.next_positions[within]
         return tokens
 
     def _perturb(
         self,
         batch: _Batch,
         gated: np.ndarray,
+        positions: Tensor,
         scaled: Tensor,
         temperature: Tensor,
         drawable: Tensor,
@@ -215,34 +216,30 @@ class RolloutPerturber:
             sampled,
             temperature[rows],
             batch.seeds[rows],
-            self._upload(batch.next_positions[gated]),
-            self._geometry,
+            positions[rows],
+            self._embeddings,
         )
         proposal = self._operator.propose(step)
         edit = proposal.edit
-        gate = self._operator.gate
         # What the request's own sampling excludes (top-p, a grammar) never stands in its text: such a position
         # stays an ordinary one.
-        opened = admitted = drawable[rows, proposal.tokens] > -torch.inf
-        if gate is not None or not self._conditions.trivial:
+        opened = fed = drawable[rows, proposal.tokens] > -torch.inf
+        if not self._gate.always_open:
             slots = batch.slot_tensor[rows]
-            opened = opened & self._conditions.open(slots, step.logits)
-            if gate is not None:
-                generated = batch.next_positions[gated] - self._store.prompts[batch.slots[gated]]
-                opened = opened & gate.open(GateStep.of(step, self._upload(generated)))
-            admitted = opened & self._conditions.mixes(slots, proposal.tokens)
+            opened = opened & self._gate.open(slots, GateStep.of(step, step.positions - batch.prompts[rows]))
+            fed = opened & self._gate.feeds(slots, step.positions, proposal.tokens)
         chosen = torch.where(opened, proposal.tokens, sampled)
         tokens[rows] = chosen
         vectors = self._realise(edit, step.seeds, step.positions)
-        self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, admitted)
+        self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, fed)
         parts = {
-            "edited": admitted,
+            "fed": fed,
             "ids": edit.ids.to(torch.int32),
             "weights": edit.weights,
             "agreed": chosen == sampled,
             "sigma": edit.sigma,
             "vectors": edit.vectors,
-            "total": edit.total,
+            "normalizer": edit.normalizer,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -288,16 +285,17 @@ class RolloutPerturber:
             self._write(note)
 
     def _write(self, note: _Note) -> None:
-        store, rows = self._store, note.rows
-        store.log_probs[note.slots[rows], note.positions[rows]] = note.log_probs.numpy()[rows]
+        rows = note.rows
+        self._store.write_tokens(note.slots[rows], note.positions[rows], note.log_probs.numpy()[rows])
         if self._masks is not None:
             bits, counts = (part.numpy()[rows] for part in note.left)
             self._masks.write(note.slots[rows], note.positions[rows], bits, counts)
-        if not len(note.gated):
-            return
-        at = (note.slots[note.gated], note.positions[note.gated])
-        for name, part in note.edits.items():
-            getattr(store, name)[at] = part.numpy()
+        if len(note.gated):
+            parts = {name: part.numpy() for name, part in note.edits.items()}
+            fed = parts.pop("fed")
+            at = note.gated[fed]
+            parts = {name: part[fed] for name, part in parts.items()}
+            self._store.write_edits(note.slots[at], note.positions[at], parts)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -305,12 +303,11 @@ class RolloutPerturber:
         """A request has its slot: the row's state starts afresh."""
         slot = self._store.live[name].slot
         if self._store.slots > len(self._row_of_slot):
-            more = self._store.slots - len(self._row_of_slot)
-            self._row_of_slot = np.concatenate([self._row_of_slot, np.full(more, -1, dtype=np.int64)])
-            self._last_position = np.concatenate([self._last_position, np.full(more, -1, dtype=np.int64)])
-            self._conditions.grow(self._store.slots)
+            self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
+            self._last_position = grown(self._last_position, self._store.slots, -1)
+            self._gate.grow(self._store.slots)
         self._last_position[slot] = -1
-        self._conditions.reset(slot)
+        self._gate.reset(slot)
         if self._masks is not None:
             self._masks.clear(slot)
 
@@ -325,7 +322,7 @@ class RolloutPerturber:
 
     def weights_changed(self) -> None:
         """New weights: neighbors and scales are computed again on their next use."""
-        self._geometry.refresh()
+        self._embeddings.refresh()
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

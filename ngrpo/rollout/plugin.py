@@ -65,6 +65,7 @@ def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
         from ngrpo.rollout import settings
 
         operator = settings.read(self.additional_config)
+        settings.read_buffer(self.additional_config)
         config = original(self, *args, **kwargs)
         if operator is not None:
             settings.check_engine(config, operator)
@@ -110,9 +111,10 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         operator = settings.read(self.vllm_config.additional_config)
         if operator is not None:
-            from ngrpo.rollout.runner import AttachedPerturbation
+            from ngrpo.rollout.attach import AttachedPerturbation
 
-            self.perturbation = AttachedPerturbation(self.model_runner, operator)
+            buffer = settings.read_buffer(self.vllm_config.additional_config)
+            self.perturbation = AttachedPerturbation(self.model_runner, operator, buffer)
             logger.info("perturbation %s is on: %s", operator.name, operator.fingerprint())
 
     return load_model
@@ -122,13 +124,13 @@ def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
     """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
 
     def child_params(self: Any, index: int) -> Any:
-        from ngrpo.rollout.settings import KEY
+        from ngrpo.rollout.settings import KEY, request_arguments
 
         params = original(self, index)
-        wish = (params.extra_args or {}).get(KEY)
-        if wish and wish.get("seed") is not None:
+        given = request_arguments(params)
+        if given.get("seed") is not None:
             params = params.clone()
-            params.extra_args = {**params.extra_args, KEY: {**wish, "sample": index}}
+            params.extra_args = {**params.extra_args, KEY: {**given, "sample": index}}
         return params
 
     return child_params
@@ -187,13 +189,13 @@ def _extend_workers() -> None:
         return attached.operator.fingerprint() if attached else ""
 
     def take(self: Any, names: list[str] | None = None, unfinished: list[str] | None = None) -> Any:
-        return self.perturbation.book.take(names, unfinished)
+        return self.perturbation.requests.take(names, unfinished)
 
     def drop(self: Any, names: list[str]) -> None:
-        self.perturbation.book.drop(names)
+        self.perturbation.requests.drop(names)
 
     def drift(self: Any) -> tuple[int, int, int, int] | None:
-        found = self.perturbation.geometry.drift()
+        found = self.perturbation.embeddings.drift()
         return None if found is None else dataclasses.astuple(found)
 
     def replace(self: Any, spec: dict[str, Any]) -> None:

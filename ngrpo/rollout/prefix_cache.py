@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ngrpo.rollout.settings import KEY
+from ngrpo.rollout.settings import KEY, request_arguments
 from perturbations.replay import ReplayRecord
 
 
@@ -28,10 +28,9 @@ def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _shared_tokens(request: Any) -> int:
     """How many of a request's first tokens are fed as they are, whoever asks."""
-    params = request.sampling_params
-    wish = (getattr(params, "extra_args", None) or {}).get(KEY) or {}
-    if wish.get("record"):
-        positions = ReplayRecord.from_bytes(wish["record"]).positions
+    given = request_arguments(request.sampling_params)
+    if given.get("record"):
+        positions = ReplayRecord.from_bytes(given["record"]).positions
         if len(positions):
             return min(int(positions[0]), request.num_prompt_tokens)
     return request.num_prompt_tokens

@@ -7,8 +7,11 @@ from typing import Any
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
+from perturbations.replay.buffers.base import ReplayBuffer
 
 KEY = "perturbation"
+REPLAY_BUFFER = "perturbation_replay_buffer"
+"""Key of ``additional_config``: the replay buffer of each worker, by name or as a dictionary with name and options."""
 SEEDED_DRAWS = "seeded_draws"
 """Key of ``additional_config``: draw every token from a counter-based stream, also where nothing is perturbed.
 
@@ -26,7 +29,7 @@ def read(additional_config: Any) -> Perturbation | None:
     too.
 
     Raises:
-        ValueError: for anything that is not a valid spec.
+        UsageError: for anything that is not a valid spec.
     """
     given = additional_config if isinstance(additional_config, dict) else {}
     spec, switches = given.get(KEY), {name: given.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
@@ -39,12 +42,37 @@ def read(additional_config: Any) -> Perturbation | None:
     if spec is None:
         return None
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise ValueError(
+        raise UsageError(
             f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
             " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
         )
     operator = registry.create(**spec)
     return operator if operator.active or seeded else None
+
+
+def read_buffer(additional_config: Any) -> ReplayBuffer:
+    """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none.
+
+    Raises:
+        UsageError: for anything that is not a valid name or spec.
+    """
+    given = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
+    spec = {"name": given or "memory"} if given is None or isinstance(given, str) else given
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise UsageError(
+            f"additional_config[{REPLAY_BUFFER!r}]={given!r}: must be a name ({', '.join(registry.buffers.available())}"
+            " or ./file.py:Name), or a dictionary with a 'name' and options."
+        )
+    return registry.buffers.create(**spec)
+
+
+def request_arguments(params: Any) -> dict[str, Any]:
+    """What a request says about its perturbation, in ``SamplingParams.extra_args["perturbation"]``.
+
+    ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
+    earlier turns.
+    """
+    return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 
 
 def check_engine(config: Any, operator: Perturbation) -> None:
@@ -55,7 +83,7 @@ def check_engine(config: Any, operator: Perturbation) -> None:
         operator: the engine's perturbation.
 
     Raises:
-        ValueError: with the setting and the mend.
+        UsageError: with the setting and how to fix it.
     """
     problems = []
     if config.speculative_config is not None:
@@ -79,5 +107,5 @@ def check_engine(config: Any, operator: Perturbation) -> None:
     if config.kv_transfer_config is not None:
         problems.append("KV transfer between engines: perturbed blocks must not be shared. Leave it out")
     if problems:
-        raise ValueError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
+        raise UsageError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
     operator.check_model(model.get_vocab_size())

@@ -1,20 +1,113 @@
-"""The worker's memory of live trajectories: plans, realised edits and log-probabilities, by slot and position."""
+"""The worker's memory of live trajectories: what was fed to each and how likely its tokens were."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from perturbations import streams
-from perturbations.base import Perturbation
 from perturbations.replay import ReplayRecord
 
 # Spare slots for preempted requests, which stay alive beside a full batch; more are made when they run out.
 _SPARE = 8
-# Gate and token keys are planned so many positions ahead: few enough for a short answer, enough to be rare.
-_CHUNK = 1024
+_CHUNK = 64
+
+
+class Chunks:
+    """Rows of several arrays for each slot, in chunks of 64 that a slot gets when it first needs them.
+
+    As in a paged KV cache, a pool holds the chunks and a table says which are whose. Which arrays there are, and how
+    wide they are, follows from the rows that arrive; memory is committed only for chunks that were in use.
+    """
+
+    def __init__(self, slots: int, longest: int) -> None:
+        """
+        Args:
+            slots: number of slots.
+            longest: rows of a slot at most.
+        """
+        self.counts = np.zeros(slots, dtype=np.int64)
+        self._held = np.zeros(slots, dtype=np.int64)
+        self._table = np.zeros((slots, -(-longest // _CHUNK)), dtype=np.int64)
+        self._free: list[int] = []
+        self._made, self._capacity = 0, _CHUNK
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def grow(self, slots: int) -> None:
+        """Makes room for more slots."""
+        for name in ("counts", "_held", "_table"):
+            setattr(self, name, grown(getattr(self, name), slots))
+
+    def write(self, slots: np.ndarray, at: np.ndarray, parts: dict[str, np.ndarray]) -> None:
+        """Writes rows and makes each the last one of its slot; a loop only over slots that need another chunk.
+
+        Args:
+            slots: (N,).
+            at: index of each row in its slot, (N,); ascending within a slot.
+            parts: N values by name. An array that is missing here is 0 in these rows.
+        """
+        for i in np.flatnonzero(at // _CHUNK >= self._held[slots]):
+            while self._held[slots[i]] <= at[i] // _CHUNK:
+                self._table[slots[i], self._held[slots[i]]] = self._chunk()
+                self._held[slots[i]] += 1
+        rows = self._rows(slots, at)
+        for name, part in parts.items():
+            array = self._array(name, part)
+            array[rows] = _fit(name, part, array.shape[1:])
+        for name in self._arrays.keys() - parts.keys():
+            self._arrays[name][rows] = 0
+        self.counts[slots] = at + 1
+
+    def read(self, slot: int) -> dict[str, np.ndarray]:
+        """All rows of a slot, (N, …) by name; empty where it has none."""
+        at = np.arange(self.counts[slot])
+        rows = self._rows(np.full_like(at, slot), at)
+        return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
+
+    def clear(self, slot: int) -> None:
+        """Gives the chunks of a slot back."""
+        self._free.extend(self._table[slot, : self._held[slot]].tolist())
+        self._held[slot] = self.counts[slot] = 0
+
+    def _rows(self, slots: np.ndarray, at: np.ndarray) -> np.ndarray:
+        return self._table[slots, at // _CHUNK] * _CHUNK + at % _CHUNK
+
+    def _chunk(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._made == self._capacity:
+            self._capacity *= 2
+        self._made += 1
+        return self._made - 1
+
+    def _array(self, name: str, part: np.ndarray) -> np.ndarray:
+        """The array of a name, large and wide enough for every chunk and for these rows."""
+        array, size = self._arrays.get(name), self._capacity * _CHUNK
+        if array is None:
+            array = np.zeros((size, *part.shape[1:]), dtype=part.dtype)
+        elif len(array) < size or array.shape[1:] < part.shape[1:]:
+            used, old = min(len(array), self._made * _CHUNK), array
+            array = np.zeros((size, *max(old.shape[1:], part.shape[1:])), dtype=old.dtype)
+            array[:used] = _fit(name, old[:used], array.shape[1:])  # and no more, which would commit unused memory
+        self._arrays[name] = array
+        return array
+
+
+def _fit(name: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows made as wide as ``shape``: an edit with fewer candidates repeats its last one with weight 0."""
+    if part.shape[1:] == shape:
+        return part
+    return np.pad(part, ((0, 0), (0, shape[0] - part.shape[1])), mode="edge" if name == "ids" else "constant")
+
+
+def grown(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    """The array with more rows, filled with a value."""
+    return np.concatenate([array, np.full((size - len(array), *array.shape[1:]), fill, dtype=array.dtype)])
+
+
+def _no_edits() -> dict[str, np.ndarray]:
+    ids = np.zeros((0, 1), dtype=np.int32)
+    return {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
 
 
 @dataclass(frozen=True)
@@ -24,123 +117,70 @@ class Trajectory:
     slot: int
     seed: int
     prompt_tokens: int
-    perturbed: bool
 
 
 class TrajectoryStore:
-    """Arrays of shape (slots, positions, …), written by whole batches.
+    """Slots of live trajectories, written by whole batches."""
 
-    The arrays are allocated by the operating system page by page as they are touched, so their full size
-    (``slots × max_model_len``) is reserved, not used. A dense operator's vectors are kept too, 4·D bytes for each
-    perturbed position.
-    """
-
-    def __init__(self, slots: int, max_model_len: int, operator: Perturbation, hidden: int = 0) -> None:
+    def __init__(self, slots: int, max_model_len: int) -> None:
         """
         Args:
             slots: trajectories alive at once; grows when needed.
             max_model_len: positions of a trajectory.
-            operator: its gate is planned, its candidates are kept.
-            hidden: D, needed for a dense operator.
         """
-        self.length, self._operator = max_model_len, operator
-        self._hidden = hidden if operator.dense else 0
-        self._candidates, self._noisy = operator.candidates, operator.noisy
-        self._totals = operator.keeps_total
-        self._free: list[int] = []
+        self.length, self.slots = max_model_len, slots + _SPARE
         self.live: dict[str, Trajectory] = {}
-        self._of_slot: dict[int, Trajectory] = {}
-        self.slots = 0
-        self._allocate(slots + _SPARE)
-
-    def _allocate(self, slots: int) -> None:
-        shapes = {
-            "planned": ((), bool),
-            "edited": ((), bool),
-            "agreed": ((), bool),
-            "log_probs": ((), np.float32),
-            "token_keys": ((), np.int64),
-            "ids": ((self._candidates,), np.int32),
-            "weights": ((self._candidates,), np.float32),
-            "sigma": ((), np.float32),
-            "total": ((), np.float32),
-            "vectors": ((self._hidden,), np.float32),
-        }
-        for name, (tail, dtype) in shapes.items():
-            array = np.zeros((slots, self.length, *tail), dtype=dtype)
-            if self.slots:
-                array[: self.slots] = getattr(self, name)
-            setattr(self, name, array)
-        for name, dtype in {
-            "seeds": np.int64,
-            "prompts": np.int64,
-            "lengths": np.int64,
-            "planned_until": np.int64,
-            "has_edits": bool,
-        }.items():
-            array = np.zeros(slots, dtype=dtype)
-            if self.slots:
-                array[: self.slots] = getattr(self, name)
-            setattr(self, name, array)
-        self._free.extend(reversed(range(self.slots, slots)))
-        self.slots = slots
+        self.seeds, self.prompts = (np.zeros(self.slots, dtype=np.int64) for _ in range(2))
+        self.perturbed, self.has_edits = (np.zeros(self.slots, dtype=bool) for _ in range(2))
+        self._free = list(reversed(range(self.slots)))
+        self._edits, self._tokens = Chunks(self.slots, max_model_len), Chunks(self.slots, max_model_len)
 
     def open(self, request_id: str, seed: int, prompt_tokens: int, perturbed: bool) -> Trajectory:
         """Gives a new request a clean slot."""
         if not self._free:
-            self._allocate(2 * self.slots)
+            self._free.extend(reversed(range(self.slots, 2 * self.slots)))
+            self.slots *= 2
+            for name in ("seeds", "prompts", "perturbed", "has_edits"):
+                setattr(self, name, grown(getattr(self, name), self.slots))
+            self._edits.grow(self.slots)
+            self._tokens.grow(self.slots)
         slot = self._free.pop()
-        for array in (self.planned, self.edited):
-            array[slot] = False
-        self.planned_until[slot] = 0
-        self.seeds[slot], self.prompts[slot], self.lengths[slot] = seed, prompt_tokens, prompt_tokens
+        self.seeds[slot], self.prompts[slot], self.perturbed[slot] = seed, prompt_tokens, perturbed
         self.has_edits[slot] = False
-        self.live[request_id] = self._of_slot[slot] = trajectory = Trajectory(slot, seed, prompt_tokens, perturbed)
+        self.live[request_id] = trajectory = Trajectory(slot, seed, prompt_tokens)
         return trajectory
 
-    def plan(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Sees to it that gate and token keys are known at these places; a loop, but rarely entered."""
-        for index in np.flatnonzero(positions >= self.planned_until[slots]):
-            t = self._of_slot[int(slots[index])]
-            start, stop = int(self.planned_until[t.slot]), min(int(positions[index]) + _CHUNK, self.length)
-            keys = streams.keys(torch.tensor(t.seed), torch.arange(start, stop), streams.Stream.TOKEN)
-            self.token_keys[t.slot, start:stop] = keys.numpy()
-            if t.perturbed:
-                self.planned[t.slot, start:stop] = self._operator.plan(t.seed, t.prompt_tokens, stop, start)
-            self.planned_until[t.slot] = stop
+    def write_tokens(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
+        """Notes generated tokens, one for each of several slots; a position drawn again replaces what came after it."""
+        at = positions - self.prompts[slots]
+        for i in np.flatnonzero(at < self._tokens.counts[slots]):
+            edited = self._edits.read(slots[i]).get("positions", positions[:0])
+            self._edits.counts[slots[i]] = np.searchsorted(edited, positions[i])
+        self._tokens.write(slots, at, {"log_probs": log_probs})
+
+    def write_edits(self, slots: np.ndarray, positions: np.ndarray, parts: dict[str, np.ndarray]) -> None:
+        """Notes edits, one for each of several slots, each behind the last one of its slot."""
+        self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
 
     def load(self, trajectory: Trajectory, record: ReplayRecord) -> None:
-        """Puts the record of earlier turns in place, to be replayed on the prompt's positions.
+        """Puts the record of earlier turns in place, to be replayed on the prompt's positions."""
+        earlier = record.truncate(trajectory.prompt_tokens)
+        if len(earlier):
+            names = ("positions", "ids", "weights", "agreed", "sigma", "normalizer", "vectors")
+            parts = {name: getattr(earlier, name) for name in names}
+            at = np.arange(len(earlier))
+            self._edits.write(
+                np.full_like(at, trajectory.slot), at, {name: part for name, part in parts.items() if part is not None}
+            )
+        self.has_edits[trajectory.slot] = len(earlier) > 0
 
-        Raises:
-            ValueError: where the record has more candidates per position than this engine's operator, or vectors
-                though the operator is not dense.
-        """
-        if record.ids.shape[1] > self._candidates:
-            raise ValueError(
-                f"the record to replay has {record.ids.shape[1]} candidates per position, this engine's"
-                f" perturbation at most {self._candidates}: use the same perturbation in every turn."
-            )
-        if record.vectors is not None and record.vectors.shape[1] != self._hidden:
-            raise ValueError(
-                f"the record to replay has vectors of {record.vectors.shape[1]} numbers, this engine's perturbation"
-                f" {f'of {self._hidden}' if self._hidden else 'has none'}: use the same perturbation in every turn."
-            )
-        rows = record.positions[record.positions < trajectory.prompt_tokens]
-        count, width = len(rows), record.ids.shape[1]
-        self.edited[trajectory.slot, rows] = True
-        self.ids[trajectory.slot, rows] = record.ids[:count, :1]
-        self.weights[trajectory.slot, rows] = 0.0
-        self.ids[trajectory.slot, rows, :width] = record.ids[:count]
-        self.weights[trajectory.slot, rows, :width] = record.weights[:count]
-        self.agreed[trajectory.slot, rows] = record.agreed[:count]
-        if record.sigma is not None:
-            self.sigma[trajectory.slot, rows] = record.sigma[:count]
-        if record.total is not None:
-            self.total[trajectory.slot, rows] = record.total[:count]
-        if self._hidden:
-            self.vectors[trajectory.slot, rows] = 0.0 if record.vectors is None else record.vectors[:count]
-        self.has_edits[trajectory.slot] = count > 0
+    def edits(self, slot: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """The edits of a slot at positions from ``start`` to before ``stop``, (N, …) by name; empty for none."""
+        rows = self._edits.read(slot)
+        if not rows:
+            return {}
+        part = slice(*np.searchsorted(rows["positions"], [start, stop]))
+        return {name: array[part] for name, array in rows.items()} if part.start < part.stop else {}
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
         """The record and the log-probabilities of the generated tokens so far.
@@ -152,22 +192,13 @@ class TrajectoryStore:
             The record, and log π of each generated token at the rollout, (generated,) float32.
         """
         t = self.live[request_id]
-        num_tokens = int(self.lengths[t.slot])
-        positions = np.flatnonzero(self.edited[t.slot, :num_tokens]).astype(np.int32)
-        record = ReplayRecord(
-            t.seed,
-            t.prompt_tokens,
-            num_tokens,
-            positions,
-            self.ids[t.slot, positions],
-            self.weights[t.slot, positions],
-            self.sigma[t.slot, positions] if self._noisy else None,
-            self.agreed[t.slot, positions],
-            self.vectors[t.slot, positions] if self._hidden else None,
-            self.total[t.slot, positions] if self._totals else None,
-        )
-        return record, self.log_probs[t.slot, t.prompt_tokens : num_tokens].copy()
+        log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
+        parts = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
+        return ReplayRecord(t.seed, t.prompt_tokens, t.prompt_tokens + len(log_probs), **parts), log_probs
 
     def close(self, request_id: str) -> None:
         """Frees a request's slot."""
-        self._free.append(self.live.pop(request_id).slot)
+        slot = self.live.pop(request_id).slot
+        self._edits.clear(slot)
+        self._tokens.clear(slot)
+        self._free.append(slot)

@@ -5,7 +5,7 @@ Here rank 0 gathers the state dict (under ZeRO-3 parameter by parameter), writes
 /dev/shm, and each engine's workers map it and reload. Trainer and engines must share a machine.
 
 A perturbation's learned parameters are submodule parameters of the actor and so are in that file (and in
-OpenRLHF's own broadcast, with CUDA); `ngrpo.rollout.runner` takes them out again before vLLM loads the rest.
+OpenRLHF's own broadcast, with CUDA); `ngrpo.rollout.attach` takes them out again before vLLM loads the rest.
 
 The three functions with `original` are rows of `ngrpo.trainer.seams`.
 """

@@ -10,8 +10,8 @@ from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.hnsw import HnswIndex
+from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
 from perturbations.neighbors.table import TableIndex
-from perturbations.neighbors.upkeep import Drift, Neighborhood, Refresh
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
 from perturbations.options import nearest
 

@@ -8,22 +8,21 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.base import Proposal, Replayed
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.strategies.soft import check_top_k, truncated
+from perturbations.step import Step
+from perturbations.top_tokens import TopTokens
 
 
 @register("dirichlet")
 @dataclass(frozen=True, kw_only=True)
-class Dirichlet(Perturbation):
+class Dirichlet(TopTokens):
     """Feeds the top-k tokens mixed with weights drawn from Dirichlet(α p)."""
 
     paper = "SofT-GRPO (release), arXiv 2511.06411"
 
-    k: int = option(5, "number of tokens mixed at most", low=1)
-    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
     alpha: float = option(1.0, "concentration α: the larger, the closer to the probabilities", above=0.0)
     density: str = option(
         "token",
@@ -33,38 +32,19 @@ class Dirichlet(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         """γ_i ~ Gamma(α p_i, 1); weights = γ / Σγ; the text takes the largest weight."""
-        ids, probabilities = truncated(step.logits, self.k, self.top_p)
+        ids, probabilities = self.top(step.logits)
         shape = (self.alpha * probabilities).clamp_min(1e-20)
         log_draws = torch.where(probabilities > 0.0, step.log_gamma(ids, shape), -torch.inf)
         tokens = ids.gather(-1, log_draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        total = torch.logsumexp(log_draws, dim=-1) if self.keeps_total else None
-        return Proposal(InputEdit(ids, torch.softmax(log_draws, dim=-1), total=total), tokens)
+        normalizer = torch.logsumexp(log_draws, dim=-1) if self.has_density else None
+        return Proposal(InputEdit(ids, torch.softmax(log_draws, dim=-1), normalizer=normalizer), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of the Gamma(α p_i(θ), 1) log-density of γ_i, clamped to [−5, 3].
 
-        log γ_i = log w_i + total. A weight that float32 lost stands for a γ whose term is clamped in any case.
+        log γ_i = log w_i + normalizer. A weight that float32 lost stands for a γ whose term is clamped in any case.
         """
         edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
-        log_draws = edit.weights.clamp_min(torch.finfo(torch.float32).tiny).log() + edit.total.unsqueeze(-1)
+        log_draws = edit.weights.clamp_min(torch.finfo(torch.float32).tiny).log() + edit.normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
         return densities.dirichlet(log_draws, probabilities, self.alpha, kept)
-
-    @property
-    def candidates(self) -> int:
-        """k."""
-        return self.k
-
-    @property
-    def keeps_total(self) -> bool:
-        """With a density: the weights have lost log Σγ."""
-        return self.has_density
-
-    @property
-    def has_density(self) -> bool:
-        """Where ``density`` says so."""
-        return self.density != "token"
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)

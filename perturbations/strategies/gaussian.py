@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit, mix, one_hot, realise
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.strategies.soft import check_top_k
+from perturbations.step import Step
+from perturbations.top_tokens import check_top_k
 
 
 @register("gaussian")
@@ -63,9 +64,9 @@ class Gaussian(Perturbation):
             scale = step.temperature.unsqueeze(-1) / self.tau
             mean = InputEdit(ids, torch.softmax(values * scale, dim=-1))
         if self.sigma_of == "embedding":
-            rms = step.geometry.rms().expand(step.sampled.shape[0])
+            rms = step.embeddings.rms().expand(step.sampled.shape[0])
         else:
-            rms = realise(mean, step.geometry.lookup, None).float().square().mean(dim=-1).sqrt()
+            rms = realise(mean, step.embeddings.lookup, None).float().square().mean(dim=-1).sqrt()
         return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
@@ -92,21 +93,6 @@ class Gaussian(Perturbation):
         ratio = densities.gaussian_ratio(fed, mean, edit.sigma, origin)
         return ratio + replayed.token_log_probs if self.base == "token" else ratio
 
-    @property
-    def candidates(self) -> int:
-        """1 for a token, k for a soft mixture."""
-        return self.k if self.base == "soft" else 1
-
-    @property
-    def noisy(self) -> bool:
-        """Always: that is the point."""
-        return True
-
-    @property
-    def has_density(self) -> bool:
-        """Where ``density`` says so."""
-        return self.density != "token"
-
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""
-        check_top_k(self.candidates, vocabulary)
+        check_top_k(self.k if self.base == "soft" else 1, vocabulary)

@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.base import Proposal, Replayed
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.strategies.soft import check_top_k, truncated
+from perturbations.step import Step
+from perturbations.top_tokens import TopTokens
 
 
 @register("gumbel")
 @dataclass(frozen=True, kw_only=True)
-class Gumbel(Perturbation):
+class Gumbel(TopTokens):
     """Adds Gumbel noise to the log-probabilities of the top-k tokens and feeds their softmax mixture."""
 
     paper = "SofT-GRPO, arXiv 2511.06411"
 
-    k: int = option(5, "number of tokens mixed at most", low=1)
-    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
     tau: float = option(0.1, "temperature of the Gumbel-softmax, τ_g", above=0.0)
     clamp: bool = option(True, "clamp the noise to [-1.5, 3], as the paper does")
     density: str = option(
@@ -48,7 +47,7 @@ class Gumbel(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
-        ids, probabilities = truncated(step.logits, self.k, self.top_p)
+        ids, probabilities = self.top(step.logits)
         noise = step.gumbel(ids)
         if self.clamp:
             noise = noise.clamp(*densities.GUMBEL_RANGE)
@@ -56,35 +55,17 @@ class Gumbel(Perturbation):
         scores = torch.where(kept, (probabilities + densities.LOG_FLOOR).log() + noise, -torch.inf)
         weights = torch.softmax(scores / self.tau, dim=-1)
         tokens = ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        total = self.tau * torch.logsumexp(scores / self.tau, dim=-1) if self.keeps_total else None
-        return Proposal(InputEdit(ids, weights, total=total), tokens)
+        normalizer = self.tau * torch.logsumexp(scores / self.tau, dim=-1) if self.has_density else None
+        return Proposal(InputEdit(ids, weights, normalizer=normalizer), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with log p_i(θ) > −3 of −g_i(θ) − exp(−g_i(θ)), g_i(θ) = clamp(y_i − log p_i(θ), −1.5, 3).
 
-        y_i = τ_g log w_i + total. A weight that float32 lost stands for a y below −5, whose g is clamped in any case.
+        y_i = τ_g log w_i + normalizer. A weight that float32 lost stands for a y below −5, whose g is clamped in any
+        case.
         """
         edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
         weights = edit.weights.clamp_min(torch.finfo(torch.float32).tiny)
-        scores = self.tau * weights.log() + edit.total.unsqueeze(-1)
+        scores = self.tau * weights.log() + edit.normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
         return densities.gumbel(scores, probabilities, kept)
-
-    @property
-    def candidates(self) -> int:
-        """k."""
-        return self.k
-
-    @property
-    def keeps_total(self) -> bool:
-        """With a density: weights = softmax(y / τ_g) have lost τ_g · logsumexp(y / τ_g)."""
-        return self.has_density
-
-    @property
-    def has_density(self) -> bool:
-        """Where ``density`` says so."""
-        return self.density != "token"
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Step
+from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.strategies.soft import check_top_k
+from perturbations.step import Step
+from perturbations.top_tokens import check_top_k
 
 _C = 8.0
 _LARGEST_START = 0.999
@@ -53,11 +54,6 @@ class HRPO(Perturbation):
     def learning_rate(self, parameter: str) -> float | None:
         """The gate learns faster than the policy, as in the paper's settings."""
         return self.lambda_lr if parameter == "lambda_shift" else self.gate_lr
-
-    @property
-    def candidates(self) -> int:
-        """The sampled token and k others."""
-        return self.k + 1
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

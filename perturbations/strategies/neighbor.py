@@ -8,12 +8,14 @@ from importlib.util import find_spec
 
 import torch
 
-from perturbations.base import Perturbation, Proposal, Step
+from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.neighbors import Refresh
 from perturbations.options import option
 from perturbations.registry import register
+from perturbations.step import Step
+from perturbations.top_tokens import check_top_k
 
 _VARIANTS = {
     "paper": {"weights": "logits", "realization": "anchor", "space": "input"},
@@ -67,7 +69,7 @@ class Neighbor(Perturbation):
     def propose(self, step: Step) -> Proposal:
         """Section 3 of the paper: anchor, neighbor set C_t, softmax within the set, mixture."""
         anchor = step.logits.argmax(dim=-1)
-        index = step.geometry.index(
+        index = step.embeddings.index(
             self.metric,
             self.space,
             self.skip_special,
@@ -87,19 +89,10 @@ class Neighbor(Perturbation):
         tokens = anchor if self.realization == "anchor" else step.sampled
         return Proposal(InputEdit(ids, mixture), tokens)
 
-    @property
-    def candidates(self) -> int:
-        """k: the anchor and its neighbors."""
-        return self.k
-
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary, and a graph needs its library."""
         if self.index == "hnsw" and self.metric != "l1" and find_spec("hnswlib") is None:
             raise UsageError(
                 "perturbation option index='hnsw': needs hnswlib; pip install 'ngrpo[hnsw]', or take exact."
             )
-        if self.k > vocabulary:
-            raise UsageError(
-                f"perturbation option k={self.k}: must be in [2, {vocabulary}], the model's vocabulary; the paper"
-                " uses 3."
-            )
+        check_top_k(self.k, vocabulary, low=2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perturbations.base import Perturbation, Proposal, Step
+from perturbations.base import Perturbation, Proposal
 from perturbations.edit import one_hot
 from perturbations.options import option
 from perturbations.registry import register
+from perturbations.step import Step
 
 
 @register("none")
@@ -22,8 +23,3 @@ class NoPerturbation(Perturbation):
     def propose(self, step: Step) -> Proposal:
         """The sampled tokens, unchanged."""
         return Proposal(one_hot(step.sampled), step.sampled)
-
-    @property
-    def candidates(self) -> int:
-        """One: the token itself."""
-        return 1

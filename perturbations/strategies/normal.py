@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.base import Proposal, Replayed
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.strategies.soft import check_top_k, truncated
+from perturbations.step import Step
+from perturbations.top_tokens import TopTokens
 
 
 @register("normal")
 @dataclass(frozen=True, kw_only=True)
-class Normal(Perturbation):
+class Normal(TopTokens):
     """Feeds the top-k tokens mixed with their probabilities plus normal noise, renormalised.
 
     A weight may be negative, as in the release: p_i = 0.01 with noise of 0.05 often is.
@@ -28,7 +29,6 @@ class Normal(Perturbation):
 
     # More than ten noises of 0.05 may bring their sum, by which the weights are divided, near 0.
     k: int = option(5, "number of tokens mixed at most", low=1, high=10)
-    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
     density: str = option(
         "token",
         "what the loss weighs: the token's probability, or the normal density of the draws",
@@ -37,35 +37,19 @@ class Normal(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
-        ids, probabilities = truncated(step.logits, self.k, self.top_p)
+        ids, probabilities = self.top(step.logits)
         draws = probabilities + densities.NORMAL_SIGMA * step.normal(ids)
         draws = torch.where(probabilities > 0.0, draws, 0.0)
-        total = draws.sum(dim=-1)
+        normalizer = draws.sum(dim=-1)
         tokens = ids.gather(-1, draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        return Proposal(InputEdit(ids, draws / total.unsqueeze(-1), total=total if self.keeps_total else None), tokens)
+        return Proposal(
+            InputEdit(ids, draws / normalizer.unsqueeze(-1), normalizer=normalizer if self.has_density else None),
+            tokens,
+        )
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """Mean over the ids of log N(y_i; p_i(θ), 0.05²) with y_i clamped to p_i(θ) ± 0.15; y_i = w_i · total."""
+        """Mean over the ids of log N(y_i; p_i(θ), 0.05²) with y_i clamped to p_i(θ) ± 0.15; y_i = w_i · normalizer."""
         edit = replayed.edit
         kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
-        return densities.normal(edit.weights * edit.total.unsqueeze(-1), probabilities, kept)
-
-    @property
-    def candidates(self) -> int:
-        """k."""
-        return self.k
-
-    @property
-    def keeps_total(self) -> bool:
-        """With a density: the weights have lost Σy."""
-        return self.has_density
-
-    @property
-    def has_density(self) -> bool:
-        """Where ``density`` says so."""
-        return self.density != "token"
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)
+        return densities.normal(edit.weights * edit.normalizer.unsqueeze(-1), probabilities, kept)

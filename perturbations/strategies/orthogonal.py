@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from perturbations.base import Perturbation, Proposal, Step
+from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.strategies.soft import check_top_k
+from perturbations.step import Step
+from perturbations.top_tokens import check_top_k
 
 
 @register("orthogonal")
@@ -34,7 +35,7 @@ class Orthogonal(Perturbation):
         values, ids = step.logits.topk(self.k, dim=-1)
         shares = torch.nan_to_num(torch.softmax(values[:, 1:], dim=-1))  # NaN where only one token is possible
         noise = step.normal(ids[:, 1:]) * shares
-        vectors = step.geometry.lookup(ids).float()
+        vectors = step.embeddings.lookup(ids).float()
         anchor, others = vectors[:, :1], vectors[:, 1:]
         norm = anchor.square().sum(dim=-1).clamp_min(1e-12)
         along = (others * anchor).sum(dim=-1) / norm
@@ -42,11 +43,6 @@ class Orthogonal(Perturbation):
         tokens = ids[:, 0] if self.realization == "anchor" else step.sampled
         return Proposal(InputEdit(ids, weights), tokens)
 
-    @property
-    def candidates(self) -> int:
-        """k: the anchor and the others."""
-        return self.k
-
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)
+        check_top_k(self.k, vocabulary, low=2)

@@ -41,7 +41,7 @@ def check_class(kind: Registry, cls: Any, base: type) -> None:
     if missing:
         raise PerturbationError(
             f"{cls.name}: {missing} must be implemented.",
-            "Write propose(self, step) -> Proposal, and the property candidates: how many tokens each edit mixes.",
+            "Write propose(self, step) -> Proposal.",
         )
     for field in dataclasses.fields(cls):
         _check_declaration(cls, field, kind)
@@ -107,7 +107,6 @@ def check_options(made: Any) -> None:
 def check_spec(made: Any) -> None:
     """Another process can make the same thing from the spec."""
     name, spec = made.name, made.spec()
-    make = registry.create if isinstance(made, registry.operators.base_class()) else registry.create_gate
     try:
         plain = json.loads(json.dumps(spec))
     except TypeError as error:
@@ -122,7 +121,7 @@ def check_spec(made: Any) -> None:
             "Move it to the top of a module or a file.",
         )
     try:
-        again = make(**plain)
+        again = made.registry.create(**plain)
     except ValueError as error:
         raise PerturbationError(
             f"{name}: create(**spec()) fails for {shown}: {error}",
@@ -134,14 +133,11 @@ def check_spec(made: Any) -> None:
             "Each option must survive being passed again, and two classes must not share a name.",
         )
     for how, one in (("asked twice", made), ("made again from the spec", again)):
-        if _identity(one) != _identity(made):
+        if one.fingerprint() != made.fingerprint():
             raise PerturbationError(
-                f"{name}: fingerprint() is not stable: {how}, it is {_identity(one)} instead of {_identity(made)}.",
+                f"{name}: fingerprint() is not stable: {how}, it is {one.fingerprint()} instead of"
+                f" {made.fingerprint()}.",
                 "It must depend on the options alone.",
             )
     if pickle.loads(pickle.dumps(made)) != made:
         raise PerturbationError(f"{name}: it comes out of pickle changed.", "Do not override __reduce__.")
-
-
-def _identity(made: Any) -> str:
-    return made.fingerprint() if hasattr(made, "fingerprint") else json.dumps(made.spec(), sort_keys=True)

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perturbations.base import GateStep, Step
-from perturbations.gates import Gate, Places
+from perturbations.gates.base import Gate
+from perturbations.step import GateStep, Positions, Step
 from perturbations.testing.proposal import ORDER, of_rows, unchanged
 from perturbations.testing.report import PerturbationError, check_tensor, differing, global_random_state
 
@@ -19,47 +19,51 @@ def check_decides(gate: Gate) -> None:
     if type(gate).plan is Gate.plan and type(gate).open is Gate.open:
         raise PerturbationError(
             f"{gate.name}: it has neither plan() nor open(), so it is always open.",
-            "Write open(self, step) -> (B,) bool to look at logits, plan(self, places) -> (N,) bool for positions.",
+            "Write open(self, step) -> (B,) bool to look at logits, plan(self, positions) -> (N,) bool for positions.",
         )
 
 
 def check_plan(gate: Gate) -> None:
-    """Each position is judged by itself, however a trajectory is cut into pieces."""
-    for seed, first in _TRAJECTORIES:
-        positions = np.concatenate([np.arange(first, first + 90), np.arange(first + 91, first + 400, 7)])
-        before, state = positions.copy(), global_random_state()
-        whole = _plan(gate, seed, first, positions)
-        if global_random_state() != state:
+    """Each position is judged by itself, whichever others it is asked for with."""
+    steps = np.concatenate([np.arange(90), np.arange(91, 400, 7)])
+    seeds, first = (np.repeat(np.array(part), len(steps)) for part in zip(*_TRAJECTORIES))
+    every = Positions(seeds, first, first + np.tile(steps, len(_TRAJECTORIES)))
+    before, state = every.positions.copy(), global_random_state()
+    whole = _plan(gate, every)
+    if global_random_state() != state:
+        raise PerturbationError(
+            f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's).",
+            "Draw with positions.uniform: the same numbers whenever the position is asked for.",
+        )
+    if not np.array_equal(every.positions, before):
+        raise PerturbationError(f"{gate.name}: plan() changes positions.positions in place.", "Work on a copy.")
+    rows = np.arange(len(whole))
+    for part in (rows[:1], rows[1:2], rows[2:40], rows[40:41], rows[::-1], rows[7::11]):
+        again = _plan(gate, every.where(part))
+        if not np.array_equal(whole[part], again):
+            at = int(np.flatnonzero(whole[part] != again)[0])
             raise PerturbationError(
-                f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's).",
-                "Draw with places.uniform: the same numbers whenever the position is planned.",
-            )
-        if not np.array_equal(positions, before):
-            raise PerturbationError(f"{gate.name}: plan() changes places.positions in place.", "Work on a copy.")
-        cuts = [slice(0, 1), slice(1, 2), slice(2, 40), slice(40, 41), slice(41, None)]
-        pieces = np.concatenate([_plan(gate, seed, first, positions[cut]) for cut in cuts])
-        if not np.array_equal(whole, pieces):
-            at = int(np.flatnonzero(whole != pieces)[0])
-            raise PerturbationError(
-                f"{gate.name}: plan() says {whole[at]} of position {positions[at]} in one piece and {pieces[at]} in"
-                " several.",
-                "Judge each position by itself and keep no state between calls: a long answer is planned in pieces.",
+                f"{gate.name}: plan() says {whole[part][at]} of position {every.positions[part][at]} among all and"
+                f" {again[at]} among others.",
+                "Judge each position by itself and keep no state between calls: a step asks for the positions of"
+                " whatever trajectories are in it.",
             )
 
 
-def _plan(gate: Gate, seed: int, first: int, positions: np.ndarray) -> np.ndarray:
+def _plan(gate: Gate, positions: Positions) -> np.ndarray:
     try:
-        planned = gate.plan(Places(seed, first, positions))
+        planned = gate.plan(positions)
     except Exception as error:
         raise PerturbationError(
             f"{gate.name}: plan() raises {type(error).__name__}: {error}", "It must answer for any positions."
         ) from error
-    if not isinstance(planned, np.ndarray) or planned.dtype != bool or planned.shape != positions.shape:
+    if not isinstance(planned, np.ndarray) or planned.dtype != bool or planned.shape != positions.positions.shape:
         seen = type(planned).__name__
         if isinstance(planned, np.ndarray):
             seen = f"an array of {planned.dtype}, {planned.shape}"
         raise PerturbationError(
-            f"{gate.name}: plan() returns {seen}.", f"Return a numpy array of bool, {positions.shape}: one a position."
+            f"{gate.name}: plan() returns {seen}.",
+            f"Return a numpy array of bool, {positions.positions.shape}: one a position.",
         )
     return planned
 
@@ -105,7 +109,7 @@ def _check_synchronisation(gate: Gate, step: GateStep, where: str) -> None:
         names = ("logits", "sampled", "temperature", "seeds", "positions", "generated")
         fake = {name: mode.from_tensor(getattr(step, name)) for name in names}
         try:
-            gate.open(GateStep(**fake, geometry=step.geometry))
+            gate.open(GateStep(**fake, embeddings=step.embeddings))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PerturbationError(
                 f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor
 
 from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Step
+from perturbations.base import Perturbation, Proposal
 from perturbations.density_check import density_problem
 from perturbations.edit import InputEdit, realise
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 from perturbations.replay import ReplayRecord
+from perturbations.step import Step
 from perturbations.testing.report import CLOSE, PerturbationError, check_tensor, differing, global_random_state
 
 ROWS, _DIMENSION = 7, 8
+_SIZES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
 ORDER = (4, 0, 6, 2, 1, 5, 3)
 _log = logging.getLogger(__name__)
 _EVERY_ROW = (
@@ -27,26 +30,24 @@ _EVERY_ROW = (
 )
 
 
-def check_size(operator: Perturbation) -> None:
-    """The number of candidates, and a small model that the operator must fit."""
-    if not isinstance(operator.candidates, int) or operator.candidates < 1:
-        raise PerturbationError(
-            f"{operator.name}: candidates is {operator.candidates!r}.",
-            "It must be a whole number of at least 1: how many tokens each edit mixes.",
-        )
+def check_model(operator: Perturbation) -> None:
+    """There is a small model that the perturbation fits."""
     try:
-        operator.check_model(vocabulary_for(operator.candidates))
+        operator.check_model(_SIZES[-1])
     except ValueError as error:
         raise PerturbationError(
-            f"{operator.name}: check_model refuses a vocabulary of {vocabulary_for(operator.candidates)} tokens, though"
-            f" only {operator.candidates} are candidates: {error}",
+            f"{operator.name}: check_model refuses a vocabulary of {_SIZES[-1]:,} tokens: {error}",
             "Refuse only a vocabulary that is too small for the options.",
         ) from error
 
 
-def vocabulary_for(candidates: int) -> int:
-    """V of the synthetic model."""
-    return max(64, 2 * candidates)
+def vocabulary_for(operator: Perturbation) -> int:
+    """V of the synthetic model: the smallest that the perturbation fits."""
+    for size in _SIZES[:-1]:
+        with contextlib.suppress(ValueError):
+            operator.check_model(size)
+            return size
+    return _SIZES[-1]
 
 
 def steps(vocabulary: int) -> list[tuple[str, Step]]:
@@ -55,7 +56,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     embedding = torch.randn(vocabulary, _DIMENSION, generator=generator)
     embedding[5] = 0.0  # never-trained tokens: a zero row and two equal ones
     embedding[7] = embedding[6]
-    geometry = matrix_geometry(embedding, special_ids=(0, 1))
+    embeddings = matrix_embeddings(embedding, special_ids=(0, 1))
     seeds = torch.randint(-(2**62), 2**62, (ROWS,), generator=generator)
     positions = torch.randint(1, 10_000, (ROWS,), generator=generator).sort().values
     raw = 3.0 * torch.randn(ROWS, vocabulary, generator=generator)
@@ -63,7 +64,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     def step(logits: Tensor, temperature: float = 1.0) -> Step:
         noise = streams.gumbel(streams.keys(seeds, positions, streams.Stream.TOKEN), vocabulary)
         sampled = (logits + noise).argmax(dim=-1)
-        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, geometry)
+        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, embeddings)
 
     masked = raw.clone()
     masked[:, :3] = -torch.inf
@@ -88,7 +89,7 @@ def of_rows(step: Step, rows: Tensor) -> Step:
 
 def unchanged(step: Step, call: Callable[[], object], label: str) -> object:
     """The result of a call that must leave the step and the global generators alone."""
-    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "geometry"}
+    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "embeddings"}
     state = global_random_state()
     result = call()
     if global_random_state() != state:
@@ -151,8 +152,9 @@ def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, wher
     """Shapes, types, ranges and values of one proposal."""
     rows, vocabulary = step.logits.shape
     edit, device = proposal.edit, step.logits.device
-    check_tensor(f"{where} edit.ids", edit.ids, (rows, operator.candidates), torch.int64, device)
-    check_tensor(f"{where} edit.weights", edit.weights, (rows, operator.candidates), torch.float32, device)
+    width = edit.ids.shape[-1] if isinstance(edit.ids, Tensor) and edit.ids.dim() == 2 else 1
+    check_tensor(f"{where} edit.ids", edit.ids, (rows, max(width, 1)), torch.int64, device)
+    check_tensor(f"{where} edit.weights", edit.weights, (rows, width), torch.float32, device)
     check_tensor(f"{where} tokens", proposal.tokens, (rows,), torch.int64, device)
     for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
         outside = ids[(ids < 0) | (ids >= vocabulary)]
@@ -166,8 +168,8 @@ def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, wher
             f"{where} edit.weights holds {bad}.",
             "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan.",
         )
-    _check_weights(operator, edit.weights, where)
-    _check_parts(operator, step, edit, where)
+    _check_weights(operator, edit, where)
+    _check_parts(step, edit, where)
     masked = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
     if masked.any():
         token = proposal.tokens[masked][0].item()
@@ -176,25 +178,26 @@ def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, wher
             "Choose a possible token, for example step.sampled or the argmax of step.logits.",
         )
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    if not torch.isfinite(realise(edit, step.geometry.lookup, keys, operator.module(_DIMENSION))).all():
+    if not torch.isfinite(realise(edit, step.embeddings.lookup, keys, operator.module(_DIMENSION))).all():
         raise PerturbationError(f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
-def _check_weights(operator: Perturbation, weights: Tensor, where: str) -> None:
-    promises = (operator.mixture, operator.dense or operator.module(_DIMENSION) is not None)
-    if promises[0] not in ("convex", "affine", "free"):
+def _check_weights(operator: Perturbation, edit: InputEdit, where: str) -> None:
+    weights, kind = edit.weights, operator.mixture
+    if kind not in ("convex", "affine", "free"):
         raise PerturbationError(
-            f"{where} mixture is {operator.mixture!r}.",
+            f"{where} mixture is {kind!r}.",
             "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'.",
         )
-    if promises[0] == "convex" and weights.min() < 0.0:
+    if kind == "convex" and weights.min() < 0.0:
         raise PerturbationError(
             f"{where} edit.weights holds {weights.min().item():g}.",
             "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class.",
         )
     sums = weights.double().sum(dim=-1)
     worst = sums[(sums - 1.0).abs().argmax()].item()
-    if promises[0] != "free" and not promises[1] and abs(worst - 1.0) > CLOSE:
+    replaced = edit.vectors is not None or operator.module(_DIMENSION) is not None
+    if kind != "free" and not replaced and abs(worst - 1.0) > CLOSE:
         raise PerturbationError(
             f"{where} the weights of a position sum to {worst:.6g}.",
             "They must sum to 1, or the input's length would change: normalise them (divide by their sum). Where that"
@@ -202,18 +205,11 @@ def _check_weights(operator: Perturbation, weights: Tensor, where: str) -> None:
         )
 
 
-def _check_parts(operator: Perturbation, step: Step, edit: InputEdit, where: str) -> None:
-    """What an edit has beside ids and weights is what the operator says it has."""
+def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
+    """What an edit may have beside ids and weights."""
     rows = len(step.logits)
-    parts = {"noisy": ("sigma", (rows,)), "dense": ("vectors", (rows, _DIMENSION)), "keeps_total": ("total", (rows,))}
-    for promise, (name, shape) in parts.items():
-        said, part = getattr(operator, promise), getattr(edit, name)
-        if said != (part is not None):
-            seen = "missing" if part is None else "there"
-            raise PerturbationError(
-                f"{where} {promise} is {said} but edit.{name} is {seen}.",
-                f"The two must agree: the property {promise} says whether edits carry {name}.",
-            )
+    for name, shape in (("sigma", (rows,)), ("vectors", (rows, _DIMENSION)), ("normalizer", (rows,))):
+        part = getattr(edit, name)
         if part is None:
             continue
         check_tensor(f"{where} edit.{name}", part, shape, torch.float32, step.logits.device)
@@ -290,7 +286,7 @@ def _check_record(step: Step, proposal: Proposal, where: str) -> None:
         "sigma": None if edit.sigma is None else edit.sigma.numpy(),
         "agreed": (proposal.tokens == step.sampled).numpy(),
         "vectors": None if edit.vectors is None else edit.vectors.numpy(),
-        "total": None if edit.total is None else edit.total.numpy(),
+        "normalizer": None if edit.normalizer is None else edit.normalizer.numpy(),
     }
     record = ReplayRecord(seed=1, prompt_tokens=1, num_tokens=int(step.positions[-1]) + 1, **parts)
     again = ReplayRecord.from_bytes(record.to_bytes())

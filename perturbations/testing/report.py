@@ -17,15 +17,15 @@ class PerturbationError(AssertionError):
 
     Attributes:
         what: what is wrong, with what was seen.
-        mend: what to do about it.
+        fix: what to do about it.
     """
 
-    def __init__(self, what: str, mend: str) -> None:
-        super().__init__(f"{what} {mend}")
-        self.what, self.mend = what, mend
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what} {fix}")
+        self.what, self.fix = what, fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.mend)
+        return type(self), (self.what, self.fix)
 
 
 def check_tensor(label: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -33,9 +33,8 @@ def check_tensor(label: str, tensor: Any, shape: tuple[int, ...], dtype: torch.d
     if not isinstance(tensor, Tensor):
         raise PerturbationError(f"{label} is a {type(tensor).__name__}.", f"It must be a tensor of shape {shape}.")
     if tuple(tensor.shape) != shape:
-        columns = ", and as many columns as the property candidates says" if len(shape) > 1 else ""
         raise PerturbationError(
-            f"{label} has shape {tuple(tensor.shape)}.", f"It must be {shape}: one row for each position{columns}."
+            f"{label} has shape {tuple(tensor.shape)}.", f"It must be {shape}: one row for each position."
         )
     if tensor.dtype != dtype:
         raise PerturbationError(f"{label} is {tensor.dtype}.", f"It must be {dtype}: convert it with .to({dtype}).")

@@ -9,7 +9,7 @@ from typing import Any
 
 from perturbations import registry
 from perturbations.base import Perturbation
-from perturbations.gates import Gate
+from perturbations.gates.base import Gate
 from perturbations.registry import Registry
 from perturbations.testing import gate as of_gate
 from perturbations.testing import proposal
@@ -89,13 +89,13 @@ def _shared_checks(made: Any) -> _Checks:
 
 def _operator_checks(operator: Perturbation) -> _Checks:
     yield from _shared_checks(operator)
-    fits = partial(proposal.check_size, operator)
-    yield "the number of candidates", fits
+    fits = partial(proposal.check_model, operator)
+    yield "a small model that it fits", fits
     if _outcome(fits) is not None:
         return
     if operator.module(1) is not None:
         yield "its learned parameters", partial(proposal.check_module, operator)
-    for label, step in proposal.steps(proposal.vocabulary_for(operator.candidates)):
+    for label, step in proposal.steps(proposal.vocabulary_for(operator)):
         yield f"proposals for {label}", partial(proposal.check_step, operator, label, step)
 
 

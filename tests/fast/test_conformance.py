@@ -98,10 +98,6 @@ class Good(Perturbation):
         ids = torch.stack([step.sampled, second], dim=-1)
         return Proposal(InputEdit(ids, torch.stack([1.0 - share, share], dim=-1)), step.sampled)
 
-    @property
-    def candidates(self) -> int:
-        return 2
-
 
 def test_a_third_partys_operator_conforms_as_instance_class_and_address() -> None:
     check_perturbation(Good(most=0.2))
@@ -194,8 +190,8 @@ def to_list(step, i, w, t):
 BROKEN = [
     (breaks(lambda s, i, w, t: (i, w, t)), ["returns tuple", "Return Proposal"]),
     (
-        breaks(lambda s, i, w, t: proposal(i[:, :1], w[:, :1], t)),
-        ["edit.ids", "(7, 1)", "(7, 2)", "candidates"],
+        breaks(lambda s, i, w, t: proposal(i[:, :1], w, t)),
+        ["edit.weights", "(7, 2)", "(7, 1)"],
     ),
     (breaks(lambda s, i, w, t: proposal(i, w[:, :1], t)), ["edit.weights", "(7, 1)", "(7, 2)"]),
     (breaks(lambda s, i, w, t: proposal(i, w, t.unsqueeze(-1))), ["tokens", "(7, 1)", "(7,)"]),
@@ -214,7 +210,8 @@ BROKEN = [
     (breaks(lambda s, i, w, t: proposal(i, w - w.new_tensor([2.0, -2.0]), t)), ["-", "must not be negative"]),
     (breaks(nan_where_masked), ["logits with -inf", "edit.weights holds nan", "must be finite"]),
     (breaks(impossible_token), ["logits with -inf", "token 1", "-inf", "possible token"]),
-    (breaks(lambda s, i, w, t: proposal(i, w, t, w[:, 0])), ["noisy is False", "edit.sigma is there"]),
+    (breaks(lambda s, i, w, t: proposal(i[:, :0], w[:, :0], t)), ["edit.ids", "(7, 0)", "(7, 1)"]),
+    (breaks(lambda s, i, w, t: proposal(i, w, t, w)), ["edit.sigma has shape (7, 2)", "(7,)"]),
     (breaks(global_draw), ["global random generator", "step.uniform"]),
     (breaks(numpy_draw), ["global random generator", "step.uniform"]),
     (breaks(python_draw), ["global random generator", "step.uniform"]),
@@ -236,28 +233,12 @@ def test_broken_proposals_are_caught(cls: type, words: list[str]) -> None:
         assert word in str(error.value)
 
 
-class NoisyWithout(Good):
-    """Says that it is noisy and gives no scale."""
-
-    @property
-    def noisy(self) -> bool:
-        return True
-
-
-class NegativeSigma(NoisyWithout):
+class NegativeSigma(Good):
     """Gives a negative scale."""
 
     def propose(self, step: Step) -> Proposal:
         good = super().propose(step)
         return proposal(good.edit.ids, good.edit.weights, good.tokens, -torch.ones(len(good.tokens)))
-
-
-class NoCandidates(Good):
-    """Has an empty set."""
-
-    @property
-    def candidates(self) -> int:
-        return 0
 
 
 class RefusesModels(Good):
@@ -341,10 +322,8 @@ class NotPlain(Good):
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (NoisyWithout, ["noisy is True", "edit.sigma is missing"]),
         (NegativeSigma, ["edit.sigma holds -1", "not negative"]),
-        (NoCandidates, ["candidates is 0", "at least 1"]),
-        (RefusesModels, ["check_model refuses a vocabulary of 64", "too small"]),
+        (RefusesModels, ["check_model refuses a vocabulary of 262,144", "too small"]),
         (NoHelp, ["'strength'", "no help text", "option(default, help)"]),
         (NoDefault, ["'strength'", "no default"]),
         (BadDefault, ["'strength'", "its own default 2.0", "in [0, 1]"]),
@@ -386,7 +365,7 @@ def test_classes_that_are_not_operators() -> None:
     for cls, words in [
         (Local, ["inside a function", "<locals>", "top of a module"]),
         (Nameless, ["Nameless has no name of its own", "@register"]),
-        (Half, ["half", "candidates, propose must be implemented"]),
+        (Half, ["half", "propose must be implemented"]),
         (Plain, ["Plain is not a dataclass", "@dataclass(frozen=True, kw_only=True)"]),
         (Step, ["Step", "derive it from perturbations.Perturbation"]),
     ]:

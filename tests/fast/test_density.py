@@ -13,7 +13,7 @@ from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.density_check import replayed
 from perturbations.edit import realise
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 
 V, D = 12, 6
@@ -179,7 +179,7 @@ def a_step(probabilities: Tensor, temperature: float = 1.0, seed: int = 9) -> St
     logits = probabilities.log() + 2.5
     tokens = torch.zeros(rows, dtype=torch.int64)
     seeds, positions = torch.full((rows,), seed), torch.arange(5, 5 + rows)
-    return Step(logits, tokens, torch.full((rows,), temperature), seeds, positions, matrix_geometry(embedding))
+    return Step(logits, tokens, torch.full((rows,), temperature), seeds, positions, matrix_embeddings(embedding))
 
 
 def likely(rows: int, seed: int = 3) -> Tensor:
@@ -200,7 +200,7 @@ def test_gradient_of_each_operator_reaches_the_logits(operator: Perturbation) ->
     step = a_step(likely(6), temperature=0.7)
     proposal = operator.propose(step)
     base = step.logits.double() + 0.02 * torch.randn(6, V, dtype=torch.float64, generator=generator(11))
-    lookup = step.geometry.lookup
+    lookup = step.embeddings.lookup
 
     def density(logits: Tensor) -> Tensor:
         seen = replayed(step, proposal, logits)
@@ -218,7 +218,7 @@ def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_acti
     operator = create("gaussian", density="gaussian", base="soft", k=3, tau=1.0)
     step = a_step(likely(1))
     proposal = operator.propose(step)
-    matrix = step.geometry.lookup(torch.arange(V)).clone().requires_grad_()
+    matrix = step.embeddings.lookup(torch.arange(V)).clone().requires_grad_()
     seen = replayed(step, proposal, step.logits)
     seen = Replayed(**{**vars(seen), "lookup": lambda ids: nn.functional.embedding(ids, matrix)})
     operator.log_density(seen).sum().backward()
@@ -258,7 +258,7 @@ def test_gumbel_with_weights_too_small_for_float32() -> None:
     edit = operator.propose(step).edit
     assert edit.weights[0, 1] < 1e-38
     half = torch.zeros(1, 3)
-    g0 = (edit.total[0] - math.log(0.5 + 1e-6)).clamp(-1.5, 3.0).item()  # y_0 = total, since w_0 = 1
+    g0 = (edit.normalizer[0] - math.log(0.5 + 1e-6)).clamp(-1.5, 3.0).item()  # y_0 = normalizer, since w_0 = 1
     want = (-g0 - math.exp(-g0) + 1.5 - math.exp(1.5)) / 2
     assert by_kind(operator, step, half).item() == pytest.approx(want, abs=1e-4)
 
@@ -286,12 +286,12 @@ def test_gaussian_soft_is_0_at_the_rollout_and_the_paper_s_elsewhere(temperature
     assert by_kind(operator, step, step.logits).abs().max() < 1e-4
     other = step.logits + 0.3 * torch.randn(50, V, generator=generator(2))
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    fed = realise(edit, step.geometry.lookup, keys).double()
+    fed = realise(edit, step.embeddings.lookup, keys).double()
 
     def h(logits: Tensor) -> Tensor:
         values, ids = logits.double().topk(4, dim=-1)
         shares = torch.softmax(values * temperature / 0.5, dim=-1).unsqueeze(-1)
-        return (step.geometry.lookup(ids) * shares).sum(dim=1)
+        return (step.embeddings.lookup(ids) * shares).sum(dim=1)
 
     def paper(logits: Tensor) -> Tensor:
         return -(fed - h(logits)).square().sum(-1) / (2 * edit.sigma.double() ** 2)
@@ -337,7 +337,7 @@ def test_options_that_do_not_go_together_are_refused(name: str, options: dict, w
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
 def test_default_density_is_the_token(operator: Perturbation) -> None:
     plain = create(operator.name)
-    assert not plain.has_density and not plain.keeps_total and operator.has_density
+    assert not plain.has_density and operator.has_density
 
 
 def test_an_operator_without_a_density_says_so() -> None:

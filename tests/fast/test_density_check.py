@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from perturbations import create
-from perturbations.base import Perturbation, Replayed
+from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.step import Step
 from perturbations.strategies.gumbel import Gumbel
 from perturbations.strategies.normal import Normal
 from perturbations.testing import PerturbationError, check_perturbation
@@ -33,12 +34,16 @@ def shifted(self: Gumbel, replayed: Replayed) -> Tensor:
     return Gumbel.log_density(self, replayed)[:-1]
 
 
+def without_normalizer(self: Gumbel, step: Step) -> Proposal:
+    return create("gumbel").propose(step)
+
+
 def infinite(self: Gumbel, replayed: Replayed) -> Tensor:
     return Gumbel.log_density(self, replayed) - torch.inf
 
 
 def centred(self: Gumbel, replayed: Replayed) -> Tensor:
-    return Gumbel.log_density(self, replayed) - replayed.logits[0, 0].clamp(-5.0, 5.0) * replayed.edit.total[0]
+    return Gumbel.log_density(self, replayed) - replayed.logits[0, 0].clamp(-5.0, 5.0) * replayed.edit.normalizer[0]
 
 
 def failing(self: Gumbel, replayed: Replayed) -> Tensor:
@@ -57,14 +62,11 @@ def double(self: Gumbel, replayed: Replayed) -> Tensor:
         (dict(log_density=infinite), "must be finite"),
         (dict(log_density=centred), "another batch order"),
         (dict(log_density=failing), "KeyError"),
-        (dict(keeps_total=property(lambda self: True)), "keeps_total is True but edit.total is missing"),
-        (dict(keeps_total=property(lambda self: False)), None),
+        (dict(propose=without_normalizer), "log_density() raises AttributeError"),
     ],
-    ids=["shape", "dtype", "infinite", "batch", "raises", "total", "no-total"],
+    ids=["shape", "dtype", "infinite", "batch", "raises", "no-normalizer"],
 )
 def test_broken_densities_are_caught(parts: dict[str, Any], words: str | None) -> None:
-    if "keeps_total" in parts:
-        parts = {**parts, "propose": lambda self, step: create("gumbel").propose(step)}
     with pytest.raises(PerturbationError) as error:
         check_perturbation(broken(**parts), density="gumbel")
     assert words is None or words in str(error.value)

@@ -31,18 +31,18 @@ def record_of(operator: Perturbation, step: Step, prompt: int = 5) -> ReplayReco
         edit.weights.numpy(),
         None if edit.sigma is None else edit.sigma.numpy(),
         np.ones(len(step.seeds), dtype=bool),
-        total=None if edit.total is None else edit.total.numpy(),
+        normalizer=None if edit.normalizer is None else edit.normalizer.numpy(),
     )
 
 
-def test_a_density_costs_four_bytes_per_position_and_one_per_record() -> None:
+def test_a_density_costs_four_bytes_per_position() -> None:
     step = a_step(likely(10))
-    with_total, without = record_of(create("gumbel", density="gumbel"), step), record_of(create("gumbel"), step)
-    assert len(with_total.to_bytes()) == len(without.to_bytes()) + 4 * 10 + 1
-    again = ReplayRecord.from_bytes(with_total.to_bytes())
-    assert np.array_equal(again.total, with_total.total) and again == with_total
-    assert ReplayRecord.from_bytes(without.to_bytes()).total is None
-    assert np.array_equal(with_total.truncate(9).total, with_total.total[:4])
+    with_normalizer, without = record_of(create("gumbel", density="gumbel"), step), record_of(create("gumbel"), step)
+    assert len(with_normalizer.to_bytes()) == len(without.to_bytes()) + 4 * 10
+    again = ReplayRecord.from_bytes(with_normalizer.to_bytes())
+    assert np.array_equal(again.normalizer, with_normalizer.normalizer) and again == with_normalizer
+    assert ReplayRecord.from_bytes(without.to_bytes()).normalizer is None
+    assert np.array_equal(with_normalizer.truncate(9).normalizer, with_normalizer.normalizer[:4])
 
 
 class Model(nn.Module):
@@ -112,7 +112,7 @@ def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, pa
                 torch.from_numpy(record.weights[i : i + 1]),
                 None if record.sigma is None else torch.from_numpy(record.sigma[i : i + 1]),
                 None,
-                None if record.total is None else torch.from_numpy(record.total[i : i + 1]),
+                None if record.normalizer is None else torch.from_numpy(record.normalizer[i : i + 1]),
             )
             row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
             alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding)

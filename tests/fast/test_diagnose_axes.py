@@ -16,7 +16,7 @@ from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
 from perturbations import ReplayRecord, streams
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 
 
 def record(tokens: int, positions: list[int], ids: list[list[int]], weights: list[list[float]]) -> ReplayRecord:
@@ -181,22 +181,22 @@ def test_nearest_token_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_anchor_is_the_heaviest_candidate() -> None:
-    geometry = matrix_geometry(torch.eye(4))
+    embeddings = matrix_embeddings(torch.eye(4))
     # Position 2: mostly token 1, which stands in the text. Position 3: mostly token 2, but the text has 0.
     # Position 4: an even mixture of 1 and 3 plus nothing: nearest to either, a tie that the anchor wins.
     weights = [[0.8, 0.2], [0.7, 0.3], [0.5, 0.5]]
     fed = record(3, [2, 3, 4], [[1, 2], [2, 0], [1, 3]], weights)
-    assert inputs.shares_still_nearest([fed], [[1, 0, 1]], geometry, None) == (1.0, pytest.approx(2 / 3))
+    assert inputs.shares_still_nearest([fed], [[1, 0, 1]], embeddings, None) == (1.0, pytest.approx(2 / 3))
     nothing = record(3, [], np.zeros((0, 2)), np.zeros((0, 2)))
-    assert inputs.shares_still_nearest([nothing], [[1, 0, 1]], geometry, None) == (None, None)
+    assert inputs.shares_still_nearest([nothing], [[1, 0, 1]], embeddings, None) == (None, None)
 
 
 def test_noise_is_drawn_as_in_the_rollout() -> None:
     matrix = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    geometry = matrix_geometry(matrix)
+    embeddings = matrix_embeddings(matrix)
     fields = vars(record(2, [3], [[4]], [[1.0]]))
     noisy = ReplayRecord(**{**fields, "sigma": np.array([0.7], dtype=np.float32)})
-    (vector,) = inputs.recorded_inputs(noisy, np.array([0]), geometry, None)
+    (vector,) = inputs.recorded_inputs(noisy, np.array([0]), embeddings, None)
     key = streams.keys(torch.tensor([5]), torch.tensor([3]), streams.Stream.NOISE)
     assert torch.equal(vector, matrix[4] + 0.7 * streams.normal(key, 8)[0])
 

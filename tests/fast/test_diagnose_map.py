@@ -11,8 +11,8 @@ import torch
 from ngrpo.arms import parse_arms
 from ngrpo.diagnose import embedding_map, probe
 from perturbations import Step, create
+from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
-from perturbations.geometry import matrix_geometry
 
 FAMILIES, MEMBERS, WIDTH = 8, 12, 32
 
@@ -41,7 +41,7 @@ def embedding() -> torch.Tensor:
 @pytest.fixture
 def made(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The map of two tokens whose contexts leave the model in doubt between their own family's members."""
-    here = SimpleNamespace(geometry=matrix_geometry(embedding), module=None)
+    here = SimpleNamespace(embeddings=matrix_embeddings(embedding), module=None)
     tokens = [(0, " family0.0"), (MEMBERS, " family1.0"), (2 * MEMBERS, " family2.0")]
 
     def contexts(llm: Any, wanted: Any, seed: int) -> Any:
@@ -123,7 +123,7 @@ def test_the_probe_keeps_the_steps_that_were_asked_for(embedding: torch.Tensor) 
     sampled = torch.tensor([5, 9, 6, 5])
     positions = torch.tensor([10, 11, 12, 13])
     step = Step(
-        logits, sampled, torch.ones(4), torch.zeros(4, dtype=torch.int64), positions, matrix_geometry(embedding)
+        logits, sampled, torch.ones(4), torch.zeros(4, dtype=torch.int64), positions, matrix_embeddings(embedding)
     )
     operator = create(probe.ADDRESS)
     probe.COLLECTION.start([5], 2)

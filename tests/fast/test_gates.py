@@ -12,25 +12,36 @@ import pytest
 import torch
 
 from perturbations import create, create_gate, registry, streams
-from perturbations.base import GateStep, Step
-from perturbations.gates import Gate, Places, Schedule, TokenConditions, protected_tokens
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
+from perturbations.gates.base import Gate
+from perturbations.gates.default import BoundGate, GateOptions, protected_tokens
 from perturbations.options import option
+from perturbations.step import GateStep, Positions, Step
 from perturbations.testing import PerturbationError, check_gate
 
 
-def positions(schedule: Schedule, seed: int = 1, first: int = 5, length: int = 15) -> list[int]:
-    planned = schedule.plan(seed, first, length)
-    assert planned.dtype == bool and planned.shape == (length,)
-    return np.flatnonzero(planned).tolist()
+def of_one(seed: int, first: int, positions: np.ndarray) -> Positions:
+    """Positions of one trajectory."""
+    return Positions(np.full(len(positions), seed), np.full(len(positions), first), positions)
+
+
+def chosen(gate: GateOptions, seed: int = 1, first: int = 5, length: int = 15) -> list[int]:
+    at = np.arange(first, length)
+    selected = gate.selects(of_one(seed, first, at))
+    assert selected.dtype == bool and selected.shape == at.shape
+    return at[selected].tolist()
+
+
+def schedule(rate: float, **options: int) -> GateOptions:
+    return GateOptions(rate=rate, **options)
 
 
 # --- the draw and the schedule --------------------------------------------------------------------
 
 
 def test_rate_0_and_1() -> None:
-    assert positions(Schedule(0.0)) == []
-    assert positions(Schedule(1.0)) == list(range(5, 15))
+    assert chosen(schedule(0.0)) == []
+    assert chosen(schedule(1.0)) == list(range(5, 15))
 
 
 @pytest.mark.parametrize(
@@ -46,18 +57,20 @@ def test_rate_0_and_1() -> None:
     ],
 )
 def test_schedule_by_hand(options: dict, want: list[int]) -> None:
-    assert positions(Schedule(1.0, **options)) == want
+    assert chosen(schedule(1.0, **options)) == want
 
 
 def test_nothing_is_planned_without_generated_positions() -> None:
-    assert positions(Schedule(1.0), first=15) == []
-    assert positions(Schedule(1.0), first=20) == []
+    assert chosen(schedule(1.0), first=15) == []
+    assert chosen(schedule(1.0), first=20) == []
 
 
 def test_rate_is_that_of_fair_coins() -> None:
     """2,000 trajectories of 200 positions at ρ = 0.1, by totals, by position and by trajectory."""
     rate, rows, length = 0.1, 2000, 200
-    plan = np.stack([Schedule(rate).plan(streams.trajectory_seed(7, i), 0, length) for i in range(rows)])
+    seeds = np.repeat([streams.trajectory_seed(7, i) for i in range(rows)], length)
+    at = np.tile(np.arange(length), rows)
+    plan = schedule(rate).selects(Positions(seeds, np.zeros_like(at), at)).reshape(rows, length)
     spread = rate * (1 - rate)
     assert plan.mean() == pytest.approx(rate, abs=4 * math.sqrt(spread / plan.size))
     for axis, n, count in ((0, rows, length), (1, length, rows)):
@@ -69,41 +82,63 @@ def test_rate_is_that_of_fair_coins() -> None:
 
 def test_the_draw_is_the_gate_stream_at_absolute_positions() -> None:
     keys = streams.keys(torch.tensor(-9), torch.arange(60), streams.Stream.GATE)
-    chosen = torch.nonzero(streams.uniform(keys, 1).flatten() < 0.4).flatten().tolist()
-    assert 10 < len(chosen) < 40
-    assert positions(Schedule(0.4), -9, 20, 60) == [p for p in chosen if p >= 20]
+    drawn = torch.nonzero(streams.uniform(keys, 1).flatten() < 0.4).flatten().tolist()
+    assert 10 < len(drawn) < 40
+    assert chosen(schedule(0.4), -9, 20, 60) == [p for p in drawn if p >= 20]
     # Burn-in and the stride remove positions and change no draw.
-    assert positions(Schedule(0.4, burn_in=4), -9, 20, 60) == [p for p in chosen if p >= 24]
-    assert positions(Schedule(0.4, every=2), -9, 20, 60) == [p for p in chosen if p >= 20 and p % 2 == 0]
+    assert chosen(schedule(0.4, burn_in=4), -9, 20, 60) == [p for p in drawn if p >= 24]
+    assert chosen(schedule(0.4, every=2), -9, 20, 60) == [p for p in drawn if p >= 20 and p % 2 == 0]
 
 
-def test_a_longer_plan_begins_with_the_shorter_one() -> None:
-    assert (Schedule(0.5).plan(3, 4, 100)[:40] == Schedule(0.5).plan(3, 4, 40)).all()
+def test_positions_are_judged_one_by_one_whatever_they_are_asked_with() -> None:
+    gate = schedule(0.5, every=2)
+    seeds, first, at = np.array([3, 8, 3, 8]), np.array([4, 6, 4, 6]), np.array([9, 9, 12, 40])
+    together = gate.selects(Positions(seeds, first, at))
+    alone = [gate.selects(Positions(seeds[i : i + 1], first[i : i + 1], at[i : i + 1]))[0] for i in range(4)]
+    assert together.tolist() == alone
 
 
 def test_a_higher_rate_adds_positions_and_seeds_differ() -> None:
-    assert set(positions(Schedule(0.2), 1, 0, 500)) < set(positions(Schedule(0.5), 1, 0, 500))
-    assert positions(Schedule(0.5), 1, 0, 500) != positions(Schedule(0.5), 2, 0, 500)
+    assert set(chosen(schedule(0.2), 1, 0, 500)) < set(chosen(schedule(0.5), 1, 0, 500))
+    assert chosen(schedule(0.5), 1, 0, 500) != chosen(schedule(0.5), 2, 0, 500)
 
 
 # --- until ----------------------------------------------------------------------------------------
 
 
-def conditions(until=(), protected=None, entropy_min=None, rows: int = 1) -> TokenConditions:
-    return TokenConditions(until, protected, entropy_min, rows, "cpu")
+class Conditions:
+    """A bound gate that is asked and told of the next position of each row, as generation does."""
+
+    def __init__(self, until=(), protect=None, entropy_min=None, rows: int = 1) -> None:
+        options = GateOptions(until="x" if until else None, protect=protect, entropy_min=entropy_min)
+        self.gate = BoundGate(options, lambda _: list(until), list, 10, rows, "cpu")
+        self.next = torch.zeros(8, dtype=torch.int64)
+
+    def opened(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return self.gate.open(rows, dataclasses.replace(step_with(logits), positions=self.next[rows]))
+
+    def feeds(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.gate.feeds(rows, self.next[rows], tokens)
+
+    def passes(self, rows: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Which positions are fed perturbed: the gate is open, and the proposed token may be."""
+        return self.opened(rows, logits) & self.feeds(rows, tokens)
+
+    def observe(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.gate.observe(rows, self.next[rows], tokens)
+        self.next[rows] += 1
 
 
-def passes(state: TokenConditions, rows: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Which positions are fed perturbed: the gate is open, and the proposed token may be mixed."""
-    return state.open(rows, logits) & state.mixes(rows, tokens)
+def conditions(until=(), protect=None, entropy_min=None, rows: int = 1) -> Conditions:
+    return Conditions(until, protect, entropy_min, rows)
 
 
-def admitted(state: TokenConditions, tokens: list[int], row: int = 0) -> list[bool]:
+def admitted(state: Conditions, tokens: list[int], row: int = 0) -> list[bool]:
     """Feeds a row its tokens one by one, as generation does: asked first, then told."""
     result = []
     for token in tokens:
         rows, one = torch.tensor([row]), torch.tensor([token])
-        result.append(bool(passes(state, rows, one, torch.zeros(1, 10))))
+        result.append(bool(state.passes(rows, one, torch.zeros(1, 10))))
         state.observe(rows, one)
     return result
 
@@ -132,24 +167,24 @@ def test_the_gate_stays_open_until_the_end_was_produced() -> None:
     """The token that completes the end stands in the text but is fed as it is; only then does the gate close."""
     state = conditions([4])
     rows, end = torch.tensor([0]), torch.tensor([4])
-    assert state.open(rows, torch.zeros(1, 10))
-    assert not state.mixes(rows, end)
+    assert state.opened(rows, torch.zeros(1, 10))
+    assert not state.feeds(rows, end)
     state.observe(rows, torch.tensor([3]))  # proposed, but not produced
-    assert state.open(rows, torch.zeros(1, 10))
+    assert state.opened(rows, torch.zeros(1, 10))
     state.observe(rows, end)
-    assert not state.open(rows, torch.zeros(1, 10))
-    state.reset(0)
-    assert passes(state, rows, torch.tensor([1]), torch.zeros(1, 10))
+    assert not state.opened(rows, torch.zeros(1, 10))
+    state.gate.reset(0)
+    assert state.passes(rows, torch.tensor([1]), torch.zeros(1, 10))
 
 
 def test_rows_are_independent_whatever_their_order() -> None:
     state = conditions([7, 8], rows=3)
     state.observe(torch.tensor([2, 0, 1]), torch.tensor([7, 5, 7]))
     state.observe(torch.tensor([0, 1]), torch.tensor([8, 3]))
-    passed = passes(state, torch.tensor([1, 2, 0, 2]), torch.tensor([8, 8, 8, 7]), torch.zeros(4, 10))
+    passed = state.passes(torch.tensor([1, 2, 0, 2]), torch.tensor([8, 8, 8, 7]), torch.zeros(4, 10))
     assert passed.tolist() == [T, F, T, T]
     state.observe(torch.tensor([2]), torch.tensor([8]))
-    assert passes(state, torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1]), torch.zeros(3, 10)).tolist() == [
+    assert state.passes(torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1]), torch.zeros(3, 10)).tolist() == [
         T,
         T,
         F,
@@ -159,9 +194,9 @@ def test_rows_are_independent_whatever_their_order() -> None:
 def test_reset_starts_afresh() -> None:
     state = conditions([7, 8], rows=2)
     assert admitted(state, [7, 8, 1]) == [T, F, F]
-    state.reset(0)
+    state.gate.reset(0)
     assert admitted(state, [8, 7]) == [T, T]  # the old 7 is forgotten, too
-    state.reset(0)
+    state.gate.reset(0)
     assert admitted(state, [8]) == [T]
     assert admitted(state, [1, 2], row=1) == [T, T]
 
@@ -170,16 +205,43 @@ def test_grow_keeps_the_state() -> None:
     state = conditions([7, 8], rows=2)
     state.observe(torch.tensor([0, 1]), torch.tensor([7, 7]))
     state.observe(torch.tensor([1]), torch.tensor([8]))
-    state.grow(4)
+    state.gate.grow(4)
     rows = torch.tensor([0, 1, 2, 3])
-    assert passes(state, rows, torch.tensor([8, 1, 8, 8]), torch.zeros(4, 10)).tolist() == [F, F, T, T]
+    assert state.passes(rows, torch.tensor([8, 1, 8, 8]), torch.zeros(4, 10)).tolist() == [F, F, T, T]
 
 
-def test_trivial_and_tracks_tokens() -> None:
-    assert conditions().trivial and not conditions().tracks_tokens
-    assert not conditions([1]).trivial and conditions([1]).tracks_tokens
-    for state in (conditions(entropy_min=0.0), conditions(protected=torch.zeros(3, dtype=torch.bool))):
-        assert not state.trivial and not state.tracks_tokens
+def test_always_open_and_tracks_tokens() -> None:
+    assert conditions().gate.always_open and not conditions().gate.tracks_tokens
+    assert not conditions([1]).gate.always_open and conditions([1]).gate.tracks_tokens
+    for state in (conditions(entropy_min=0.0), conditions(protect="1")):
+        assert not state.gate.always_open and not state.gate.tracks_tokens
+
+
+@pytest.mark.parametrize("back", [1, 2, 3])
+def test_a_token_that_is_drawn_again_is_not_seen_twice(back: int) -> None:
+    """After a reset the last positions are drawn again; the end 7 8 7 must not be found in 7 8 | 7 8."""
+    plain, again = conditions([7, 8, 7]), conditions([7, 8, 7])
+    tokens = [1, 7, 8, 8, 7, 8, 7, 2]
+    row = torch.tensor([0])
+    for count, token in enumerate(tokens):
+        plain.observe(row, torch.tensor([token]))
+        again.observe(row, torch.tensor([token]))
+        if count >= back:
+            again.next[0] -= back
+            for repeated in tokens[count + 1 - back : count + 1]:
+                again.observe(row, torch.tensor([repeated]))
+        asked = torch.tensor([7])
+        assert again.passes(row, asked, torch.zeros(1, 10)) == plain.passes(row, asked, torch.zeros(1, 10))
+    assert not plain.opened(row, torch.zeros(1, 10))
+
+
+def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
+    state, row = conditions([4]), torch.tensor([0])
+    state.observe(row, torch.tensor([4]))
+    assert not state.opened(row, torch.zeros(1, 10))
+    state.next[0] = 0
+    state.observe(row, torch.tensor([5]))
+    assert state.opened(row, torch.zeros(1, 10))
 
 
 # --- entropy and protected tokens -----------------------------------------------------------------
@@ -190,16 +252,16 @@ def test_entropy_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.25] * 4, [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]).log()
     rows = torch.zeros(4, dtype=torch.int64)
     for least, want in [(0.0, [T, T, T, T]), (0.69, [T, T, T, F]), (0.70, [T, T, F, F])]:
-        assert passes(conditions(entropy_min=least), rows, rows, logits).tolist() == want
+        assert conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
     for least, want in [(1.039, [T, T, F, F]), (1.040, [F, T, F, F]), (1.387, [F, F, F, F])]:
-        assert passes(conditions(entropy_min=least), rows, rows, logits).tolist() == want
+        assert conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
 
 
 def test_conditions_must_all_agree() -> None:
-    state = conditions([4], torch.tensor([F, T, F, F, F]), entropy_min=1.0)
+    state = conditions([4], "1", entropy_min=1.0)
     flat, peaked = torch.zeros(5), torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0])
     logits = torch.stack([flat, flat, flat, peaked])
-    assert passes(state, torch.zeros(4, dtype=torch.int64), torch.tensor([2, 1, 4, 2]), logits).tolist() == [
+    assert state.passes(torch.zeros(4, dtype=torch.int64), torch.tensor([2, 1, 4, 2]), logits).tolist() == [
         T,
         F,
         F,
@@ -247,7 +309,7 @@ def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated:
         torch.ones(rows),
         torch.arange(100, 100 + rows),
         torch.arange(10, 10 + rows),
-        matrix_geometry(torch.eye(logits.shape[1])),
+        matrix_embeddings(torch.eye(logits.shape[1])),
         generated=torch.tensor(generated or [0] * rows),
     )
 
@@ -271,33 +333,32 @@ def test_top_margin_by_hand() -> None:
 
 def test_bursts_open_whole_stretches() -> None:
     gate = create_gate("bursts", length=4, share=0.3)
-    places = Places(7, 10, np.arange(10, 10 + 4000))
-    opened = gate.plan(places).reshape(-1, 4)
+    every = of_one(7, 10, np.arange(10, 10 + 4000))
+    opened = gate.plan(every).reshape(-1, 4)
     assert (opened.all(axis=1) | ~opened.any(axis=1)).all()
     assert opened[:, 0].mean() == pytest.approx(0.3, abs=4 * math.sqrt(0.3 * 0.7 / 1000))
     # A stretch's draw is the one of its first position; what was selected inside a stretch does not matter.
     keys = streams.keys(torch.tensor(7), torch.arange(10, 4010, 4), streams.Stream.GATE_PLAN)
     assert (opened[:, 0] == (streams.uniform(keys, 1)[:, 0] < 0.3).numpy()).all()
     some = np.arange(11, 4010, 3)
-    assert (gate.plan(Places(7, 10, some)) == gate.plan(places)[some - 10]).all()
+    assert (gate.plan(of_one(7, 10, some)) == gate.plan(every)[some - 10]).all()
 
 
-def test_a_plan_is_the_shared_schedules_where_the_gate_agrees() -> None:
+def test_what_is_selected_is_the_default_gates_choice_where_the_further_gate_agrees() -> None:
     shared, gate = create("soft", rate=0.5, every=2), create_gate("bursts", length=3, share=0.4)
     both = dataclasses.replace(shared, gate=gate)
-    plain, gated = shared.plan(5, 8, 300), both.plan(5, 8, 300)
-    assert (plain == Schedule(0.5, 2).plan(5, 8, 300)).all()
-    assert (gated == (plain & np.r_[np.zeros(8, bool), gate.plan(Places(5, 8, np.arange(8, 300)))])).all()
+    every = of_one(5, 8, np.arange(8, 300))
+    plain, gated = shared.selects(every), both.selects(every)
+    assert (plain == schedule(0.5, every=2).selects(every)).all()
+    assert (gated == (plain & gate.plan(every))).all()
     assert 10 < gated.sum() < plain.sum()
-    pieces = [both.plan(5, 8, end, start) for start, end in [(0, 5), (5, 9), (9, 10), (10, 151), (151, 300)]]
-    assert (np.concatenate(pieces) == gated).all()
-    assert (create("soft", gate="bursts", **{"gate.share": 0}).plan(5, 8, 300) == False).all()  # noqa: E712
+    assert not create("soft", gate="bursts", **{"gate.share": 0}).selects(every).any()
 
 
 def test_draws_of_a_gate_are_its_own() -> None:
     step = step_with(torch.zeros(3, 5))
     plain = Step(*(getattr(step, f.name) for f in dataclasses.fields(Step)))
-    places = Places(100, 0, np.array([10]))
+    places = of_one(100, 0, np.array([10]))
     drawn = [step.uniform(1)[0, 0].item(), plain.uniform(1)[0, 0].item(), places.uniform(1)[0, 0].item()]
     keys = streams.keys(torch.tensor(100), torch.tensor(10), streams.Stream.GATE)
     assert len({*drawn, streams.uniform(keys, 1).item()}) == 4
@@ -311,7 +372,7 @@ class Good(Gate):
     name = "good"
     least: float = option(0.1, "a probability", low=0.0, high=1.0)
 
-    def plan(self, places: Places) -> np.ndarray:
+    def plan(self, places: Positions) -> np.ndarray:
         return places.uniform(1)[:, 0] < 0.5
 
     def open(self, step: GateStep) -> torch.Tensor:
@@ -327,7 +388,7 @@ def counted(step: GateStep) -> torch.Tensor:
     return torch.full((len(step.sampled),), len(CALLS) % 2 == 0)
 
 
-def whole(places: Places) -> np.ndarray:
+def whole(places: Positions) -> np.ndarray:
     return np.arange(len(places.positions)) % 2 == 0
 
 
@@ -357,8 +418,8 @@ BROKEN = [
     (dict(plan=lambda p: p.positions), ["plan() returns an array of int64", "bool"]),
     (dict(plan=lambda p: [True] * len(p.positions)), ["plan() returns list", "numpy array of bool"]),
     (dict(plan=lambda p: np.ones(3, bool)), ["plan() returns an array of bool, (3,)"]),
-    (dict(plan=whole), ["in one piece", "in several", "by itself"]),
-    (dict(plan=lambda p: np.random.rand(len(p.positions)) < 2), ["plan() draws from a global", "places.uniform"]),
+    (dict(plan=whole), ["among all", "among others", "by itself"]),
+    (dict(plan=lambda p: np.random.rand(len(p.positions)) < 2), ["plan() draws from a global", "positions.uniform"]),
     (dict(plan=lambda p: p.nothing), ["plan() raises AttributeError", "any positions"]),
 ]
 
@@ -404,7 +465,7 @@ class NoModel:
     """Stands for the embedding layer of an engine."""
 
     def __init__(self) -> None:
-        self.lookup = matrix_geometry(torch.eye(16)).lookup
+        self.lookup = matrix_embeddings(torch.eye(16)).lookup
 
     def clear(self) -> None:
         pass
@@ -419,9 +480,11 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
     from ngrpo.rollout.trajectories import TrajectoryStore
 
     operator = create("neighbor", rate=1.0, gate=EveryThird())
-    store = TrajectoryStore(2, 64, operator)
-    state = conditions(rows=store.slots)
-    perturber = RolloutPerturber(operator, store, state, matrix_geometry(torch.eye(16)), NoModel(), torch.device("cpu"))
+    store = TrajectoryStore(2, 64)
+    gate = BoundGate(operator, lambda _: [15, 15, 15], list, 16, store.slots, "cpu")
+    perturber = RolloutPerturber(
+        operator, store, gate, matrix_embeddings(torch.eye(16)), NoModel(), torch.device("cpu")
+    )
     prompts = {"a": 5, "b": 8}
     for name, prompt in prompts.items():
         store.open(name, 100 + prompt, prompt, True)

@@ -16,7 +16,7 @@ from ngrpo import parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 from perturbations.strategies.hrpo import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.test_replay import Embedder, small
@@ -29,7 +29,7 @@ def a_step(logits: list[list[float]], sampled: list[int]) -> Step:
     rows = len(sampled)
     zeros = torch.zeros(rows, dtype=torch.int64)
     return Step(
-        torch.tensor(logits), torch.tensor(sampled), torch.ones(rows), zeros, zeros + 5, matrix_geometry(EMBEDDING)
+        torch.tensor(logits), torch.tensor(sampled), torch.ones(rows), zeros, zeros + 5, matrix_embeddings(EMBEDDING)
     )
 
 
@@ -54,7 +54,7 @@ def test_mixture_by_hand() -> None:
         assert proposal.tokens.tolist() == [2]
         assert proposal.edit.ids[0, 0].item() == 2, "the sampled token is the first candidate"
         assert proposal.edit.weights[0, 0].item() == 0.0
-        mixture = realise(proposal.edit, step.geometry.lookup, None)[0]
+        mixture = realise(proposal.edit, step.embeddings.lookup, None)[0]
         torch.testing.assert_close(mixture, want)
         assert proposal.edit.weights.norm().item() == pytest.approx(1.0)
 
@@ -212,10 +212,6 @@ class Scaled(Perturbation):
     def propose(self, step: Step) -> Proposal:
         values, ids = step.logits.topk(8, dim=-1)
         return Proposal(InputEdit(ids, torch.softmax(values, dim=-1)), step.sampled)
-
-    @property
-    def candidates(self) -> int:
-        return 8
 
     def module(self, hidden_size: int) -> nn.Module:
         return Scale(hidden_size)

@@ -8,8 +8,8 @@ import torch
 from perturbations import create
 from perturbations.base import Step
 from perturbations.edit import realise
-from perturbations.geometry import Geometry, matrix_geometry
-from perturbations.neighbors import Drift, ExactIndex, Neighborhood, Refresh, upkeep
+from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
+from perturbations.neighbors import Drift, ExactIndex, Neighborhood, Refresh
 
 # On a line, nearest by L2:          0→1  1→0  2→1   3→4   4→3
 START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
@@ -17,143 +17,143 @@ START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
 AWAY = 20.0
 
 
-def line() -> tuple[torch.Tensor, Geometry]:
+def line() -> tuple[torch.Tensor, ModelEmbeddings]:
     embedding = START.clone()
-    return embedding, matrix_geometry(embedding)
+    return embedding, matrix_embeddings(embedding)
 
 
-def ask(geometry: Geometry, tokens: list[int], refresh: str = "every_sync", k: int = 1) -> list[list[int]]:
-    return geometry.index("l2", refresh=refresh).query(torch.tensor(tokens), k)[0].tolist()
+def ask(embeddings: ModelEmbeddings, tokens: list[int], refresh: str = "every_sync", k: int = 1) -> list[list[int]]:
+    return embeddings.index("l2", refresh=refresh).query(torch.tensor(tokens), k)[0].tolist()
 
 
 def test_drift_by_hand() -> None:
-    embedding, geometry = line()
-    assert geometry.drift() is None
-    assert ask(geometry, [0, 2, 3, 0]) == [[1], [1], [4], [1]]
-    assert geometry.drift() is None, "no weight sync so far"
+    embedding, embeddings = line()
+    assert embeddings.drift() is None
+    assert ask(embeddings, [0, 2, 3, 0]) == [[1], [1], [4], [1]]
+    assert embeddings.drift() is None, "no weight sync so far"
     embedding[1] = AWAY
-    geometry.refresh()
+    embeddings.refresh()
     # 0: {1} → {2}, 2: {1} → {0}, 3: {4} → {4}
-    assert geometry.drift() == Drift(tokens=3, changed_since_start=2, compared=3, changed=2)
-    assert geometry.drift() == Drift(3, 2, 3, 2), "it is read, not taken"
-    assert ask(geometry, [0, 2, 3]) == [[2], [0], [4]]
+    assert embeddings.drift() == Drift(tokens=3, changed_since_start=2, compared=3, changed=2)
+    assert embeddings.drift() == Drift(3, 2, 3, 2), "it is read, not taken"
+    assert ask(embeddings, [0, 2, 3]) == [[2], [0], [4]]
     embedding[1] = 1.0
-    geometry.refresh()
+    embeddings.refresh()
     # All as at the start: 0 and 2 have changed once more, and none since the start.
-    drift = geometry.drift()
+    drift = embeddings.drift()
     assert drift == Drift(tokens=3, changed_since_start=0, compared=3, changed=2)
     assert drift.shares() == {"neighbors_changed": pytest.approx(2 / 3), "neighbors_changed_since_start": 0.0}
 
 
 def test_sets_are_compared_and_not_their_order() -> None:
     """Token 1's two nearest: 0 at distance 1 and 2 at 2; with token 0 at −2 they are the same two, 2 first."""
-    embedding, geometry = line()
-    assert ask(geometry, [1], k=2) == [[0, 2]]
+    embedding, embeddings = line()
+    assert ask(embeddings, [1], k=2) == [[0, 2]]
     embedding[0] = -2.0
-    geometry.refresh()
-    assert ask(geometry, [1], k=2) == [[2, 0]]
-    assert geometry.drift() == Drift(1, 0, 1, 0)
+    embeddings.refresh()
+    assert ask(embeddings, [1], k=2) == [[2, 0]]
+    assert embeddings.drift() == Drift(1, 0, 1, 0)
 
 
 def test_a_token_used_later_is_followed_from_then_on() -> None:
-    embedding, geometry = line()
-    ask(geometry, [0])
+    embedding, embeddings = line()
+    ask(embeddings, [0])
     embedding[1] = AWAY
-    geometry.refresh()
-    ask(geometry, [2])  # its first set is {0}
+    embeddings.refresh()
+    ask(embeddings, [2])  # its first set is {0}
     embedding[1] = 1.0
-    geometry.refresh()
+    embeddings.refresh()
     # 0: first {1}, last {2}, now {1}. 2: first and last {0}, now {1}.
-    assert geometry.drift() == Drift(tokens=2, changed_since_start=1, compared=2, changed=2)
+    assert embeddings.drift() == Drift(tokens=2, changed_since_start=1, compared=2, changed=2)
 
 
 def test_never_keeps_the_first_sets_and_says_what_would_have_changed() -> None:
-    embedding, geometry = line()
-    assert ask(geometry, [0], "never") == [[1]]
+    embedding, embeddings = line()
+    assert ask(embeddings, [0], "never") == [[1]]
     embedding[1] = AWAY
-    geometry.refresh()
-    assert ask(geometry, [0, 2], "never") == [[1], [1]], "2 was not asked before, and has the set of the old weights"
-    assert geometry.drift() == Drift(tokens=1, changed_since_start=1, compared=1, changed=1)
+    embeddings.refresh()
+    assert ask(embeddings, [0, 2], "never") == [[1], [1]], "2 was not asked before, and has the set of the old weights"
+    assert embeddings.drift() == Drift(tokens=1, changed_since_start=1, compared=1, changed=1)
     embedding[4] = 11.0  # changes no set of these
-    geometry.refresh()
-    assert ask(geometry, [0, 2], "never") == [[1], [1]]
+    embeddings.refresh()
+    assert ask(embeddings, [0, 2], "never") == [[1], [1]]
     # 0: {1} at the start, {2} before, {2} now. 2: {1} at the start, {0} now, and unknown before.
-    assert geometry.drift() == Drift(tokens=2, changed_since_start=2, compared=1, changed=0)
+    assert embeddings.drift() == Drift(tokens=2, changed_since_start=2, compared=1, changed=0)
 
 
 def test_every_second_sync() -> None:
-    embedding, geometry = line()
-    seen = [ask(geometry, [0], "2")]
+    embedding, embeddings = line()
+    seen = [ask(embeddings, [0], "2")]
     for place in (AWAY, AWAY, 1.0, 1.0):
         embedding[1] = place
-        geometry.refresh()
-        seen.append(ask(geometry, [0], "2"))
+        embeddings.refresh()
+        seen.append(ask(embeddings, [0], "2"))
     assert seen == [[[1]], [[1]], [[2]], [[2]], [[1]]]
 
 
 def test_several_loads_with_nothing_asked_between_are_one_sync() -> None:
     """OpenRLHF's broadcast loads parameter by parameter, and vLLM's reload calls load_weights inside."""
-    embedding, geometry = line()
-    ask(geometry, [0], "2")
+    embedding, embeddings = line()
+    ask(embeddings, [0], "2")
     embedding[1] = AWAY
     for _ in range(3):
-        geometry.refresh()
-    assert ask(geometry, [0], "2") == [[1]]
-    geometry.refresh()
-    assert ask(geometry, [0], "2") == [[2]]
+        embeddings.refresh()
+    assert ask(embeddings, [0], "2") == [[1]]
+    embeddings.refresh()
+    assert ask(embeddings, [0], "2") == [[2]]
 
 
 def test_the_scale_is_always_refreshed_and_mixtures_are_of_the_current_embeddings() -> None:
     """Anchor 0, kept neighbor 1: logits equal, so the mixture is (E[0] + E[1]) / 2: 0.5 at first, 10 after the sync."""
-    embedding, geometry = line()
+    embedding, embeddings = line()
     operator = create("neighbor", metric="l2", k=2, refresh="never")
     logits = torch.tensor([[2.0, 2.0, 0.0, 0.0, 0.0]])
     one = torch.ones(1)
-    step = Step(logits, torch.tensor([0]), one, one.long(), one.long(), geometry)
-    assert realise(operator.propose(step).edit, geometry.lookup, None).item() == pytest.approx(0.5)
-    rms = geometry.rms().item()
+    step = Step(logits, torch.tensor([0]), one, one.long(), one.long(), embeddings)
+    assert realise(operator.propose(step).edit, embeddings.lookup, None).item() == pytest.approx(0.5)
+    rms = embeddings.rms().item()
     embedding[1] = AWAY
-    geometry.refresh()
+    embeddings.refresh()
     proposal = operator.propose(step)
     assert proposal.edit.ids.tolist() == [[0, 1]]
-    assert realise(proposal.edit, geometry.lookup, None).item() == pytest.approx(10.0)
+    assert realise(proposal.edit, embeddings.lookup, None).item() == pytest.approx(10.0)
     # Mean squares: (1 + 9 + 100 + 144) / 5 = 50.8, then (400 + 9 + 100 + 144) / 5 = 130.6
-    assert [rms, geometry.rms().item()] == pytest.approx([50.8**0.5, 130.6**0.5])
+    assert [rms, embeddings.rms().item()] == pytest.approx([50.8**0.5, 130.6**0.5])
 
 
 def test_policies_and_indices_are_kept_apart() -> None:
-    embedding, geometry = line()
-    ask(geometry, [0]), ask(geometry, [0], "never")
+    embedding, embeddings = line()
+    ask(embeddings, [0]), ask(embeddings, [0], "never")
     embedding[1] = AWAY
-    geometry.refresh()
-    assert (ask(geometry, [0]), ask(geometry, [0], "never")) == ([[2]], [[1]])
-    assert geometry.drift() == Drift(2, 2, 2, 2), "the sum over both"
+    embeddings.refresh()
+    assert (ask(embeddings, [0]), ask(embeddings, [0], "never")) == ([[2]], [[1]])
+    assert embeddings.drift() == Drift(2, 2, 2, 2), "the sum over both"
 
 
 def test_an_index_that_is_out_of_use_costs_nothing_and_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding, geometry = line()
-    ask(geometry, [0])
-    geometry.refresh()
-    assert geometry.drift() == Drift(1, 0, 1, 0)
+    embedding, embeddings = line()
+    ask(embeddings, [0])
+    embeddings.refresh()
+    assert embeddings.drift() == Drift(1, 0, 1, 0)
     embedding[1] = AWAY
-    geometry.refresh()  # nothing was asked since
+    embeddings.refresh()  # nothing was asked since
     monkeypatch.setattr(Neighborhood, "weights_changed", None)
-    assert geometry.drift() is None
+    assert embeddings.drift() is None
 
 
 def test_another_k_starts_over() -> None:
-    embedding, geometry = line()
-    ask(geometry, [0, 2])
+    embedding, embeddings = line()
+    ask(embeddings, [0, 2])
     embedding[1] = AWAY
-    geometry.refresh()
-    ask(geometry, [3], k=2)
-    geometry.refresh()
-    assert geometry.drift().tokens == 3  # all that were asked so far, with sets of two
-    assert geometry.drift().changed == 0
+    embeddings.refresh()
+    ask(embeddings, [3], k=2)
+    embeddings.refresh()
+    assert embeddings.drift().tokens == 3  # all that were asked so far, with sets of two
+    assert embeddings.drift().changed == 0
 
 
 def test_at_most_so_many_tokens_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_WATCHED", 4)
+    monkeypatch.setattr("perturbations.neighbors.refresh._WATCHED", 4)
     embedding = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     watched = Neighborhood(lambda e, probe: ExactIndex(e), lambda: embedding, Refresh(1))
     watched.query(torch.arange(20, 40, 2), 2)  # ten tokens

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perturbations import create
-from perturbations.geometry import Geometry, matrix_geometry
+from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.neighbors import ExactIndex, OtherWords, word_key, word_numbers
 
 SAME = [
@@ -115,10 +115,10 @@ def test_rows_are_filtered_when_filled_and_not_when_asked(monkeypatch: pytest.Mo
 
 
 def test_through_the_geometry_and_the_operator() -> None:
-    geometry = matrix_geometry(LINE, texts=TEXTS)
-    assert geometry.index("l2").query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
-    assert geometry.index("l2", skip_same_word=True).query(torch.tensor([0]), 2)[0].tolist() == [[3, 5]]
-    untold = Geometry(lambda ids: LINE[ids], lambda: LINE)
+    embeddings = matrix_embeddings(LINE, texts=TEXTS)
+    assert embeddings.index("l2").query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
+    assert embeddings.index("l2", skip_same_word=True).query(torch.tensor([0]), 2)[0].tolist() == [[3, 5]]
+    untold = ModelEmbeddings(lambda ids: LINE[ids], lambda: LINE)
     with pytest.raises(ValueError, match="token_texts"):
         untold.index("l2", skip_same_word=True)
     assert create("neighbor").skip_same_word is False

@@ -12,7 +12,6 @@ import pytest
 
 from perturbations import registry
 from perturbations.base import Perturbation
-from perturbations.gates import Schedule
 from perturbations.options import allowed, coerce, nearest, option
 from perturbations.registry import create
 
@@ -29,10 +28,6 @@ class {name}(Perturbation):
 
     def propose(self, step):
         return Proposal(one_hot(step.sampled), step.sampled)
-
-    @property
-    def candidates(self):
-        return 1
 """
 
 
@@ -330,7 +325,7 @@ def test_greedy_combination_warns_and_no_other() -> None:
 
 def test_gate_and_activity_follow_the_options() -> None:
     operator = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
-    assert (operator.plan(1, 5, 60) == Schedule(0.2, 2, 3).plan(1, 5, 60)).all() and operator.gate is None
+    assert (operator.rate, operator.every, operator.burn_in, operator.gate) == (0.2, 2, 3, None)
     assert (operator.until, operator.entropy_min, operator.protect) == ("x", 1.0, "digits")
     assert operator.active and not create("neighbor", rate=0).active and not create("none").active
 

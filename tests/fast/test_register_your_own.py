@@ -37,10 +37,6 @@ class {name}(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         return Proposal(one_hot(step.sampled), step.sampled)
-
-    @property
-    def candidates(self) -> int:
-        return 1
 '''
 
 GATE = '''
@@ -435,8 +431,8 @@ class TestCheck:
         Path("mine.py").write_text(text)
         assert cli.main(["check", "./mine.py:Mine"]) == 1
         out = capsys.readouterr().out
-        assert "ok     the number of candidates" in out and "WRONG  proposals for ordinary logits" in out
-        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "mend: Token ids must be in" in out
+        assert "ok     a small model that it fits" in out and "WRONG  proposals for ordinary logits" in out
+        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix: Token ids must be in" in out
 
     @pytest.mark.parametrize(
         ("words", "code", "says"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from perturbations import InMemoryReplayBuffer, ReplayRecord, replaying
+from perturbations import FinishedTrajectory, ReplayRecord, UsageError, registry, replaying
 from perturbations.replay_scope import flat_rows
 from perturbations.streams import Stream, keys, normal
 
@@ -89,17 +91,82 @@ def test_truncate() -> None:
     assert a_record().truncate(9000) == a_record()
 
 
-def test_buffer() -> None:
-    buffer = InMemoryReplayBuffer()
-    buffer.add("a", a_record(1))
-    buffer.add("b", a_record(2))
-    buffer.add("c", a_record(3))
-    buffer.discard(["c", "never there"])
-    assert len(buffer) == 2
-    assert list(buffer.take(["b"])) == ["b"]
-    with pytest.raises(KeyError, match="no replay record for \\['b'\\]"):
-        buffer.take(["b"])
-    assert list(buffer.take()) == ["a"] and len(buffer) == 0
+def finished(count: int) -> FinishedTrajectory:
+    return FinishedTrajectory(a_record(count), np.zeros(10, np.float32))
+
+
+def test_a_buffer_hands_over_once_and_drops() -> None:
+    buffer = registry.buffers.create("memory")
+    for name, count in (("a", 1), ("b", 2), ("c", 3), ("a", 4)):
+        buffer.add(name, finished(count))
+    buffer.drop(["c", "never there"])
+    assert buffer.names() == ["b", "a"]
+    assert len(buffer.take("a").record) == 4
+    with pytest.raises(KeyError):
+        buffer.take("a")
+    assert buffer.names() == ["b"] and len(buffer) == 1
+    assert registry.buffers.create(**buffer.spec()) == buffer == pickle.loads(pickle.dumps(buffer))
+
+
+def test_a_full_buffer_drops_the_oldest_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = finished(4)
+    assert one.size == 4 * (4 + 3 * 4 + 3 * 4 + 1) + 40
+    buffer = registry.buffers.create("memory", max_bytes=3 * one.size)
+    for i in range(9):
+        buffer.add(str(i), finished(4))
+        buffer.add(str(i), finished(4))  # what is replaced does not count twice
+    assert buffer.names() == ["6", "7", "8"]
+    assert len(caplog.records) == 1 and "max_bytes" in caplog.text
+    buffer.add("large", FinishedTrajectory(a_record(4), np.zeros(1000, np.float32)))
+    assert buffer.names() == ["large"], "the newest is kept in any case"
+
+
+BUFFER = """
+from dataclasses import dataclass
+from perturbations import ReplayBuffer, option, register_buffer
+
+@register_buffer("counting")
+@dataclass(frozen=True, kw_only=True)
+class Counting(ReplayBuffer):
+    most: int = option(2, "trajectories held", low=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "held", {})
+
+    def add(self, name, finished):
+        self.held[name] = finished
+
+    def names(self):
+        return list(self.held)
+
+    def take(self, name):
+        return self.held.pop(name)
+"""
+
+
+def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's configuration carries the file's text, so a worker elsewhere can make it."""
+    from ngrpo.rollout.settings import REPLAY_BUFFER, read_buffer
+
+    monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
+    (tmp_path / "mine.py").write_text(BUFFER)
+    spec = read_buffer({REPLAY_BUFFER: {"name": f"{tmp_path}/mine.py", "most": 3}}).spec()
+    (tmp_path / "mine.py").unlink()
+    buffer = read_buffer({REPLAY_BUFFER: spec})
+    assert type(buffer).__name__ == "Counting" and buffer.most == 3
+    for name in "abc":
+        buffer.add(name, finished(1))
+    buffer.drop(["b", "x"])
+    assert buffer.names() == ["a", "c"]
+    assert read_buffer(None).name == read_buffer({REPLAY_BUFFER: "memory"}).name == "memory"
+    for wrong, says in (
+        (3, "must be a name"),
+        ({"max_bytes": 1}, "must be a name"),
+        ("memry", "Did you mean 'memory'"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            read_buffer({REPLAY_BUFFER: wrong})
 
 
 def test_rows_by_hand() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from perturbations import streams
 from perturbations.base import Proposal, Step
 from perturbations.edit import mix, realise
-from perturbations.geometry import Geometry, matrix_geometry
+from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.registry import create
 
 # Cosine, dot, L2 and L1 neighbors of token 0 are worked out in test_neighbors.py:
@@ -37,15 +37,15 @@ def step_of(
     probabilities: list[float],
     sampled: int = 3,
     temperature: float = 1.0,
-    geometry: Geometry | None = None,
+    embeddings: ModelEmbeddings | None = None,
     noise: list[float] | None = None,
 ) -> Step:
     """One position whose temperature-scaled logits are log p, plus a constant, which must not matter."""
     logits = torch.tensor([probabilities]).log() + 2.5
     rest = (torch.tensor([sampled]), torch.tensor([temperature]), torch.tensor([7]), torch.tensor([11]))
     if noise is None:
-        return Step(logits, *rest, geometry or matrix_geometry(E))
-    step = FixedNoise(logits, *rest, geometry or matrix_geometry(E))
+        return Step(logits, *rest, embeddings or matrix_embeddings(E))
+    step = FixedNoise(logits, *rest, embeddings or matrix_embeddings(E))
     object.__setattr__(step, "noise", torch.tensor([noise + [0.0] * (len(probabilities) - len(noise))]))
     return step
 
@@ -66,7 +66,7 @@ def close(*values: float) -> object:
 def test_none_feeds_the_sampled_token() -> None:
     proposal = create("none").propose(step_of(P, sampled=3))
     assert row(proposal) == ([3], [1.0], 3)
-    assert realise(proposal.edit, matrix_geometry(E).lookup, None).tolist() == [[0.0, 1.0]]
+    assert realise(proposal.edit, matrix_embeddings(E).lookup, None).tolist() == [[0.0, 1.0]]
 
 
 # --- neighbor: N-GRPO -----------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_neighbor_paper() -> None:
     ids, weights, token = row(proposal)
     assert (ids, token) == ([0, 1, 2], 0)
     assert weights == close(4 / 7, 2 / 7, 1 / 7)
-    assert realise(proposal.edit, matrix_geometry(E).lookup, None)[0].tolist() == close(18 / 7, 2.0)
+    assert realise(proposal.edit, matrix_embeddings(E).lookup, None)[0].tolist() == close(18 / 7, 2.0)
 
 
 def test_neighbor_set_is_by_embedding_not_by_probability() -> None:
@@ -117,15 +117,14 @@ def test_neighbor_k() -> None:
     assert row(create("neighbor", k=2).propose(step_of(P)))[:2] == ([0, 1], close(2 / 3, 1 / 3))
     ids, weights, _ = row(create("neighbor", k=5).propose(step_of(P)))
     assert ids == [0, 1, 2, 3, 4] and weights == close(*P)
-    assert create("neighbor", k=5).candidates == 5
 
 
 OUTPUT = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.5, 0.5], [2.0, 0.1]])
 
 
-def two_spaces() -> Geometry:
+def two_spaces() -> ModelEmbeddings:
     """Input embeddings E; output embeddings in which token 0 is nearest to 4, then 3."""
-    return Geometry(lambda ids: E[ids], lambda: E, lambda: OUTPUT)
+    return ModelEmbeddings(lambda ids: E[ids], lambda: E, lambda: OUTPUT)
 
 
 def test_neighbor_released() -> None:
@@ -135,7 +134,7 @@ def test_neighbor_released() -> None:
     e' = 2/3 (1, 0) + 1/3 (-1, 0) = (1/3, 0).
     """
     p = [1 / 2, 1 / 16, 1 / 8, 1 / 16, 1 / 4]
-    step = step_of(p, sampled=3, temperature=0.25 / math.log(2), geometry=two_spaces())
+    step = step_of(p, sampled=3, temperature=0.25 / math.log(2), embeddings=two_spaces())
     proposal = create("neighbor", variant="released", k=2).propose(step)
     ids, weights, token = row(proposal)
     assert (ids, token) == ([0, 4], 3)
@@ -162,7 +161,7 @@ def test_neighbor_parts_are_independent(weights: str, realization: str, space: s
     """
     p = [1 / 2, 1 / 4, 0.0, 0.0, 1 / 4]
     operator = create("neighbor", k=2, weights=weights, realization=realization, space=space)
-    ids, got, token = row(operator.propose(step_of(p, sampled=1, geometry=two_spaces())))
+    ids, got, token = row(operator.propose(step_of(p, sampled=1, embeddings=two_spaces())))
     anchor = 2 / 3 if weights == "logits" else math.exp(0.25) / (math.exp(0.25) + 1)
     assert ids == [0, 1 if space == "input" else 4]
     assert got == close(anchor, 1 - anchor)
@@ -170,20 +169,20 @@ def test_neighbor_parts_are_independent(weights: str, realization: str, space: s
 
 
 def test_neighbor_skips_special_tokens_only_if_asked() -> None:
-    geometry = matrix_geometry(E, special_ids=[1])
-    assert row(create("neighbor").propose(step_of(P, geometry=geometry)))[0] == [0, 1, 2]
-    ids, weights, _ = row(create("neighbor", skip_special=True).propose(step_of(P, geometry=geometry)))
+    embeddings = matrix_embeddings(E, special_ids=[1])
+    assert row(create("neighbor").propose(step_of(P, embeddings=embeddings)))[0] == [0, 1, 2]
+    ids, weights, _ = row(create("neighbor", skip_special=True).propose(step_of(P, embeddings=embeddings)))
     assert ids == [0, 2, 3] and weights == close(8 / 11, 2 / 11, 1 / 11)
 
 
 def test_neighbors_follow_the_weights_after_a_refresh() -> None:
     embedding = E.clone()
-    geometry = matrix_geometry(embedding)
+    embeddings = matrix_embeddings(embedding)
     operator = create("neighbor", k=2)
-    assert row(operator.propose(step_of(P, geometry=geometry)))[0] == [0, 1]
+    assert row(operator.propose(step_of(P, embeddings=embeddings)))[0] == [0, 1]
     embedding[4] = torch.tensor([1.0, 0.0])
-    geometry.refresh()
-    assert row(operator.propose(step_of(P, geometry=geometry)))[0] == [0, 4]
+    embeddings.refresh()
+    assert row(operator.propose(step_of(P, embeddings=embeddings)))[0] == [0, 4]
 
 
 # --- gaussian: STHT -------------------------------------------------------------------------------
@@ -195,8 +194,7 @@ Q = [4 / 8, 2 / 8, 1 / 8, 1 / 8]
 
 def gaussian(temperature: float = 1.0, **options: object) -> tuple[list[int], list[float], int, float]:
     operator = create("gaussian", **options)
-    proposal = operator.propose(step_of(Q, 3, temperature, matrix_geometry(RMS2)))
-    assert operator.noisy and operator.candidates == proposal.edit.ids.shape[1]
+    proposal = operator.propose(step_of(Q, 3, temperature, matrix_embeddings(RMS2)))
     return (*row(proposal), proposal.edit.sigma.item())
 
 
@@ -235,11 +233,11 @@ def test_gaussian_sigma_of_the_vector_at_hand(options: dict, rms: float) -> None
 def test_gaussian_noise_is_normal_with_that_scale() -> None:
     """e' - h over 4,000 positions of 8 elements: mean 0, standard deviation σ = 0.33 · 1."""
     embedding = torch.cat([torch.ones(2, 8), -torch.ones(2, 8)])
-    n, geometry = 4000, matrix_geometry(embedding)
+    n, embeddings = 4000, matrix_embeddings(embedding)
     seeds, positions = torch.full((n,), 5), torch.arange(n)
-    step = Step(torch.zeros(n, 4), torch.full((n,), 2), torch.ones(n), seeds, positions, geometry)
+    step = Step(torch.zeros(n, 4), torch.full((n,), 2), torch.ones(n), seeds, positions, embeddings)
     edit = create("gaussian").propose(step).edit
-    noise = realise(edit, geometry.lookup, streams.keys(seeds, positions, streams.Stream.NOISE)) - embedding[2]
+    noise = realise(edit, embeddings.lookup, streams.keys(seeds, positions, streams.Stream.NOISE)) - embedding[2]
     assert noise.mean().item() == pytest.approx(0.0, abs=4 * 0.33 / math.sqrt(noise.numel()))
     assert noise.std().item() == pytest.approx(0.33, rel=4 / math.sqrt(2 * noise.numel()))
 
@@ -266,7 +264,7 @@ def test_soft(options: dict, weights: list[float]) -> None:
 def test_soft_mixture() -> None:
     """2/3 (1, 0) + 1/3 (4, 3) = (2, 1)."""
     edit = create("soft", k=2).propose(step_of(P)).edit
-    assert realise(edit, matrix_geometry(E).lookup, None)[0].tolist() == close(2.0, 1.0)
+    assert realise(edit, matrix_embeddings(E).lookup, None)[0].tolist() == close(2.0, 1.0)
 
 
 # --- gumbel: SofT-GRPO ----------------------------------------------------------------------------
@@ -313,7 +311,7 @@ def test_gumbel_floor_inside_the_logarithm() -> None:
 def many(n: int, probabilities: list[float]) -> Step:
     logits = torch.tensor([probabilities]).log().expand(n, -1).contiguous()
     tokens = torch.zeros(n, dtype=torch.int64)
-    return Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), matrix_geometry(E))
+    return Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), matrix_embeddings(E))
 
 
 def test_gumbel_token_is_a_sample_from_the_probabilities() -> None:

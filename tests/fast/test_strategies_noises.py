@@ -9,7 +9,7 @@ import torch
 
 from perturbations.base import Step
 from perturbations.edit import realise
-from perturbations.geometry import matrix_geometry
+from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from tests.fast.test_strategies import P, close, many, row, step_of
 
@@ -22,7 +22,7 @@ def test_dirichlet() -> None:
     proposal = create("dirichlet", k=3, top_p=1.0, alpha=2.0, density="dirichlet").propose(step)
     assert row(proposal) == ([0, 1, 2], close(1 / 4, 1 / 2, 1 / 4), 1)
     assert step.shape[0].tolist() == close(8 / 7, 4 / 7, 2 / 7)
-    assert proposal.edit.total.tolist() == close(math.log(4))
+    assert proposal.edit.normalizer.tolist() == close(math.log(4))
 
 
 def test_dirichlet_top_p_comes_before_the_noise() -> None:
@@ -45,7 +45,7 @@ def test_normal() -> None:
     """p = 2/3, 1/3 and ε = 1, -2: y = 43/60, 14/60, sum 57/60: weights 43/57, 14/57."""
     proposal = create("normal", k=2, density="normal").propose(step_of(P, noise=[1.0, -2.0]))
     assert row(proposal) == ([0, 1], close(43 / 57, 14 / 57), 0)
-    assert proposal.edit.total.tolist() == close(57 / 60)
+    assert proposal.edit.normalizer.tolist() == close(57 / 60)
 
 
 def test_normal_weights_may_be_negative_and_the_text_may_change() -> None:
@@ -71,19 +71,19 @@ def test_orthogonal(realization: str, token: int) -> None:
     n_j = ε_j w_j ‖o_j‖ = 3, -1/2 along (0, 1): e' = (2, 5/2). As a mixture: 3/4 of c_1, -1/2 of c_2, and of the
     anchor 1 - (3/4 · 3/2 + 1/2) = -5/8.
     """
-    step = step_of([4 / 8, 3 / 8, 1 / 8, 0.0], geometry=matrix_geometry(O), noise=[9.0, 1.0, -2.0])
+    step = step_of([4 / 8, 3 / 8, 1 / 8, 0.0], embeddings=matrix_embeddings(O), noise=[9.0, 1.0, -2.0])
     proposal = create("orthogonal", k=3, realization=realization).propose(step)
     assert row(proposal) == ([0, 1, 2], close(-5 / 8, 3 / 4, -1 / 2), token)
-    assert realise(proposal.edit, matrix_geometry(O).lookup, None)[0].tolist() == close(2.0, 2.5)
+    assert realise(proposal.edit, matrix_embeddings(O).lookup, None)[0].tolist() == close(2.0, 2.5)
 
 
 def test_orthogonal_noise_has_the_scale_of_the_paper() -> None:
     """(e' - E[a]) lies at a right angle to E[a]; along o/‖o‖ it is N(0, (w ‖o‖)²): k = 2, so w = 1 and ‖o_1‖ = 4."""
-    n, geometry = 20_000, matrix_geometry(O)
+    n, embeddings = 20_000, matrix_embeddings(O)
     logits = torch.tensor([[1 / 2, 1 / 4, 1 / 8, 1 / 8]]).log().expand(n, -1).contiguous()
     tokens = torch.zeros(n, dtype=torch.int64)
-    step = Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), geometry)
-    moved = realise(create("orthogonal", k=2).propose(step).edit, geometry.lookup, None) - O[0]
+    step = Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), embeddings)
+    moved = realise(create("orthogonal", k=2).propose(step).edit, embeddings.lookup, None) - O[0]
     assert moved[:, 0].abs().max() < 1e-4
     assert moved[:, 1].std().item() == pytest.approx(4.0, rel=4 / math.sqrt(2 * n))
     assert moved[:, 1].mean().item() == pytest.approx(0.0, abs=4 * 4.0 / math.sqrt(n))

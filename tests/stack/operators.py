@@ -17,18 +17,10 @@ class DenseShake(Perturbation):
     strength: float = option(0.3, "size of the noise relative to the embedding", low=0.0)
 
     def propose(self, step: Step) -> Proposal:
-        own = step.geometry.lookup(step.sampled).float()
+        own = step.embeddings.lookup(step.sampled).float()
         noise = step.normal(own.shape[-1])
         scale = self.strength * own.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         return Proposal(dense_edit(step.sampled, own + scale * noise), step.sampled)
-
-    @property
-    def candidates(self) -> int:
-        return 1
-
-    @property
-    def dense(self) -> bool:
-        return True
 
 
 @register("second-likeliest")
@@ -39,7 +31,3 @@ class RunnerUp(Perturbation):
     def propose(self, step: Step) -> Proposal:
         tokens = step.logits.topk(2, dim=-1).indices[:, 1]
         return Proposal(InputEdit(tokens.unsqueeze(-1), torch.ones_like(step.logits[:, :1])), tokens)
-
-    @property
-    def candidates(self) -> int:
-        return 1

@@ -16,7 +16,7 @@ import torch
 
 from ngrpo.rollout import set_perturbation
 from perturbations import create, create_gate, registry, replaying
-from perturbations.gates import Places
+from perturbations.step import Positions
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 pytestmark = pytest.mark.stack
@@ -132,7 +132,8 @@ def test_bursts_perturb_what_they_planned(engine: Any) -> None:
     set_perturbation(engine, "soft", rate=1.0, until=None, gate=gate)
     for rollout in sample(engine, chat_prompts(engine), max_tokens=40):
         first = len(rollout.prompt)
-        planned = gate.plan(Places(rollout.record.seed, first, np.arange(first, first + len(rollout.tokens))))
+        at = np.arange(first, first + len(rollout.tokens))
+        planned = gate.plan(Positions(np.full_like(at, rollout.record.seed), np.full_like(at, first), at))
         assert (edited(rollout) == planned).all()
 
 

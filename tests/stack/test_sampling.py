@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ngrpo.rollout.sampling import exponentials, race
+from ngrpo.rollout.sample_tokens import exponentials, sample_tokens
 from perturbations import streams
 
 pytestmark = pytest.mark.stack
@@ -20,7 +20,7 @@ def many_keys(count: int = N) -> torch.Tensor:
 
 def test_tokens_follow_the_distribution() -> None:
     logits = P.log().expand(N, 5).contiguous()
-    tokens, log_total = race(logits, logits, many_keys())
+    tokens, log_total = sample_tokens(logits, logits, many_keys())
     seen = torch.bincount(tokens, minlength=5).double()
     chi = ((seen - N * P) ** 2 / (N * P)).sum()
     assert chi < 18.5  # 4 degrees of freedom; exceeded by 0.1% of fair samples
@@ -51,7 +51,7 @@ def test_a_filtered_token_is_never_drawn() -> None:
     scaled = torch.zeros(1000, 7)
     drawable = scaled.clone()
     drawable[:, [0, 3, 6]] = -torch.inf
-    tokens, log_total = race(drawable, scaled, many_keys(1000))
+    tokens, log_total = sample_tokens(drawable, scaled, many_keys(1000))
     assert set(tokens.tolist()) == {1, 2, 4, 5}
     assert torch.allclose(log_total, torch.tensor(7.0).log())
 
@@ -59,7 +59,7 @@ def test_a_filtered_token_is_never_drawn() -> None:
 def test_rows_do_not_depend_on_the_batch_nor_on_compilation() -> None:
     logits = 3 * torch.randn(16, 4096, generator=torch.Generator().manual_seed(0))
     keys = many_keys(16)
-    together, _ = race(logits, logits, keys)
-    alone = torch.cat([race(logits[i : i + 1], logits[i : i + 1], keys[i : i + 1])[0] for i in range(16)])
+    together, _ = sample_tokens(logits, logits, keys)
+    alone = torch.cat([sample_tokens(logits[i : i + 1], logits[i : i + 1], keys[i : i + 1])[0] for i in range(16)])
     eager = (logits - exponentials(keys, 4096).log()).argmax(dim=-1)
     assert together.tolist() == alone.tolist() == eager.tolist()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from perturbations.neighbors import Drift, Neighborhood, NeighborIndex
 
 
-class Geometry:
+class ModelEmbeddings:
     """A model's input embedding as operators see it. Values are cached until :meth:`refresh`."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Geometry:
         from perturbations.neighbors import word_numbers
 
         if self._token_texts is None:
-            raise ValueError("skip_same_word: this geometry does not know its tokens' texts; pass token_texts to it.")
+            raise ValueError("skip_same_word: this embeddings does not know its tokens' texts; pass token_texts to it.")
         if size not in self._words:
             self._words[size] = word_numbers(self._token_texts(), size)
         return self._words[size]
@@ -126,9 +126,9 @@ class Geometry:
         return found
 
 
-def matrix_geometry(embedding: Tensor, special_ids: Sequence[int] = (), texts: Sequence[str] = ()) -> Geometry:
-    """The geometry of a plain matrix E, (V, D): for tests and for models whose embedding is one tensor."""
-    return Geometry(
+def matrix_embeddings(embedding: Tensor, special_ids: Sequence[int] = (), texts: Sequence[str] = ()) -> ModelEmbeddings:
+    """The embeddings of a plain matrix E, (V, D): for tests and for models whose embedding is one tensor."""
+    return ModelEmbeddings(
         lambda ids: torch.nn.functional.embedding(ids, embedding),
         lambda: embedding,
         None,

@@ -35,7 +35,7 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
 
 
 @torch.compile(dynamic=True)
-def race(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Draws tokens, fused into one pass over the logits (vLLM compiles its own sampler likewise, also when eager).
 
     Args:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perturbations.gates import Gate, Places
+from perturbations.gates.base import Gate
 from perturbations.options import option
 from perturbations.registry import register_gate
+from perturbations.step import Positions
 
 
 @register_gate("bursts")
@@ -19,7 +20,7 @@ class Bursts(Gate):
     length: int = option(8, "positions in a stretch", low=1)
     share: float = option(0.1, "probability that a stretch is open", low=0.0, high=1.0)
 
-    def plan(self, places: Places) -> np.ndarray:
+    def plan(self, positions: Positions) -> np.ndarray:
         """One draw for each stretch, taken at its first position, (N,) bool."""
-        stretch = places.positions - places.generated % self.length
-        return places.uniform(1, at=stretch)[:, 0] < self.share
+        stretch = positions.positions - positions.generated % self.length
+        return positions.uniform(1, at=stretch)[:, 0] < self.share

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perturbations.base import GateStep
-from perturbations.gates import Gate
+from perturbations.gates.base import Gate
 from perturbations.options import option
 from perturbations.registry import register_gate
+from perturbations.step import GateStep
 
 
 @register_gate("top_margin")

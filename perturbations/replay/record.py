@@ -1,24 +1,20 @@
-"""What was fed to the model: one sparse record per trajectory, and the buffer that holds records."""
+"""What was fed to the model: one sparse record per trajectory."""
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from perturbations.streams import SEED_BYTES
 
-# First byte: version in the high nibble, flags in the low one. Then K, the seed, and three lengths as varints: a
+# First byte: version in the two high bits, flags in the others. Then K, the seed, and three lengths as varints: a
 # short answer's record is mostly header, so every byte counts.
-_VERSION = 1 << 4
-# Version 2 has one more byte after the header, which says what else follows; written only where something does.
-_EXTENDED = 2 << 4
-_HAS_VECTORS, _HAS_TOTAL = 1, 2
+_VERSION = 3 << 6
 _HEADER = struct.Struct("<BB6s")
-_HAS_WEIGHTS, _HAS_SIGMA, _ONE_SIGMA, _WIDE_IDS = 1, 2, 4, 8
+_HAS_WEIGHTS, _HAS_SIGMA, _ONE_SIGMA, _WIDE_IDS, _HAS_VECTORS, _HAS_NORMALIZER = (1 << bit for bit in range(6))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +30,8 @@ class ReplayRecord:
         weights: weights of the candidates, (N, K) float32.
         sigma: noise scales, (N,) float32, or None where nothing is noisy.
         agreed: whether the token in the text is the ordinarily sampled one, (N,) bool.
-        vectors: what a dense operator added, (N, D) float32, or None: 4·D bytes per perturbed position.
-        total: what normalising the weights divided out, (N,) float32, or None where no density needs it.
+        vectors: what was added to the mixture, (N, D) float32, or None: 4·D bytes per perturbed position.
+        normalizer: what normalising the weights divided out, (N,) float32, or None where no density needs it.
     """
 
     seed: int
@@ -47,7 +43,7 @@ class ReplayRecord:
     sigma: np.ndarray | None
     agreed: np.ndarray
     vectors: np.ndarray | None = None
-    total: np.ndarray | None = None
+    normalizer: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -55,30 +51,22 @@ class ReplayRecord:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReplayRecord) and self.to_bytes() == other.to_bytes()
 
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
+
     def truncate(self, num_tokens: int) -> ReplayRecord:
         """The record of the trajectory's first ``num_tokens`` tokens."""
         if num_tokens >= self.num_tokens:
             return self
-        return self._select(slice(0, int(np.searchsorted(self.positions, num_tokens))), num_tokens)
-
-    def _select(self, rows: slice, num_tokens: int) -> ReplayRecord:
-        sigma = None if self.sigma is None else self.sigma[rows]
-        vectors = None if self.vectors is None else self.vectors[rows]
-        return ReplayRecord(
-            self.seed,
-            min(self.prompt_tokens, num_tokens),
-            num_tokens,
-            self.positions[rows],
-            self.ids[rows],
-            self.weights[rows],
-            sigma,
-            self.agreed[rows],
-            vectors,
-            None if self.total is None else self.total[rows],
-        )
+        count = int(np.searchsorted(self.positions, num_tokens))
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[3:]}
+        kept = {name: None if part is None else part[:count] for name, part in parts.items()}
+        return ReplayRecord(self.seed, min(self.prompt_tokens, num_tokens), num_tokens, **kept)
 
     def to_bytes(self) -> bytes:
-        """Serialises without loss: per position K ids of 2 or 3 bytes, K float32 weights, mostly 1 byte of place.
+        """Serialises without loss: per position K ids of 2 or 3 bytes, K float32 weights, mostly 1 byte of position.
 
         Raises:
             ValueError: for a token id of 2^24 or more, or a seed outside [0, 2^48).
@@ -101,16 +89,14 @@ class ReplayRecord:
             parts.append(np.ascontiguousarray(self.sigma[:1] if same else self.sigma, "<f4").tobytes())
         parts.append(np.packbits(self.agreed).tobytes())
         lengths = b"".join(map(_varint, (self.prompt_tokens, self.num_tokens, count)))
-        extra = 0
-        if self.total is not None:
-            extra |= _HAS_TOTAL
-            parts.append(np.ascontiguousarray(self.total, "<f4").tobytes())
+        if self.normalizer is not None:
+            flags |= _HAS_NORMALIZER
+            parts.append(np.ascontiguousarray(self.normalizer, "<f4").tobytes())
         if self.vectors is not None:
-            extra |= _HAS_VECTORS
+            flags |= _HAS_VECTORS
             parts.append(_varint(self.vectors.shape[1]) + np.ascontiguousarray(self.vectors, "<f4").tobytes())
-        version = _EXTENDED if extra else _VERSION
-        header = _HEADER.pack(version | flags, width, self.seed.to_bytes(SEED_BYTES, "little"))
-        return header + (bytes([extra]) if extra else b"") + lengths + b"".join(parts)
+        header = _HEADER.pack(_VERSION | flags, width, self.seed.to_bytes(SEED_BYTES, "little"))
+        return header + lengths + b"".join(parts)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReplayRecord:
@@ -119,7 +105,7 @@ class ReplayRecord:
         Raises:
             ValueError: where the bytes are not a whole record of this version.
         """
-        if len(data) < _HEADER.size or data[0] & 0xF0 not in (_VERSION, _EXTENDED):
+        if len(data) < _HEADER.size or data[0] & _VERSION != _VERSION:
             raise ValueError(
                 f"not a replay record of this version: {len(data)} bytes that begin with {bytes(data[:1])!r}."
                 " Records are not kept across versions; sample again."
@@ -127,9 +113,6 @@ class ReplayRecord:
         flags, width, seed = _HEADER.unpack_from(data)
         seed = int.from_bytes(seed, "little")
         reader = _Reader(data, _HEADER.size)
-        extra = reader.take(1)[0] if data[0] & 0xF0 == _EXTENDED else 0
-        if extra & ~(_HAS_VECTORS | _HAS_TOTAL):
-            raise ValueError(f"replay record has parts that this version does not know ({extra:#x}); sample again.")
         prompt, length, count = reader.varint(), reader.varint(), reader.varint()
         positions = _unpack_gaps(reader, count)
         id_bytes = 3 if flags & _WIDE_IDS else 2
@@ -144,13 +127,13 @@ class ReplayRecord:
             sigma = np.repeat(values, count) if flags & _ONE_SIGMA else values
         bits = np.frombuffer(reader.take((count + 7) // 8), dtype=np.uint8)
         agreed = np.unpackbits(bits, count=count).astype(bool)
-        total = reader.floats(count) if extra & _HAS_TOTAL else None
+        normalizer = reader.floats(count) if flags & _HAS_NORMALIZER else None
         vectors = None
-        if extra & _HAS_VECTORS:
+        if flags & _HAS_VECTORS:
             size = reader.varint()
             vectors = reader.floats(count * size).reshape(count, size)
         reader.end()
-        return cls(seed, prompt, length, positions, ids, weights, sigma, agreed, vectors, total)
+        return cls(seed, prompt, length, positions, ids, weights, sigma, agreed, vectors, normalizer)
 
 
 class _Reader:
@@ -216,50 +199,3 @@ def _unpack_ids(data: bytes, id_bytes: int) -> np.ndarray:
     wide = np.zeros((len(raw), 4), dtype=np.uint8)
     wide[:, :id_bytes] = raw
     return wide.view("<u4").reshape(-1).astype(np.int32)
-
-
-class ReplayBuffer(ABC):
-    """Where finished records wait for the trainer."""
-
-    @abstractmethod
-    def add(self, key: Hashable, record: ReplayRecord) -> None:
-        """Keeps a record; a second one under the same key replaces the first."""
-
-    @abstractmethod
-    def take(self, keys: Sequence[Hashable] | None = None) -> dict[Hashable, ReplayRecord]:
-        """Removes and returns the named records, or all. Raises ``KeyError`` naming the keys that are missing."""
-
-    @abstractmethod
-    def discard(self, keys: Sequence[Hashable]) -> None:
-        """Forgets records, present or not."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Records held."""
-
-
-class InMemoryReplayBuffer(ReplayBuffer):
-    """A dictionary of records."""
-
-    def __init__(self) -> None:
-        self._records: dict[Hashable, ReplayRecord] = {}
-
-    def add(self, key: Hashable, record: ReplayRecord) -> None:
-        """See :meth:`ReplayBuffer.add`."""
-        self._records[key] = record
-
-    def take(self, keys: Sequence[Hashable] | None = None) -> dict[Hashable, ReplayRecord]:
-        """See :meth:`ReplayBuffer.take`."""
-        wanted = list(self._records) if keys is None else list(keys)
-        missing = [key for key in wanted if key not in self._records]
-        if missing:
-            raise KeyError(f"no replay record for {missing[:5]}; {len(self._records)} records are held")
-        return {key: self._records.pop(key) for key in wanted}
-
-    def discard(self, keys: Sequence[Hashable]) -> None:
-        """See :meth:`ReplayBuffer.discard`."""
-        for key in keys:
-            self._records.pop(key, None)
-
-    def __len__(self) -> int:
-        return len(self._records)

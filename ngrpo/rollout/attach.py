@@ -1,0 +1,178 @@
+"""Attaches the perturber to a vLLM worker: what its two model runners have in common.
+
+The embedding's override is in place before anything is compiled, and each way of loading weights refreshes what was
+computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :mod:`runner_v2` beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ngrpo.parameters_file import load_saved
+from ngrpo.rollout import runner_v1, runner_v2
+from ngrpo.rollout.input_override import InputOverride, find_input_embedding
+from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.sampling_mask import SamplingMaskStore
+from ngrpo.rollout.settings import SAMPLING_MASKS
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import parameters
+from perturbations.base import Perturbation
+from perturbations.embeddings import ModelEmbeddings
+from perturbations.errors import UsageError
+from perturbations.gates.default import BoundGate
+from perturbations.replay.buffers.base import ReplayBuffer
+
+
+class AttachedPerturbation:
+    """The perturbation of one worker: what its remote procedures talk to."""
+
+    def __init__(self, runner: Any, operator: Perturbation, buffer: ReplayBuffer) -> None:
+        """
+        Args:
+            runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
+            operator: an active perturbation.
+            buffer: where records of finished requests wait to be taken.
+        """
+        self._runner, self._buffer = runner, buffer
+        # The state that only V2 keeps; its class cannot be imported where Triton is missing.
+        self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
+        config, model = runner.model_config, runner.get_model()
+        embedding = find_input_embedding(model)
+        self._override = InputOverride(
+            embedding, runner.max_num_tokens, embedding.embedding_dim, config.dtype, runner.device
+        )
+        self._hidden = embedding.embedding_dim
+        self._tokenizer = _LazyTokenizer(config)
+        self._vocabulary = config.get_vocab_size()
+        self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
+        self.replace(operator)
+        self._wrap()
+
+    def replace(self, operator: Perturbation) -> None:
+        """Puts another operator in place, between requests.
+
+        Raises:
+            UsageError: while requests are running, or for an operator that does not fit the model.
+        """
+        runner, tokenizer = self._runner, self._tokenizer
+        running = self.requests.running if hasattr(self, "requests") else 0
+        if running:
+            raise UsageError(
+                f"the perturbation cannot be replaced while {running} requests are running: wait for them."
+            )
+        operator.check_model(self._vocabulary)
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len)
+        gate = BoundGate(operator, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device)
+        self.module = _module(operator, self._hidden, runner)
+        self.operator = operator
+        recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
+        masks = SamplingMaskStore(self._vocabulary) if recorded else None
+        self.perturber = RolloutPerturber(
+            operator, store, gate, self.embeddings, self._override, runner.device, self.module, masks
+        )
+        self._buffer.drop(self._buffer.names())
+        self.requests = RunningRequests(operator, store, self.perturber, self._buffer)
+
+    def _wrap(self) -> None:
+        runner = self._runner
+        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
+        model = runner.get_model()
+        model.load_weights = self._then_refresh(self._without_ours(model.load_weights))
+        runner.reload_weights = self._then_refresh(runner.reload_weights)
+
+    def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Every weight sync ends here, whatever way it comes: the operator's own parameters go to its module."""
+
+        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+            own: dict[str, Tensor] = {}
+            result = original(parameters.split(weights, own), *args, **kwargs)
+            if own and self.module is None:
+                raise ValueError(
+                    f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
+                    f" {self.operator.name!r}."
+                )
+            if own:
+                parameters.load(self.module, own, whole=False)
+            return result
+
+        return load_weights
+
+    def _then_refresh(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.perturber.weights_changed()
+
+        return load
+
+
+def _module(operator: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
+    """The operator's module with the parameters saved beside the model, on the runner's device."""
+    module = operator.module(hidden)
+    if module is None:
+        return None
+    config = runner.model_config
+    # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
+    module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
+    load_saved(module, operator, config.model, config.revision)
+    return module
+
+
+def _embeddings(
+    model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
+) -> ModelEmbeddings:
+    def whole(module: Any) -> Tensor:
+        weight = module.weight.data
+        if module.tp_size > 1:
+            from vllm.distributed import tensor_model_parallel_all_gather
+
+            weight = tensor_model_parallel_all_gather(weight, dim=0)
+        return weight[:vocabulary]
+
+    head = getattr(model, "lm_head", None)
+    separate = head is not None and head is not embedding and head.weight is not embedding.weight
+    return ModelEmbeddings(
+        override.lookup,
+        lambda: whole(embedding),
+        (lambda: whole(head)) if separate else None,
+        lambda: tokenizer.special_ids(vocabulary),
+        tokenizer.vocabulary,
+    )
+
+
+class _LazyTokenizer:
+    """The engine's tokenizer, loaded only if an option needs it."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._config = model_config
+        self._loaded: Any = None
+
+    def _get(self) -> Any:
+        if self._loaded is None:
+            from transformers import AutoTokenizer
+
+            self._loaded = AutoTokenizer.from_pretrained(
+                self._config.tokenizer,
+                revision=self._config.tokenizer_revision,
+                trust_remote_code=self._config.trust_remote_code,
+            )
+        return self._loaded
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens added around it."""
+        return self._get().encode(text, add_special_tokens=False)
+
+    def vocabulary(self) -> list[str]:
+        """The decoded text of each token."""
+        tokenizer = self._get()
+        return tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+
+    def special_ids(self, size: int) -> list[int]:
+        """Special tokens, and rows of the embedding that no token uses."""
+        tokenizer = self._get()
+        return sorted({*tokenizer.all_special_ids, *range(len(tokenizer), size)})

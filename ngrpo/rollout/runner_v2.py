@@ -1,0 +1,83 @@
+"""vLLM's V2 model runner (``v1/worker/gpu/model_runner.py``, 0.29): where the perturber takes part in a step.
+
+As in :mod:`ngrpo.rollout.runner_v1`, bound methods are wrapped: ``add_requests`` (requests come and go),
+``prepare_inputs`` (the inputs are laid out) and the sampler's ``sample`` (tokens are drawn). V2 keeps a request's
+parameters in persistent slots, on the device and on the host, so that nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ngrpo.rollout.attach import AttachedPerturbation
+
+
+def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
+    """Wraps the methods of a runner. Which perturber acts is looked up at each step, since it can be replaced."""
+    runner.add_requests = _add_requests(runner.add_requests, perturbation)
+    runner.prepare_inputs = _prepare_inputs(runner.prepare_inputs, perturbation)
+    runner.sampler.sample = _sample(runner.sampler, perturbation)
+
+
+def _add_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    """A request that was preempted comes back as a new one; the store still has it, and its records with it."""
+
+    def add_requests(scheduler_output: Any) -> Any:
+        result = original(scheduler_output)
+        perturbation.requests.update(scheduler_output)
+        return result
+
+    return add_requests
+
+
+def _prepare_inputs(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        # Exact and not merely V2's upper bound, since speculative decoding is refused.
+        starts, counts = batch.num_computed_tokens_np.astype(np.int64), batch.num_scheduled_tokens.astype(np.int64)
+        perturbation.perturber.begin(batch.req_ids, starts, counts, starts + counts < batch.prefill_len_np)
+        return batch
+
+    return prepare_inputs
+
+
+def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    original, states = sampler.sample, sampler.sampling_states
+    min_p, unfiltered = states.apply_min_p, None
+
+    def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
+        """Filters in place; operators see the logits before that."""
+        nonlocal unfiltered
+        if perturbation.perturber.busy and states.min_p.np[idx_mapping_np].any():
+            unfiltered = logits.clone()
+        min_p(logits, expanded_idx_mapping, idx_mapping_np)
+
+    def sample(logits: Tensor, *rows: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        nonlocal unfiltered
+        perturber = perturbation.perturber
+        if not perturber.busy:
+            return original(logits, *rows, **kwargs)
+        slots, slots_np = rows[0], rows[2]
+        drawable = sampler.apply_sampling_params(logits, *rows, skip_top_k_top_p=True).float()
+        scaled, unfiltered = (drawable if unfiltered is None else unfiltered), None
+        top_k, top_p = states.get_top_k_top_p(slots, slots_np)
+        if top_k is not None or top_p is not None:
+            # vLLM filters in place where it can.
+            drawable = apply_top_k_top_p(drawable.clone() if drawable is scaled else drawable, top_k, top_p)
+        given = states.temperature.gpu[slots]
+        temperature, greedy = given, None
+        if states.any_greedy(slots_np):
+            cold = given == 0.0
+            temperature, greedy = torch.where(cold, 1.0, given), torch.where(cold, scaled.argmax(dim=-1), -1)
+        return perturber.finish(scaled, temperature, drawable, greedy), drawable
+
+    states.apply_min_p = apply_min_p
+    return sample

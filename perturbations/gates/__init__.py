@@ -1,0 +1,1 @@
+"""Where a perturbation acts: the contract, the default gate, and one file for each further gate, named like it."""

@@ -1,0 +1,199 @@
+"""The default gate: the rate's draw, the schedule, the end of thinking, entropy and protected tokens.
+
+A position is perturbed where all of these agree, and the further gate of the user's choice, if there is one. What
+depends on seed and position alone is decided on the host, for all requests of a step together; what looks at logits
+or tokens is batched on the device. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perturbations import streams
+from perturbations.errors import UsageError
+from perturbations.gates.base import Gate
+from perturbations.options import Options, option
+from perturbations.registry import gates
+from perturbations.step import GateStep, Positions
+
+_NEVER = torch.iinfo(torch.int64).max
+# Tokens kept beyond the length of `until`, so that a position drawn again still finds the ones before it.
+_SLACK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(Options):
+    """The options of the default gate, which every perturbation has among its own.
+
+    A perturbation overrides a default by declaring the field again.
+    """
+
+    rate: float = option(1.0, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
+    until: str | None = option("</think>", "stop for good once this text has been produced; 'none' for never")
+    entropy_min: float | None = option(None, "perturb only where the entropy in nats is at least this", low=0.0)
+    every: int = option(1, "perturb only every n-th generated position after the burn-in", low=1)
+    burn_in: int = option(0, "leave the first n generated positions alone", low=0)
+    protect: str | None = option(None, "never perturb these tokens: 'digits', or ids separated by commas")
+    gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: its name", registry=gates)  # noqa: RUF009
+
+    def selects(self, positions: Positions) -> np.ndarray:
+        """Which positions the draw, the schedule and the further gate's plan select, (N,) bool."""
+        since = positions.generated - self.burn_in
+        selected = (since >= 0) & (since % self.every == 0)
+        if self.rate < 1.0:  # a draw is below 1 in any case
+            selected &= streams.below(positions.keys(streams.Stream.GATE), self.rate)
+        if self.gate is not None and selected.any():
+            selected[selected] = self.gate.plan(positions.where(selected))
+        return selected
+
+
+class BoundGate:
+    """A perturbation's gate at work in a rollout: all that decides where it acts, for the trajectories of one worker.
+
+    The state of a trajectory is a row: its latest tokens by position, and where its thinking ended. Telling or asking
+    the same position twice gives the same answers, so a token that is drawn again is not seen twice.
+    """
+
+    def __init__(
+        self,
+        options: GateOptions,
+        encode: Callable[[str], Sequence[int]],
+        texts: Callable[[], Sequence[str]],
+        vocabulary: int,
+        rows: int,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            options: of the perturbation.
+            encode: token ids of a text, without special tokens around it.
+            texts: gives the decoded text of every token, in the order of the ids.
+            vocabulary: V, the number of logits.
+            rows: number of trajectories held at once.
+            device: where logits and tokens are.
+        """
+        self._options = options
+        until = list(encode(options.until)) if options.until is not None else []
+        protected = protected_tokens(options.protect, texts, vocabulary)
+        self._protected = None if protected is None else protected.to(device)
+        self._until = torch.tensor(until, dtype=torch.int64, device=device) if until else None
+        self._back = torch.arange(1 - len(until), 1, device=device)
+        self._recent = torch.full((rows, len(until) + _SLACK), -1, dtype=torch.int64, device=device)
+        self._ended = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
+
+    def selects(self, positions: Positions) -> np.ndarray:
+        """As :meth:`GateOptions.selects`."""
+        return self._options.selects(positions)
+
+    @property
+    def tracks_tokens(self) -> bool:
+        """Whether :meth:`observe` must see every token."""
+        return self._until is not None
+
+    @property
+    def always_open(self) -> bool:
+        """Whether every selected position passes, so that nothing needs to be evaluated on the device."""
+        options = self._options
+        return all(part is None for part in (self._until, self._protected, options.entropy_min, options.gate))
+
+    def grow(self, rows: int) -> None:
+        """Makes room for more trajectories; the state of the present ones stays."""
+        more = rows - len(self._ended)
+        self._recent = torch.cat([self._recent, self._recent.new_full((more, self._recent.shape[1]), -1)])
+        self._ended = torch.cat([self._ended, self._ended.new_full((more,), _NEVER)])
+
+    def reset(self, row: int) -> None:
+        """Starts a new trajectory in a row."""
+        self._ended[row] = _NEVER
+        self._recent[row] = -1
+
+    def open(self, rows: Tensor, step: GateStep) -> Tensor:
+        """Where the gate is open: thinking has not ended, the policy is uncertain enough, the further gate is open.
+
+        Args:
+            rows: (B,) int64, the trajectories.
+            step: B positions.
+
+        Returns:
+            (B,) bool. Elsewhere sampling and lookup are ordinary.
+        """
+        is_open = step.positions <= self._ended[rows]
+        if self._options.entropy_min is not None:
+            log_p = torch.log_softmax(step.logits, dim=-1)
+            is_open = is_open & (torch.special.entr(log_p.exp()).sum(dim=-1) >= self._options.entropy_min)
+        return is_open if self._options.gate is None else is_open & self._options.gate.open(step)
+
+    def feeds(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Which proposed tokens may be fed perturbed.
+
+        The others, protected ones and the one that completes the end of thinking, stand in the text as proposed but
+        are fed as they are: drawing another token in their place would make them rarer than the policy has them.
+
+        Args:
+            rows: (B,) int64, the trajectories.
+            positions: (B,) int64.
+            tokens: (B,) int64, the proposed tokens.
+
+        Returns:
+            (B,) bool.
+        """
+        fed = torch.ones_like(rows, dtype=torch.bool)
+        if self._until is not None:
+            fed = ~self._completes(rows, positions, tokens)
+        return fed if self._protected is None else fed & ~self._protected[tokens]
+
+    def observe(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Tells the tokens that were really produced: rows, positions and tokens (B,) int64."""
+        if self._until is None:
+            return
+        done = self._completes(rows, positions, tokens)
+        before = self._ended[rows]
+        # What was said of this position or a later one is forgotten: it is drawn again.
+        self._ended[rows] = torch.where(before < positions, before, torch.where(done, positions, _NEVER))
+        self._recent[rows, positions % self._recent.shape[1]] = tokens
+
+    def _completes(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        where = (positions.unsqueeze(-1) + self._back) % self._recent.shape[1]
+        recent = self._recent[rows.unsqueeze(-1), where]
+        recent[:, -1] = tokens
+        return (recent == self._until).all(dim=-1)
+
+
+def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]], size: int) -> Tensor | None:
+    """The tokens that an option ``protect`` names.
+
+    Args:
+        protect: ``digits``, token ids separated by commas, or None.
+        vocabulary: gives the decoded text of every token, in the order of the ids.
+        size: V, the number of logits.
+
+    Returns:
+        (V,) bool, or None.
+
+    Raises:
+        UsageError: for anything else, or an id outside the vocabulary.
+    """
+    if protect is None:
+        return None
+    mask = torch.zeros(size, dtype=torch.bool)
+    if protect == "digits":
+        texts = vocabulary()[:size]
+        mask[[i for i, text in enumerate(texts) if any(c.isdigit() for c in text)]] = True
+        return mask
+    try:
+        ids = [int(part) for part in protect.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"perturbation option protect={protect!r}: must be 'digits' or token ids separated by commas,"
+            " for example 13,198."
+        ) from None
+    bad = [i for i in ids if not 0 <= i < size]
+    if bad:
+        raise UsageError(f"perturbation option protect={protect!r}: id {bad[0]} is outside [0, {size - 1}].")
+    mask[ids] = True
+    return mask

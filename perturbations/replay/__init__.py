@@ -1,0 +1,5 @@
+"""What was fed to the model in a rollout: the records, and the buffers that hold them until the trainer takes them."""
+
+from perturbations.replay.record import ReplayRecord
+
+__all__ = ["ReplayRecord"]

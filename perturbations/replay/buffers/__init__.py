@@ -1,0 +1,1 @@
+"""Replay buffers: the contract, and one file for each, named like it."""

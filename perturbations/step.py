@@ -1,0 +1,120 @@
+"""What perturbations and gates see: the positions of one rollout step, with draws of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perturbations import streams
+from perturbations.embeddings import ModelEmbeddings
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an operator sees: the B positions that the gate's draw selected, as one batch on one device.
+
+    Attributes:
+        logits: z̃ = z / temperature, (B, V) float32, before any top-k, top-p or min-p.
+        sampled: the tokens that ordinary sampling chose, (B,) int64.
+        temperature: the sampling temperature, (B,) float32; 1 for a greedy request.
+        seeds: trajectory seeds, (B,) int64.
+        positions: positions that the tokens take in their trajectories, (B,) int64.
+        embeddings: the model's embeddings and neighbor indices.
+    """
+
+    logits: Tensor
+    sampled: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+    embeddings: ModelEmbeddings
+
+    def uniform(self, n: int | Tensor) -> Tensor:
+        """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
+
+        Args:
+            n: draws per position; or token ids (B, n), which ties each draw to its token. Noise on a ranked list of
+                candidates must be tied so: two near-equal logits swap ranks under float rounding.
+        """
+        return streams.uniform(self._keys(), n)
+
+    def gumbel(self, n: int | Tensor) -> Tensor:
+        """(B, n) Gumbel(0, 1) draws; ``n`` as in :meth:`uniform`."""
+        return streams.gumbel(self._keys(), n)
+
+    def normal(self, n: int | Tensor) -> Tensor:
+        """(B, n) standard normal draws; ``n`` as in :meth:`uniform`."""
+        return streams.normal(self._keys(), n)
+
+    def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
+        """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
+        return streams.log_gamma(self._keys(), ids, shape)
+
+    def _keys(self) -> Tensor:
+        return streams.keys(self.seeds, self.positions, streams.Stream.WEIGHTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateStep(Step):
+    """What a gate sees: as :class:`Step`, with draws of its own.
+
+    Attributes:
+        generated: tokens that each answer has so far, (B,) int64: 0 for its first position.
+    """
+
+    generated: Tensor
+
+    @classmethod
+    def of(cls, step: Step, generated: Tensor) -> GateStep:
+        """A gate's view of an operator's step."""
+        return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
+
+    def _keys(self) -> Tensor:
+        return streams.keys(self.seeds, self.positions, streams.Stream.GATE_OPEN)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """N positions of any trajectories, on the host: what is known before there are logits.
+
+    Attributes:
+        seeds: seed of each one's trajectory, (N,) int64.
+        first: first generated position of each one's trajectory (the prompt's length), (N,) int64.
+        positions: (N,) int64, none below ``first``.
+    """
+
+    seeds: np.ndarray
+    first: np.ndarray
+    positions: np.ndarray
+
+    def keys(self, stream: streams.Stream) -> np.ndarray:
+        """The keys of a stream, (N,) int64."""
+        return streams.of_stream(self._mixed, stream)
+
+    @cached_property
+    def _mixed(self) -> np.ndarray:
+        return streams.of_positions(self.seeds, self.positions)
+
+    @property
+    def generated(self) -> np.ndarray:
+        """How many tokens the answer has before each position, (N,) int64: 0 for its first one."""
+        return self.positions - self.first
+
+    def where(self, mask: np.ndarray) -> Positions:
+        """Those of the positions where ``mask`` (N,) is True."""
+        return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
+
+    def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
+        """(N, n) uniform draws in (0, 1), float32, the same whenever the position is asked for.
+
+        Args:
+            n: draws per position.
+            at: (N,) the positions whose draws are wanted; positions of a trajectory that name the same share its draws.
+        """
+        keys = streams.keys(self.seeds, self.positions if at is None else at, streams.Stream.GATE_PLAN)
+        return streams.uniform(torch.from_numpy(keys), n).numpy()

@@ -1,0 +1,55 @@
+"""The likeliest tokens: what several perturbations mix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perturbations.base import Perturbation
+from perturbations.errors import UsageError
+from perturbations.options import option
+
+
+def truncated(logits: Tensor, k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens after top-p, with their probabilities renormalised.
+
+    Args:
+        logits: (B, V) float32, temperature-scaled.
+        k: how many at most.
+        top_p: keep the smallest set of most likely tokens that holds this probability.
+
+    Returns:
+        ids (B, k), most likely first, and probabilities (B, k) that sum to 1. In the place of a token cut by top-p
+        the first one stands again, with probability 0.
+    """
+    values, ids = logits.topk(k, dim=-1)
+    probabilities = (values - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
+    if top_p < 1.0:  # at 1 nothing is cut, though a float32 sum may reach 1 before the last token
+        before = probabilities.cumsum(dim=-1) - probabilities
+        kept = before < top_p
+        probabilities, ids = torch.where(kept, probabilities, 0.0), torch.where(kept, ids, ids[:, :1])
+    return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
+
+
+def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
+    """Raises ``UsageError`` where more tokens are asked for than there are; ``low`` is the option's lower limit."""
+    if k > vocabulary:
+        raise UsageError(f"perturbation option k={k}: must be in [{low}, {vocabulary}], the model's vocabulary.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTokens(Perturbation):
+    """Base of the perturbations that mix the k most likely tokens after top-p."""
+
+    k: int = option(5, "number of tokens mixed at most", low=1)
+    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
+
+    def top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and probabilities as :func:`truncated` gives them."""
+        return truncated(logits, self.k, self.top_p)
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.k, vocabulary)

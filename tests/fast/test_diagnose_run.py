@@ -1,0 +1,98 @@
+"""A whole diagnosis with made-up samples in vLLM's place: what is written, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo.arms import parse_arms
+from ngrpo.diagnose import diagnosis, measuring
+from ngrpo.diagnose.sample import GroupSampling, Sample
+from ngrpo.evaluate import load_task
+from perturbations.errors import UsageError
+
+SAMPLING = GroupSampling(group=2, max_tokens=4)
+
+
+class MadeUp:
+    """Stands for a vllm.LLM: member 0 of each group is right."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def get_tokenizer(self) -> MadeUp:
+        return self
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(f"{token} " for token in tokens)
+
+    def sample(self, llm: Any, strategy: Any, problems: Any, sampling: GroupSampling) -> tuple[list[Sample], Any]:
+        self.asked.append(strategy.id)
+        samples = [
+            Sample(strategy.id, p.id, i, j, "text", [1, 2 + j], True, 1.0 - j, j == 0, str(j), True, 2.0, None)
+            for i, p in enumerate(problems)
+            for j in range(sampling.group)
+        ]
+        return samples, {"tokens_per_second": 5.0, "anchor_nearest": None, "text_nearest": None}
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    made_up = MadeUp()
+    monkeypatch.setattr(measuring, "sample_strategy", made_up.sample)
+    return made_up
+
+
+def run(llm: MadeUp, out: Path, names: str = "none,neighbor", **changes: Any) -> dict[str, Any]:
+    settings = {"out": out, "sampling": SAMPLING, "dataset": "sums", "llm": llm, **changes}
+    return diagnosis.diagnose("made-up", load_task("arithmetic", limit=2), parse_arms(names), **settings)
+
+
+def test_what_is_written(llm: MadeUp, tmp_path: Path) -> None:
+    result = run(llm, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "diagnosis.json").read_text()) == result
+    assert "neighbor" in (tmp_path / "out" / "diagnosis.html").read_text()
+    assert [row["name"] for row in result["strategies"]] == ["none", "neighbor"] and result["baseline"] == "none"
+    assert [row["pass_at_k"] for row in result["strategies"]] == [{"1": 0.5, "2": 1.0}] * 2
+    assert (result["group"], result["prompts"], result["dataset"]) == (2, 2, "sums")
+    assert result["sampling"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0, "dtype": "auto"}
+    assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
+
+
+def test_finished_strategies_are_kept_and_new_ones_added(llm: MadeUp, tmp_path: Path) -> None:
+    first = run(llm, tmp_path)
+    again = run(llm, tmp_path)
+    assert llm.asked == ["none", "neighbor"]
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    assert len(run(llm, tmp_path, "none,neighbor,gumbel")["strategies"]) == 3
+    assert llm.asked == ["none", "neighbor", "gumbel"]
+
+
+def test_the_map_is_made_once(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(llm: Any, strategies: Any, tokens: Any, seed: int) -> dict[str, Any]:
+        made.append(tokens)
+        return {"tokens": []}
+
+    monkeypatch.setattr(diagnosis.embedding_map, "make", make)
+    monkeypatch.setattr(diagnosis.embedding_map, "choose_tokens", lambda tokenizer, words: [words])
+    for words, times in (("sum", 1), ("sum", 1), ("sum,green", 2)):
+        assert run(llm, tmp_path, with_map=True, map_words=words)["embedding_map"] == {"tokens": []}
+        assert len(made) == times
+    assert run(llm, tmp_path)["embedding_map"] is None
+
+
+def test_what_is_refused(llm: MadeUp, tmp_path: Path) -> None:
+    run(llm, tmp_path)
+    with pytest.raises(UsageError, match=r"other settings.*dataset was"):
+        run(llm, tmp_path, dataset="others")
+    lines = (tmp_path / "finished.jsonl").read_text().replace('"rate": 0.1', '"rate": 0.2')
+    (tmp_path / "finished.jsonl").write_text(lines)
+    with pytest.raises(UsageError, match="'neighbor' was sampled there with other options"):
+        run(llm, tmp_path)
+    with pytest.raises(UsageError, match="group=1: must be at least 2"):
+        GroupSampling(group=1)
