@@ -41,7 +41,7 @@ def main() -> None:
     )
     print(f" {'left':>6s} {'bytes/tok':>9s}")
     for name, params in TRUNCATED.items():
-        rollouts, masks = sample_with_masks(llm, chat_prompts(llm, copies=4), max_tokens=80, **params)
+        rollouts, masks = sample_with_masks(llm, chat_prompts(llm, copies=2), max_tokens=64, **params)
         drawn = torch.tensor([lp for rollout in rollouts for lp in rollout.engine_log_probs])
         left = sum(len(ids) for mask in masks for ids in mask.left()) / max(sum(map(len, masks)), 1)
         size = sum(len(mask.to_bytes()) for mask in masks) / len(drawn)

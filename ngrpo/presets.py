@@ -6,11 +6,14 @@ A preset is nothing but flags of OpenRLHF 0.11.2, printed before the start; a fl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
+
+if TYPE_CHECKING:
+    from ngrpo.advantages.base import Advantage
 
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
@@ -62,13 +65,13 @@ def check_name(name: str) -> None:
         raise UsageError(f"unknown preset {name!r}.{nearest(name, _PRESETS)} Available: {', '.join(_PRESETS)}.")
 
 
-def applied(flags: Flags, name: str | None, advantage: Mapping[str, Any] | None = None) -> Flags:
+def applied(flags: Flags, name: str | None, advantage: Advantage | None = None) -> Flags:
     """Adds the flags of ``--preset`` and ``--advantage``; where both set one, the advantage's stands.
 
     Args:
         flags: OpenRLHF's flags so far; what stands there, or sets the same thing, is not added again.
         name: a preset, or None.
-        advantage: ``ngrpo.advantages.create(**advantage)``, or None.
+        advantage: that of ``--advantage``, or None.
 
     Raises:
         UsageError: for an unknown preset, or flags that it or the advantage cannot go with.
@@ -80,15 +83,13 @@ def applied(flags: Flags, name: str | None, advantage: Mapping[str, Any] | None 
     if _BUFFER in wanted and not flags.has(_BUFFER):
         wanted[_BUFFER] = _overlong_buffer(flags)
     if advantage is not None:
-        from ngrpo import advantages
-
         estimator = flags.value("--algo.advantage.estimator")
         if estimator not in (None, "group_norm"):
             raise UsageError(
-                f"--advantage {advantage['name']} takes the place of --algo.advantage.estimator {estimator}: give one"
+                f"--advantage {advantage.name} takes the place of --algo.advantage.estimator {estimator}: give one"
                 " of the two."
             )
-        wanted |= advantages.create(**advantage).flags(_added(flags, wanted))
+        wanted |= advantage.flags(_added(flags, wanted))
     return _added(flags, wanted)
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,8 @@ def into_file(path: Path) -> Iterator[None]:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(path, screen, done), daemon=True)
+        reporter = Reporter(screen)
+        watcher = threading.Thread(target=lambda: [reporter.line(x) for x in follow(path, done.is_set)], daemon=True)
         watcher.start()
         failed = True
         try:
@@ -98,16 +99,21 @@ def into_file(path: Path) -> Iterator[None]:
                 print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
 
 
-def _watch(path: Path, screen: TextIO, done: threading.Event) -> None:
-    """Reads the log as it grows, until the run is done and all has been read."""
-    reporter = Reporter(screen)
-    with path.open(errors="replace") as log:
+def follow(path: Path, ended: Callable[[], bool], every: float = 0.5) -> Iterator[str]:
+    """The lines of a log as it grows, until ``ended`` says so and all has been read.
+
+    A progress bar's updates are lines too. After each look at the file comes an empty line, so that the caller has a
+    turn while nothing is written.
+    """
+    with path.open(errors="replace", newline="") as log:
+        rest = ""
         while True:
-            ending = done.is_set()
-            reporter.read(log.read())
-            if ending:
+            last = ended()
+            *lines, rest = (rest + log.read()).replace("\r", "\n").split("\n")
+            yield from [*lines, ""]
+            if last:
                 return
-            done.wait(0.5)
+            time.sleep(every)
 
 
 class Reporter:
@@ -117,18 +123,12 @@ class Reporter:
         """screen: where the lines go."""
         self._screen = screen
         self._began = self._spoke = time.monotonic()
-        self._rest = ""
         self._ahead = list(_MILESTONES)
 
-    def read(self, text: str) -> None:
-        """Takes the next piece of the log, which may end within a line."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._line(line)
+    def line(self, line: str) -> None:
+        """Takes the next line of the log, or an empty one where there is none yet."""
         if time.monotonic() - self._spoke > _HEARTBEAT:
             self._say("...")
-
-    def _line(self, line: str) -> None:
         step = read_step(line)
         if step is not None:
             took = "" if step.seconds is None else f", {step.seconds:.0f} s"

@@ -11,6 +11,8 @@ from typing import Any
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import write_json
+from ngrpo.trainer import rollout_sampling
+from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.versions import machine, versions
 from perturbations import registry
 
@@ -36,28 +38,15 @@ _COLUMNS = (
 )
 
 
-def finish(
-    folder: Path,
-    args: Sequence[str],
-    *,
-    spec: Mapping[str, Any] | None,
-    hardware: str,
-    began: float,
-    advantage: Mapping[str, Any] | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    reproducible: bool = False,
-) -> str:
+def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware: str, began: float) -> str:
     """Writes ``summary.json`` of a finished run.
 
     Args:
         folder: the run's folder.
         args: the flags that OpenRLHF was started with.
-        spec: the perturbation, or None.
+        settings: what was asked of the run beyond those.
         hardware: ``cpu`` or ``cuda``.
         began: Unix time of the start; older logs in the same folder are not this run's.
-        advantage: name and options of ``--advantage``; None: OpenRLHF's own estimator.
-        sampling: temperature, top-p, top-k and min-p of the rollouts.
-        reproducible: whether the run was to repeat.
 
     Returns:
         The table for the screen.
@@ -66,10 +55,10 @@ def finish(
     scalars = read_scalars(log, began) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
-        "perturbation": None if spec is None else dict(spec),
-        "advantage": None if advantage is None else dict(advantage),
-        "sampling": dict(sampling or {}),
-        "reproducible": reproducible,
+        "perturbation": settings.perturbation_spec,
+        "advantage": settings.advantage_spec,
+        "sampling": rollout_sampling.described(rollout_sampling.create(**settings.sampling), args),
+        "reproducible": settings.reproducible,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),

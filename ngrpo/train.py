@@ -1,4 +1,33 @@
-"""`ngrpo train`: check everything, launch OpenRLHF, sum up."""
+"""usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [--advantage NAME] [--preset NAME]
+                   [flags of OpenRLHF ...]
+
+Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below; every other word goes to
+OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
+
+  --perturbation NAME            see below; your own: ./file.py:Name, package.module:Name    [none: stock OpenRLHF]
+  --perturbation.<option> VALUE  an option of the perturbation, see below; a switch may stand alone
+  --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
+  --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
+  --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
+                                 ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
+  --advantage.<option> VALUE     an option of the advantage
+  --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
+  --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
+  --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
+  --sampling.correct_mask        take log-probabilities among the tokens that top-p, top-k and min-p left
+                                 (temperature and top-p: --rollout.temperature, --rollout.top_p)
+  --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
+  --model NAME                   = --actor.model_name_or_path; packaged models: smollm2-135m
+  --task NAME                    dataset and reward where you give none: arithmetic, math:FILE, reasoning_gym:DATASET
+  --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]
+  --run-dir DIR                  model, checkpoints, TensorBoard log, summary.json [runs/<time>-<perturbation>]
+  --log-file FILE                what the engines print goes there, a few lines of progress to the screen
+
+examples
+  ngrpo train --perturbation neighbor --perturbation.rate 0.1 --perturbation.k 3 --model smollm2-135m \\
+      --task arithmetic --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4
+  ngrpo train --perturbation.config neighbor.yaml --perturbation.rate 0.15 ...
+"""
 
 from __future__ import annotations
 
@@ -13,6 +42,8 @@ from pathlib import Path
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer import rollout_sampling
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 
@@ -41,16 +72,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     began = time.time()
     status = _launch(args, command, hardware, report)
     if status == 0:
-        text = summary.finish(
-            folder,
-            args,
-            spec=command.spec,
-            hardware=hardware,
-            began=began,
-            advantage=command.advantage,
-            sampling=_sampling(command, args),
-            reproducible=command.reproducible,
-        )
+        text = summary.finish(folder, args, command.settings, hardware=hardware, began=began)
         print(text, flush=True)
     return status
 
@@ -58,7 +80,6 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
 def openrlhf_help() -> int:
     """Prints OpenRLHF's own help, also where its needs (flash-attn) have stand-ins."""
     from ngrpo.trainer.launch import launch
-    from ngrpo.trainer.run_settings import RunSettings
 
     preflight.check_stack()
     launch(["--help"], RunSettings(), hardware="auto")
@@ -68,12 +89,13 @@ def openrlhf_help() -> int:
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    corrects = bool(command.sampling.get("correct_mask"))
-    preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
+    settings = command.settings
+    preflight.check_flags(command.openrlhf_args, settings)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
-    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, command.advantage)
-    for note in (*_advantage_notes(command), *_sampling_notes(command)):
-        report(f"warning: {note}")
+    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, settings.advantage)
+    for part in (settings.advantage, rollout_sampling.create(**settings.sampling)):
+        for note in part.notes(given) if part is not None else ():
+            report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
     preflight.check_files(complete.words)
@@ -86,19 +108,12 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
     from ngrpo.trainer.launch import TrainingFailed, launch
-    from ngrpo.trainer.run_settings import RunSettings
     from ngrpo.trainer.seams import SeamMismatch
 
-    settings = RunSettings(
-        perturbation_spec=command.spec,
-        advantage_spec=command.advantage,
-        sampling=command.sampling,
-        reproducible=command.reproducible,
-    )
     log = progress.into_file(Path(command.log_file).expanduser()) if command.log_file else nullcontext()
     try:
         with log:
-            launch(args, settings, hardware=hardware)
+            launch(args, command.settings, hardware=hardware)
     except SeamMismatch as error:
         raise UsageError(str(error)) from None
     except TrainingFailed as error:
@@ -107,31 +122,11 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
     return 0
 
 
-def _advantage_notes(command: flags.TrainCommand) -> list[str]:
-    if command.advantage is None:
-        return []
-    from ngrpo import advantages
-
-    return advantages.create(**command.advantage).notes(Flags(command.openrlhf_args))
-
-
-def _sampling_notes(command: flags.TrainCommand) -> list[str]:
-    from ngrpo.trainer import rollout_sampling
-
-    return rollout_sampling.create(**command.sampling).notes(Flags(command.openrlhf_args))
-
-
-def _sampling(command: flags.TrainCommand, args: Sequence[str]) -> dict[str, float | int | None]:
-    from ngrpo.trainer import rollout_sampling
-
-    return rollout_sampling.described(rollout_sampling.create(**command.sampling), args)
-
-
 def _run_folder(command: flags.TrainCommand) -> Path:
     if command.run_dir is not None:
         return Path(command.run_dir).expanduser()
-    perturbation = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{perturbation}"
+    name = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
 def _hardware_notes(hardware: str) -> list[str]:

@@ -218,12 +218,7 @@ class Registry:
             cls: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
                 cls = getattr(cls, part)
-        except (
-            ImportError,
-            AttributeError,
-            TypeError,
-            ValueError,
-        ) as error:  # TypeError: a name that begins with a dot
+        except Exception as error:  # a stranger's module may raise anything
             raise UsageError(
                 f"{self.kind} {name!r}: cannot load {target!r} ({error}). Install its package, put its folder on"
                 " PYTHONPATH, or name its file: ./file.py:Name."

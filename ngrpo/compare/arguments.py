@@ -96,12 +96,12 @@ def _sorted(words: Sequence[str]) -> _Given:
         if name in _OURS and len(flag.values) > 1:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
         if name == "stock":
+            if value not in ("", "true", "false"):
+                raise UsageError(f"--stock {value}: it stands alone.")
             given.stock = value != "false"
         elif name in _SINGLE or name in _REPEATED:
             if not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
-            if name in given.single:
-                raise UsageError(f"{flag.name} is given twice; keep one.")
             if name in _REPEATED:
                 given.repeated[name].append(value)
             else:

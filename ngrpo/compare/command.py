@@ -3,9 +3,9 @@
 Trains every strategy with every seed under the same trainer, data order and budget, evaluates each, and writes
 results.json, results.csv and report.html. What has finished is kept: the same command goes on where it stopped.
 
-  --perturbations A,B        operators, with options after colons: none,neighbor:rate=0.2,gumbel
+  --perturbations A,B        perturbations, with options after colons: none,neighbor:rate=0.2,gumbel
   --strategy 'A x=1 --f=2'   one strategy: options, base=PRESET, advantage=NAME, and flags of its own; repeatable
-  --sweep KEY=V,W            one run per value: perturbation.rate=0.05,0.1 for every operator that has the option,
+  --sweep KEY=V,W            one run per value: perturbation.rate=0.05,0.1 for each perturbation that has it,
                              or any flag of ngrpo train (rollout.temperature=0.8,1.2) for all; repeatable
   --base P,Q                 base algorithms: grpo, gspo, dapo
   --seeds 0,1,2              seeds [0]
@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ngrpo import flags, models, preflight
+from ngrpo import flags, models, preflight, presets
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
@@ -82,9 +82,9 @@ def _check(plan: Plan) -> None:
     for one in plan.runs()[: len(plan.arms)]:
         try:
             command = flags.parse(runs.train_words(plan, one, Path("run")))
-            corrects = bool(command.sampling.get("correct_mask"))
-            preflight.check_flags(command.openrlhf_args, command.spec, corrects_sampling=corrects)
-            flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+            preflight.check_flags(command.openrlhf_args, command.settings)
+            given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+            presets.applied(given, command.preset, command.settings.advantage)
             if command.task is None:
                 preflight.check_files(command.openrlhf_args)
         except UsageError as error:

@@ -19,11 +19,10 @@ from ngrpo.arms import Arm
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run, fingerprint
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.progress import StepLine, read_step, read_total
+from ngrpo.progress import StepLine, follow, read_step, read_total
 from ngrpo.result_folder import writing
 
 _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
-_POLL_SECONDS = 0.5
 _GRACE_SECONDS = 20.0
 _ERROR_LINES = 12
 
@@ -138,19 +137,11 @@ def _run(words: Sequence[str], log: Path, lock: int, on_step: OnStep | None = No
 def _follow(process: subprocess.Popen, log: Path, on_step: OnStep | None) -> None:
     """Reads the log as it grows, until the process has ended."""
     prompts: int | None = None
-    with log.open(errors="replace", newline="") as text:
-        rest = ""
-        while True:
-            ended = process.poll() is not None
-            *lines, rest = (rest + text.read()).replace("\r", "\n").split("\n")
-            for line in lines:
-                prompts = read_total(line + " ") or prompts
-                step = read_step(line)
-                if step is not None and on_step is not None:
-                    on_step(step, prompts)
-            if ended:
-                return
-            time.sleep(_POLL_SECONDS)
+    for line in follow(log, lambda: process.poll() is not None):
+        prompts = read_total(line + " ") or prompts
+        step = read_step(line)
+        if step is not None and on_step is not None:
+            on_step(step, prompts)
 
 
 def _stop(process: subprocess.Popen) -> None:

@@ -53,8 +53,3 @@ class Probe(Perturbation):
                 if kept is not None and len(kept) < COLLECTION.wanted[token]:
                     kept.append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
         return Proposal(one_hot(step.sampled), step.sampled)
-
-    @property
-    def candidates(self) -> int:
-        """One: the token itself."""
-        return 1

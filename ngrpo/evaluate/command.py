@@ -86,8 +86,8 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
         "--run-dir": (command.run_dir, "Give --out."),
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
-        "--advantage": (command.advantage, "Leave it out."),
-        "--sampling.*": (command.sampling, "Evaluation has --temperature and --top-p."),
+        "--advantage": (command.settings.advantage_spec, "Leave it out."),
+        "--sampling.*": (command.settings.sampling, "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
         if value:

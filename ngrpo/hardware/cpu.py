@@ -20,7 +20,7 @@ from ngrpo.hardware.profile import Profile
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
-# (flag, whether its value is refused, reason and mend)
+# (flag, whether its value is refused, the reason and what to do)
 _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
     (
@@ -53,7 +53,7 @@ def check(flags: Flags) -> None:
     """Refuses what would fail late, or be ignored, without CUDA.
 
     Raises:
-        UsageError: With the flag, why it cannot work here, and the mend.
+        UsageError: With the flag, why it cannot work here, and what to do.
     """
     for name, refused, reason in _REFUSED:
         value = flags.value(name)

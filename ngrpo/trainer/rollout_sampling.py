@@ -37,9 +37,9 @@ class Sampling(Options):
 
     def notes(self, flags: Flags) -> list[str]:
         """A warning where rollouts are drawn from a truncated distribution and the loss does not know."""
-        top_p = flags.value("--rollout.top_p")
+        top_p = _openrlhf(flags)["top_p"]
         cut = {name: value for name, value in self.given().items() if name != "correct_mask"}
-        cut |= {} if top_p is None or float(top_p) >= 1.0 else {"top_p": top_p}
+        cut |= {} if top_p >= 1.0 else {"top_p": top_p}
         if not cut or self.correct_mask:
             return []
         return [
@@ -68,8 +68,17 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not cut."""
-    values = {name: float(Flags(args).value(flag) or 1.0) for name, flag in _OPENRLHF.items()}
-    return {**values, **sampling.spec()}
+    return {**_openrlhf(Flags(args)), **sampling.spec()}
+
+
+def _openrlhf(flags: Flags) -> dict[str, float]:
+    values = {}
+    for name, flag in _OPENRLHF.items():
+        try:
+            values[name] = float(flags.value(flag) or 1.0)
+        except ValueError:
+            raise UsageError(f"{flag} {flags.value(flag)}: must be a number.") from None
+    return values
 
 
 _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default=None)

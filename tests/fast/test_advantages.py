@@ -171,10 +171,10 @@ class TestRegistry:
         Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
         command = flags.parse(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
         Path("centered.py").unlink()  # a Ray worker on another machine has no such file
-        run_with(monkeypatch, advantage_spec=command.advantage)
+        run_with(monkeypatch, advantage_spec=command.settings.advantage_spec)
         close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])
         with pytest.raises(UsageError, match="greater than 0"):
-            create(**{**command.advantage, "scale": 0})
+            create(**{**command.settings.advantage_spec, "scale": 0})
 
     def test_another_class_is_refused(self) -> None:
         with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.advantages\.Advantage"):
@@ -318,7 +318,7 @@ class TestPresets:
     def test_openrlhf_has_every_flag_and_choice(self) -> None:
         source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
         words = [word for name in presets.available() for word in applied(name)]
-        words += presets.applied(Flags(), None, {"name": "ngrpo"}).added
+        words += presets.applied(Flags(), None, create("ngrpo")).added
         for word in words:
             assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
 
@@ -343,7 +343,7 @@ class TestPresets:
 class TestAddedFlags:
     def added(self, line: str) -> list[str]:
         command = flags.parse(line.split())
-        return list(presets.applied(Flags(command.openrlhf_args), command.preset, command.advantage).added)
+        return list(presets.applied(Flags(command.openrlhf_args), command.preset, command.settings.advantage).added)
 
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
@@ -393,16 +393,16 @@ class TestWords:
     def test_they_are_picked_out(self) -> None:
         line = "--advantage w_reinforce --x 1 --advantage.lam=0.2 --preset gspo --sampling.top_k 5"
         command = flags.parse([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
-        assert command.advantage == {"name": "w_reinforce", "lam": 0.2}
+        assert command.settings.advantage_spec == {"name": "w_reinforce", "lam": 0.2}
         assert command.preset == "gspo" and command.spec["name"] == "neighbor"
-        assert command.sampling == {"top_k": 5, "min_p": 0.1} and command.openrlhf_args == ("--x", "1")
+        assert command.settings.sampling == {"top_k": 5, "min_p": 0.1} and command.openrlhf_args == ("--x", "1")
 
     def test_nothing_is_nothing(self) -> None:
         command = flags.parse([])
-        assert (command.advantage, command.preset, command.sampling) == (None, None, {})
+        assert (command.settings.advantage_spec, command.preset, command.settings.sampling) == (None, None, {})
 
     def test_none_is_openrlhfs_own(self) -> None:
-        assert flags.parse(["--advantage", "none"]).advantage is None
+        assert flags.parse(["--advantage", "none"]).settings.advantage is None
 
     @pytest.mark.parametrize(
         ("line", "parts"),

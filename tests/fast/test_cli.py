@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags, models, preflight, presets, train
+from ngrpo import cli, flags, models, preflight, presets, tasks, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
@@ -166,6 +167,19 @@ class TestMain:
         assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
         assert "ngrpo: error:" not in error
 
+    def test_a_module_of_the_users_that_fails_is_no_bug_of_ours(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "divides.py").write_text("1 / 0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert cli.main(["train", "--perturbation", "divides:Mine"]) == 2
+        assert "cannot load 'divides:Mine' (division by zero)" in capsys.readouterr().err
+
+    def test_output_that_nobody_reads_to_the_end_is_no_bug(self) -> None:
+        line = f"{sys.executable} -m ngrpo.cli train --help | head -1"
+        done = subprocess.run(line, shell=True, capture_output=True, text=True)
+        assert done.stdout.startswith("usage: ngrpo train") and not done.stderr
+
     @pytest.mark.parametrize(
         "words",
         [
@@ -211,12 +225,14 @@ class TestMain:
         text = capsys.readouterr().out
         for command in ("train", "compare", "eval", "diagnose", "report", "list", "check", "model"):
             assert f"\n  {command} " in text
+        assert cli.main(["train", "--help"]) == 0
+        text = capsys.readouterr().out
+        for names in (presets.available(), models.PACKAGED, tasks.usage()):
+            assert f": {', '.join(names)}\n" in text
         assert cli.main(["compare", "--help"]) == 0
         assert f"base algorithms: {', '.join(presets.available())}\n" in capsys.readouterr().out
 
     def test_neither_help_nor_list_loads_the_stack(self) -> None:
-        import subprocess
-
         code = (
             "import sys; from ngrpo import cli; cli.main(['list']); cli.main(['train', '--help']);"
             "sys.exit([m for m in ('vllm', 'openrlhf', 'ray', 'transformers') if m in sys.modules] or 0)"

@@ -90,6 +90,11 @@ def test_the_same_strategy_twice_keeps_two_places() -> None:
     assert len({run.id for run in made.runs()}) == 2
 
 
+def test_later_words_win_over_those_of_a_script() -> None:
+    made = plan("--perturbations", "none,neighbor", "--seeds", "0,1", "--perturbations", "gumbel", "--seeds", "3")
+    assert [run.id for run in made.runs()] == ["gumbel-seed3"]
+
+
 def test_stock_sampling_on_request() -> None:
     assert "reproducible" not in words(plan("--perturbations", "none", "--stock"))
 
@@ -154,9 +159,9 @@ def test_a_run_is_another_when_any_word_of_it_changes() -> None:
         (["--perturbations", "none", "--perturbation.rate", "0.2"], "--sweep perturbation.OPTION"),
         (["--perturbations", "none", "--ckpt.path", "x"], "give --out DIR"),
         (["--perturbation", "none"], "--perturbations, --strategy"),
-        (["--perturbations", "none", "--perturbations", "neighbor"], "given twice"),
         (["--perturbations", "none", "neighbor"], "'neighbor' is one too many"),
         (["none"], "unexpected word 'none'"),
+        (["--perturbations", "none", "--stock", "yes"], "--stock yes: it stands alone"),
         (["--perturbatons", "none"], "Did you mean '--perturbations'"),
         (["--perturbations", "none", "--sweep", "rollout.temperature"], "KEY=VALUE,VALUE"),
         (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ngrpo.preflight import check_flags
 from ngrpo.trainer.density_loss import densities, token_log_probs, with_densities
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit
@@ -198,8 +199,8 @@ def test_importance_correction_does_not_go_with_a_density(density: str) -> None:
     flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level", "token"]
     spec = create("gumbel", density=density).spec()
     if density == "token":
-        check_flags(flags, spec)
+        check_flags(flags, RunSettings(perturbation_spec=spec))
         return
     with pytest.raises(ValueError, match="is_correction_level token cannot be used with the density"):
-        check_flags(flags, spec)
-    check_flags([*flags[:3], "off"], spec)
+        check_flags(flags, RunSettings(perturbation_spec=spec))
+    check_flags([*flags[:3], "off"], RunSettings(perturbation_spec=spec))

@@ -187,11 +187,11 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
 class TestFlags:
     def test_on_by_the_flag_alone(self) -> None:
         command = flags.parse(["--sampling.correct_mask", "--sampling.top_k", "5"])
-        assert command.sampling == {"top_k": 5, "correct_mask": True}
-        settings = RunSettings(sampling=command.sampling)
+        assert command.settings.sampling == {"top_k": 5, "correct_mask": True}
+        settings = RunSettings(sampling=command.settings.sampling)
         assert settings.conditions == ("sampling", "sampling_mask")
         off = flags.parse(["--sampling.correct_mask", "false"])
-        assert off.sampling == {} and RunSettings(sampling=off.sampling).conditions == ()
+        assert off.settings.sampling == {} and off.settings.conditions == ()
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])
     def test_no_warning_without_truncation(self, args: list[str]) -> None:
@@ -209,6 +209,6 @@ class TestFlags:
 
     def test_what_it_does_not_go_with(self) -> None:
         model = ["--actor.model_name_or_path", "m"]
-        check_flags([*model, "--ds.ring_attn_size", "2"], None)
+        check_flags([*model, "--ds.ring_attn_size", "2"], RunSettings())
         with pytest.raises(UsageError, match=r"ring_attn_size 2 cannot be used with --sampling\.correct_mask"):
-            check_flags([*model, "--ds.ring_attn_size", "2"], None, corrects_sampling=True)
+            check_flags([*model, "--ds.ring_attn_size", "2"], RunSettings(sampling={"correct_mask": True}))

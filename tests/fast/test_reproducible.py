@@ -42,7 +42,7 @@ def strategy(seed: int = 3) -> Any:
 )
 def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
     command = flags.parse(line.split())
-    assert command.reproducible is asked
+    assert command.settings.reproducible is asked
     assert "reproducible" not in (command.spec or {})
     assert (command.spec is None) is ("neighbor" not in line)
 
@@ -50,8 +50,8 @@ def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
 def test_it_may_stand_in_the_file_of_the_perturbation(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("name: none\nreproducible: true\n")
-    assert flags.parse(["--perturbation.config", str(file)]).reproducible
-    assert not flags.parse(["--perturbation.config", str(file), "--reproducible", "false"]).reproducible
+    assert flags.parse(["--perturbation.config", str(file)]).settings.reproducible
+    assert not flags.parse(["--perturbation.config", str(file), "--reproducible", "false"]).settings.reproducible
 
 
 @pytest.mark.parametrize("line", ["--reproducible maybe", "--reproducable"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import summary
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 
 PERTURBED = {
@@ -46,7 +47,7 @@ def write_log(folder: Path, rewards: list[float], extra: dict[str, float]) -> No
 
 def finish(folder: Path, began: float = 0.0, spec: dict | None = None) -> tuple[str, dict]:
     args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7"]
-    text = summary.finish(folder, args, spec=spec, hardware="cpu", began=began)
+    text = summary.finish(folder, args, RunSettings(perturbation_spec=spec), hardware="cpu", began=began)
     return text, json.loads((folder / "summary.json").read_text())
 
 
