@@ -114,12 +114,12 @@ DENSITIES = [
         ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token"),
     ),
     *_of(
-        "perturbations/replay_scope.py",
+        "perturbations/replay/scope.py",
         f"{_GRADIENT}[gaussian-fuzzy-density-two-steps]",
         ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
     ),
     *_of(
-        "perturbations/replay_scope.py",
+        "perturbations/replay/scope.py",
         "test_density_loss.py",
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),

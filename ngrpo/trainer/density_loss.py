@@ -22,7 +22,7 @@ from torch import Tensor
 
 from perturbations.base import Replayed
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope, flat_rows
+from perturbations.replay.scope import ReplayScope, flat_rows
 
 
 class Densities:

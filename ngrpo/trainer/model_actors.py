@@ -18,7 +18,7 @@ from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
 from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation
 from perturbations.parameters import attached
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 
 
 def with_parameters(original: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.fast.test_density import OPERATORS, D, V, a_step, generator, likely
 
 

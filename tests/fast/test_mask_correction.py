@@ -22,7 +22,7 @@ from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.fast.test_density import V, a_step, likely
 from tests.fast.test_density_loss import Model, log_probs_of, record_of
 

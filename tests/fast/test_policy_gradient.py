@@ -45,7 +45,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.parameters import attach, attached
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 
 V, D, PROMPTS = 4, 2, 2
 TEMPERATURE = 0.8

@@ -12,7 +12,7 @@ from torch import Tensor
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainer.density_loss import densities, token_log_probs, with_densities
 from perturbations import create, streams
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
 
 pytestmark = pytest.mark.stack
