@@ -147,8 +147,8 @@ def test_together_with_a_density(density: bool) -> None:
     found = []
     for left in ({at: among}, {}):
         sides = [carried(left, replay=record), carried({}), carried({})]
-        scope = ReplayScope(model.embedding)
-        with corrected(sides, mask), scope([record, None, None], mask), densities(operator, scope, 1.0):
+        scope = ReplayScope(model.embedding, operator=operator)
+        with corrected(sides, mask), scope([record, None, None], mask), densities(scope, 1.0):
             logits = model(tokens)
             found.append(both(logits, torch.roll(tokens, -1, 1))[0, at - 1])
     difference = torch.logsumexp(logits[0, at - 1], -1) - torch.logsumexp(logits[0, at - 1, among], -1)
