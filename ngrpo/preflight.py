@@ -13,6 +13,7 @@ from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import registry
+from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
 # Settings under which a perturbed run would be wrong without a word: part of a flag's name, the values that are
@@ -83,19 +84,59 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
     if spec is None and not settings.corrects_sampling:
         return
     asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
-    correction = Flags(args).value("--algo.advantage.is_correction_level")
-    if correction not in (None, "off") and settings.perturbation and settings.perturbation.has_density:
-        raise UsageError(
-            f"--algo.advantage.is_correction_level {correction} cannot be used with the density of --perturbation"
-            f" {settings.perturbation.name}: it compares with the rollout's log-probabilities, which are the tokens'."
-            " Fix: leave it out, or --perturbation.density token."
-        )
+    if settings.perturbation is not None:
+        _check_density(Flags(args), settings.perturbation)
     for flag in Flags(args):
         value = flag.values[0] if flag.values else ""
         for part, harmless, reason, instead in _REFUSED:
             if part in flag.name and value.lower() not in harmless:
                 given = f"{flag.name} {value}".rstrip()
                 raise UsageError(f"{given} cannot be used with {asked}: {reason}. Fix: {instead}.")
+
+
+# OpenRLHF 0.11.2's defaults, from the parser in openrlhf/cli/train_ppo_ray.py.
+BATCH_DEFAULTS = {
+    "--rollout.batch_size": 1024,
+    "--rollout.n_samples_per_prompt": 1,
+    "--train.batch_size": 128,
+    "--train.max_epochs": 1,
+}
+
+
+def _check_density(given: Flags, operator: Perturbation) -> None:
+    """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
+    if not operator.has_density:
+        return
+    subject = f"the density of --perturbation {operator.name}"
+    correction = given.value("--algo.advantage.is_correction_level")
+    if correction not in (None, "off"):
+        raise UsageError(
+            f"--algo.advantage.is_correction_level {correction} cannot be used with {subject}: it compares with the"
+            " rollout's log-probabilities, which are the tokens'. Leave it out, or add --perturbation.density token."
+        )
+    if not operator.density_of_vector:
+        return
+    reason = (
+        "it is of the fed vector, whose policy ratio is unbounded, so each rollout is used for one update at the policy"
+        " that drew it"
+    )
+    if given.has("--train.async_enable"):
+        raise UsageError(
+            f"--train.async_enable cannot be used with {subject}: {reason}. Leave it out, or add --perturbation.density"
+            " token."
+        )
+    prompts, answers, batch, epochs = (int(given.value(name) or n) for name, n in BATCH_DEFAULTS.items())
+    if epochs > 1:
+        raise UsageError(
+            f"--train.max_epochs {epochs} cannot be used with {subject}: {reason}. Set --train.max_epochs 1, or add"
+            " --perturbation.density token."
+        )
+    if batch < prompts * answers:
+        raise UsageError(
+            f"--train.batch_size {batch} cannot be used with {subject}: {reason}, and a rollout has {prompts * answers}"
+            f" samples (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt {answers}). Set"
+            f" --train.batch_size {prompts * answers}, or add --perturbation.density token."
+        )
 
 
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:

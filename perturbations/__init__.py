@@ -18,7 +18,7 @@ _NAMES = {
     "registry": ("available", "create", "create_gate", "register", "register_buffer", "register_gate"),
     "replay.buffers.base": ("FinishedTrajectory", "ReplayBuffer"),
     "replay.record": ("ReplayRecord",),
-    "replay_scope": ("replaying",),
+    "replay.scope": ("replaying",),
     "step": ("GateStep", "Positions", "Step"),
     "testing": ("check_gate", "check_perturbation"),
 }

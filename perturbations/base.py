@@ -115,10 +115,26 @@ class Perturbation(GateOptions, ABC):
         """
         return getattr(self, "density", "token") != "token"
 
+    @property
+    def density_of_vector(self) -> bool:
+        """Whether :meth:`log_density` is of the fed vector itself, and not of draws of which the vector is a function.
+
+        Then the vector is a fixed action, so the replay feeds it detached: its gradient to the embedding is the
+        density's alone. And the ratio of two such densities in D dimensions is unbounded, so the density enters the
+        loss in REINFORCE form: its gradient counts, and its value is 0 for old, new and reference policy.
+        """
+        return False
+
+    @property
+    def draws_token(self) -> bool:
+        """Whether the token in the text is drawn beside the input: then its log-probability is added to the density."""
+        return False
+
     def log_density(self, replayed: Replayed) -> Tensor:
         """log π of the recorded inputs under the policy at hand, for old, new and reference policy alike.
 
-        Terms in which the policy has no part may be left out, since they cancel in every ratio.
+        Terms in which the policy has no part may be left out, since they cancel in every ratio. N may be 0: on several
+        ranks every one calls this method, so that all gather the same parameters.
 
         Args:
             replayed: N positions.

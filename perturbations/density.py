@@ -15,9 +15,13 @@ LOG_FLOOR = 1e-6
 
 GUMBEL_RANGE = (-1.5, 3.0)
 GUMBEL_MASK = -3.0
+ROUNDING = 1e-4
+"""How far float32 may move a score that is taken back from a weight."""
+
 DIRICHLET_RANGE = (-5.0, 3.0)
 DIRICHLET_MASK = 0.05
 NORMAL_SIGMA, NORMAL_REACH = 0.05, 0.15
+NORMAL_MASK = 0.05
 
 
 def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
@@ -26,36 +30,22 @@ def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
     Args:
         x: (N, D).
         mean: (N, D).
-        sigma: σ > 0, (N,).
-
-    Returns:
-        (N,).
-    """
-    constant = x.shape[-1] * (torch.log(sigma) + 0.5 * math.log(2.0 * math.pi))
-    return -(x - mean).square().sum(dim=-1) / (2.0 * sigma.square()) - constant
-
-
-def gaussian_ratio(x: Tensor, mean: Tensor, sigma: Tensor, origin: Tensor) -> Tensor:
-    """log N(x; mean, σ² I) − log N(x; origin, σ² I) = ⟨mean − origin, 2x − mean − origin⟩ / (2σ²).
-
-    The difference of the two densities themselves would be a difference of two numbers near D/2 and lose digits
-    where a policy ratio needs them.
-
-    Args:
-        x: (N, D).
-        mean: (N, D).
         sigma: σ ≥ 0, (N,). At 0 nothing was drawn, and the result is 0.
-        origin: (N, D).
 
     Returns:
         (N,).
     """
-    product = ((mean - origin) * (2.0 * x - mean - origin)).sum(dim=-1)
-    return torch.where(sigma > 0.0, product / (2.0 * sigma.square()).clamp_min(1e-30), 0.0)
+    drawn = sigma > 0.0
+    scale = torch.where(drawn, sigma, 1.0)
+    constant = x.shape[-1] * (torch.log(scale) + 0.5 * math.log(2.0 * math.pi))
+    log_density = -(x - mean).square().sum(dim=-1) / (2.0 * scale.square()) - constant
+    return torch.where(drawn, log_density, 0.0)
 
 
 def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
     """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i).
+
+    Noise at a bound counts as clamped: it has no gradient.
 
     Args:
         scores: y, (N, K).
@@ -66,7 +56,10 @@ def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
         (N,): the mean over candidates with log p_i > −3, 0 where there are none.
     """
     log_p = torch.log(probabilities + LOG_FLOOR)
-    noise = (scores - log_p).clamp(*GUMBEL_RANGE)
+    noise, (low, high) = scores - log_p, GUMBEL_RANGE
+    # At the policy that drew it, clamped noise stands at a bound, and rounding would decide whether it has a gradient.
+    free = (noise > low + ROUNDING) & (noise < high - ROUNDING)
+    noise = torch.where(free, noise, noise.detach().clamp(low, high))
     return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 
@@ -89,7 +82,7 @@ def dirichlet(log_draws: Tensor, probabilities: Tensor, alpha: float, kept: Tens
 
 
 def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
-    """log N(y_i; p_i, 0.05²) with y_i clamped to p_i ± 0.15, mean over the candidates.
+    """log N(y_i; p_i, 0.05²) with y_i clamped to p_i ± 0.15, mean over p_i > 0.05.
 
     Args:
         draws: y, (N, K).
@@ -97,11 +90,11 @@ def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
         kept: as in :func:`gumbel`.
 
     Returns:
-        (N,).
+        (N,): 0 where no candidate is that likely.
     """
     distance = (draws - probabilities).clamp(-NORMAL_REACH, NORMAL_REACH) / NORMAL_SIGMA
     terms = -0.5 * distance.square() - math.log(NORMAL_SIGMA * math.sqrt(2.0 * math.pi))
-    return _mean(terms, kept)
+    return _mean(terms, kept & (probabilities > NORMAL_MASK))
 
 
 def _mean(terms: Tensor, used: Tensor) -> Tensor:

@@ -42,17 +42,31 @@ def density_problem(operator: Perturbation, step: Step, proposal: Proposal) -> t
         if logits.grad is not None and not torch.isfinite(logits.grad).all():
             return "the gradient of log_density() is not finite", "Clamp before logarithms and divisions."
     order = torch.arange(len(logits)).flip(0)
-    other = operator.log_density(_permuted(step, proposal, order))
+    other = operator.log_density(_selected(replayed(step, proposal, step.logits), order))
     worst = (other.detach() - density.detach()[order]).abs().max().item()
     if worst > 1e-4 * (1.0 + density.detach().abs().max().item()):
         return f"log_density() differs by {worst:g} in another batch order", "Each row must depend on that row alone."
+    return _problem_on_no_positions(operator, replayed(step, proposal, logits), order[:0], density.requires_grad)
+
+
+def _problem_on_no_positions(
+    operator: Perturbation, full: Replayed, none: Tensor, in_graph: bool
+) -> tuple[str, str] | None:
+    """On several ranks one may have no perturbed position: it must gather and reduce as the others do."""
+    try:
+        density = operator.log_density(_selected(full, none))
+    except Exception as error:
+        return f"log_density() raises {type(error).__name__} for no positions: {error}", "It must return shape (0,)."
+    if density.shape != (0,):
+        return f"log_density() returns {tuple(density.shape)} for no positions", "It must return shape (0,)."
+    if density.requires_grad != in_graph:
+        return "log_density() leaves the graph where there are no positions", "Compute it on no rows; skip nothing."
     return None
 
 
-def _permuted(step: Step, proposal: Proposal, order: Tensor) -> Replayed:
-    """The same positions in another order; the logits' rows stay, as in a packed batch."""
-    full = replayed(step, proposal, step.logits)
+def _selected(full: Replayed, order: Tensor) -> Replayed:
+    """Some of the positions, in another order; the logits' rows stay, as in a packed batch."""
     parts = {name: getattr(full.edit, name) for name in ("ids", "weights", "sigma", "vectors", "normalizer")}
     edit = type(full.edit)(**{name: None if part is None else part[order] for name, part in parts.items()})
     keys, log_probs = full.noise_keys[order], full.token_log_probs[order]
-    return Replayed(full.logits, order, log_probs, full.temperature, edit, keys, full.lookup)
+    return Replayed(full.logits, full.rows[order], log_probs, full.temperature, edit, keys, full.lookup)

@@ -47,29 +47,109 @@ class Mutation:
     wrong: str
 
 
-_DENSITY, _TESTED = "perturbations/density.py", "test_density.py"
+def _of(file: str, tests: str, *lines: tuple[str, str, str]) -> list[Mutation]:
+    """Mutations of one file that the same tests catch: old text, new text, what is wrong then."""
+    return [Mutation(file, old, new, tests, wrong) for old, new, wrong in lines]
+
+
+_GRADIENT = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
 
 DENSITIES = [
-    Mutation(
-        _DENSITY,
-        "noise = (scores - log_p).clamp(*GUMBEL_RANGE)",
-        "noise = scores - log_p",
-        _TESTED,
-        "gumbel: the noise is not clamped",
+    *_of(
+        "perturbations/density.py",
+        "test_density.py",
+        ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
+        ("(2.0 * scale.square()) - constant", "(2.0 * scale.square())", "gaussian: not normalised"),
+        ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
+        ("kept & (log_p > GUMBEL_MASK)", "kept", "gumbel: unlikely candidates are counted in the mean"),
+        ("probabilities + LOG_FLOOR", "probabilities + 1e-3", "gumbel: another floor inside the logarithm"),
+        ("-noise - torch.exp(-noise)", "-noise - torch.exp(noise)", "gumbel: the sign in the exponential"),
+        ("kept & (probabilities > DIRICHLET_MASK)", "kept", "dirichlet: unlikely candidates are counted in the mean"),
+        ("terms.clamp(*DIRICHLET_RANGE)", "terms", "dirichlet: terms are not clamped"),
+        ("(shape - 1.0) * log_draws", "shape * log_draws", "dirichlet: the exponent of the Gamma density"),
+        (" - torch.lgamma(shape)", "", "dirichlet: not normalised, though its constant depends on the policy"),
+        ("kept & (probabilities > NORMAL_MASK)", "kept", "normal: the mask is missing"),
+        (".clamp(-NORMAL_REACH, NORMAL_REACH)", "", "normal: draws are not clamped"),
+        ("-0.5 * distance.square()", "-distance.square()", "normal: σ² in the place of 2 σ²"),
+        ("torch.where(kept, logits, -torch.inf)", "logits", "probabilities are shared with ids that top-p cut"),
+        ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
     ),
-    Mutation(
-        _DENSITY,
-        "kept & (log_p > GUMBEL_MASK)",
-        "kept",
-        _TESTED,
-        "gumbel: unlikely candidates are counted in the mean",
+    *_of(
+        "perturbations/density.py",
+        f"{_GRADIENT}[gumbel-density-bandit]",
+        ("ROUNDING = 1e-4", "ROUNDING = 0.0", "gumbel: rounding decides whether clamped noise has a gradient"),
     ),
-    Mutation(
-        _DENSITY,
-        "used = kept & (probabilities > DIRICHLET_MASK)",
-        "used = kept",
-        _TESTED,
-        "dirichlet: unlikely candidates are counted in the mean",
+    *_of(
+        "perturbations/strategies/gumbel.py",
+        "test_density.py",
+        ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
+        ("self.tau * weights.log()", "weights.log()", "gumbel: τ is missing where y comes back"),
+        ("weights.log() + edit.normalizer.unsqueeze(-1)", "weights.log()", "gumbel: the total is missing"),
+    ),
+    *_of(
+        "perturbations/strategies/dirichlet.py",
+        "test_density.py",
+        ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "dirichlet: ids that top-p cut take part"),
+        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
+    ),
+    *_of(
+        "perturbations/strategies/normal.py",
+        "test_density.py",
+        (
+            "densities.distinct(edit.ids) & (edit.weights != 0.0)",
+            "edit.ids >= 0",
+            "normal: ids that top-p cut take part",
+        ),
+        ("edit.weights * edit.normalizer.unsqueeze(-1)", "edit.weights", "normal: the total is missing"),
+    ),
+    *_of(
+        "perturbations/strategies/gaussian.py",
+        "test_density.py",
+        ("(replayed.temperature / self.tau)", "(1.0 / self.tau)", "gaussian: the temperature is missing in τ"),
+        ("ids = replayed.top(self.k)", "ids = edit.ids", "gaussian: the mean is over the recorded tokens"),
+    ),
+    *_of(
+        "perturbations/strategies/gaussian.py",
+        f"{_GRADIENT}[gaussian-soft-density-bandit]",
+        ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token"),
+    ),
+    *_of(
+        "perturbations/replay/scope.py",
+        f"{_GRADIENT}[gaussian-fuzzy-density-two-steps]",
+        ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
+    ),
+    *_of(
+        "perturbations/replay/scope.py",
+        "test_density_loss.py",
+        ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
+    ),
+    *_of(
+        "ngrpo/trainer/density_loss.py",
+        "test_density_loss.py",
+        (
+            "if operator is None or not operator.has_density:",
+            "if operator is None or not operator.has_density or not len(scope._flat.ids):",
+            "a rank without a perturbed position skips the density",
+        ),
+        ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
+        ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
+        (
+            "own = tokens if self._operator.draws_token else torch.zeros_like(tokens)",
+            "own = tokens",
+            "a token that was not drawn is in the action",
+        ),
+        (
+            "own = tokens if self._operator.draws_token else torch.zeros_like(tokens)",
+            "own = torch.zeros_like(tokens)",
+            "a token that was drawn is not in the action",
+        ),
+    ),
+    *_of(
+        "ngrpo/trainer/model_actors.py",
+        "test_density_actor.py",
+        ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
+        ("densities(scope, self.actor.temperature)", "densities(scope, 1.0)", "the step's density at temperature 1"),
+        (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ),
 ]
 

@@ -1,7 +1,8 @@
 """Token draws from counter-based streams: the same token for a trajectory in any batch.
 
-A race of exponentials (equivalently Gumbel-max), as in vLLM's own sampler, with noise that is a hash of the
-trajectory's key and the token's id. A race keeps its winner under float rounding of the logits, where inversion of
+The token with the smallest exponential draw over probability is taken (equivalently, Gumbel-max), as in vLLM's own
+sampler, with noise that is a hash of the trajectory's key and the token's id. It stays the same token under float
+rounding of the logits, where inversion of
 the cumulative distribution would not: there a shift of 1e-6 moves every boundary among the tail's 10^5 tokens.
 """
 
@@ -26,7 +27,7 @@ def _mix32(x: Tensor) -> Tensor:
 def exponentials(keys: Tensor, size: int) -> Tensor:
     """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32.
 
-    Small values, which decide a race, are resolved to 2^-32.
+    Small values, which decide who is drawn, are resolved to 2^-32.
     """
     first, second = keys & _LOW, (keys >> 32) & _LOW
     token = torch.arange(size, dtype=torch.int64, device=keys.device)

@@ -1,9 +1,13 @@
-"""Densities in OpenRLHF's loss: at perturbed positions log π of the input takes the place of the token's log π.
+"""Densities in OpenRLHF's loss: at perturbed positions log π of the action takes the place of the token's log π.
 
 OpenRLHF 0.11.2's ``Actor.forward`` takes its log-probabilities from temperature-scaled logits by one function,
 ``log_probs_from_logits``. Ours calls it and then replaces the perturbed positions, in a padded batch as in a packed
 one. So the old, the new and the reference log-probabilities, the ratio, the clip and the KL term are all of the same
 thing. A forward that never called it is an error: there is no quiet return to the token's log-probability.
+
+A density of the fed vector itself has no ratio that could be used: in D dimensions it is unbounded, and rounding alone
+moves it by nats. It enters in REINFORCE form, as density − stop_gradient(density): its value is 0 everywhere, so ratio,
+clip and KL are the token's, and its gradient is that of the policy on the first update of a rollout, the only one.
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perturbations.base import Perturbation
+from perturbations.base import Replayed
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope, flat_rows
+from perturbations.replay.scope import ReplayScope, flat_rows
 
 
 class Densities:
@@ -28,14 +32,13 @@ class Densities:
         tokens: the tokens' own log π at the replayed positions, (N,) float32, detached; None before the forward.
     """
 
-    def __init__(self, operator: Perturbation, scope: ReplayScope, temperature: float) -> None:
+    def __init__(self, scope: ReplayScope, temperature: float) -> None:
         """
         Args:
-            operator: one with a density.
-            scope: the scope that replays this forward, already entered.
+            scope: the scope that replays this forward, already entered, whose operator has a density.
             temperature: by which the logits are divided.
         """
-        self._operator, self._scope, self._temperature = operator, scope, temperature
+        self._operator, self._scope, self._temperature = scope.operator, scope, temperature
         self.tokens: Tensor | None = None
 
     def replace(self, logits: Tensor, log_probs: Tensor) -> Tensor:
@@ -55,40 +58,50 @@ class Densities:
         flat = log_probs.reshape(-1)
         replayed, inside = self._scope.replayed(logits.reshape(-1, logits.shape[-1]), flat, self._temperature)
         self.tokens = replayed.token_log_probs.detach()
-        density = self._operator.log_density(replayed)
-        if density.shape != self.tokens.shape:
-            raise RuntimeError(
-                f"perturbation {self._operator.name!r}: log_density returns {tuple(density.shape)} for"
-                f" {len(self.tokens)} positions: one number for each is needed."
-            )
+        action = self._action(replayed)
         # Positions that were cut off are written to one more entry, which is dropped.
         target = torch.where(inside, replayed.rows, len(flat))
         padded = torch.cat([flat, flat.new_zeros(1)])
-        return padded.index_copy(0, target, density.to(flat.dtype))[:-1].view_as(log_probs)
+        return padded.index_copy(0, target, action.to(flat.dtype))[:-1].view_as(log_probs)
+
+    def _action(self, replayed: Replayed) -> Tensor:
+        """log π of all that was drawn at each perturbed position, (N,)."""
+        tokens = replayed.token_log_probs
+        own = tokens if self._operator.draws_token else torch.zeros_like(tokens)
+        if self._operator.density_of_vector and not torch.is_grad_enabled():
+            return own  # old and reference: the value in REINFORCE form
+        density = self._operator.log_density(replayed)
+        if density.shape != tokens.shape:
+            raise RuntimeError(
+                f"perturbation {self._operator.name!r}: log_density returns {tuple(density.shape)} for"
+                f" {len(tokens)} positions: one number for each is needed."
+            )
+        return own + (density - density.detach() if self._operator.density_of_vector else density)
 
 
 _active: ContextVar[Densities | None] = ContextVar("densities", default=None)
 
 
 @contextmanager
-def densities(operator: Perturbation, scope: ReplayScope, temperature: float) -> Iterator[Densities | None]:
-    """Puts an operator's density into the log-probabilities of the forward in this context.
+def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | None]:
+    """Puts the density of a scope's operator into the log-probabilities of the forward in this context.
 
     Args:
-        operator: the run's; one without a density leaves everything as it is.
-        scope: the scope of the replay, already entered.
+        scope: the scope of the replay, already entered. Where it holds no perturbed position the density is computed
+            all the same, on no rows: on several ranks every one must gather the same parameters.
         temperature: the actor's.
 
     Yields:
-        The densities, or None where the operator has none or nothing is replayed.
+        The densities, or None where the operator has none.
 
     Raises:
         RuntimeError: at the end, where no log-probabilities came through.
     """
-    if not operator.has_density or scope.empty:
+    operator = scope.operator
+    if operator is None or not operator.has_density:
         yield None
         return
-    ours = Densities(operator, scope, temperature)
+    ours = Densities(scope, temperature)
     token = _active.set(ours)
     try:
         yield ours

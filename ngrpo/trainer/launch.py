@@ -103,8 +103,10 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settin
 
 def _run(flags: Sequence[str]) -> None:
     argv, sys.argv = sys.argv, [_PROGRAM, *flags]
+    finished = False
     try:
         runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
+        finished = True
     except Exception as error:
         explained = memory_ran_out(error)
         if explained is None:
@@ -114,7 +116,8 @@ def _run(flags: Sequence[str]) -> None:
         sys.argv = argv
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
-        end_processes(os.environ[RUN_ID])
+        if not finished:
+            end_processes(os.environ[RUN_ID])
 
 
 def _log_folder() -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer.trajectory_record import unpack
-from perturbations.replay_scope import flat_rows
+from perturbations.replay.scope import flat_rows
 
 
 def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:

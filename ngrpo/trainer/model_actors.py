@@ -16,8 +16,9 @@ from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density_loss import densities, token_log_probs
 from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
 from ngrpo.trainer.run_settings import current_run
+from perturbations.base import Perturbation
 from perturbations.parameters import attached
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 
 
 def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
@@ -78,12 +79,12 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     return kept + list(moved.values())
 
 
-def replay_scope(model: Any, measure: bool = True) -> ReplayScope:
+def replay_scope(model: Any, operator: Perturbation, measure: bool = True) -> ReplayScope:
     """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
     model = model.model
     while hasattr(model, "module"):
         model = model.module
-    return ReplayScope(model.get_input_embeddings(), measure, attached(model))
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), operator)
 
 
 def replaying_actor(plain: type) -> type:
@@ -103,12 +104,11 @@ def _replaying_forward(plain: type, attribute: str) -> type:
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
             records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, operator = getattr(self, attribute), current_run().perturbation
-            scope = replay_scope(model, measure=False)
-            with scope(records, attention_mask), densities(operator, scope, model.temperature) as ours:
+            scope = replay_scope(model, operator, measure=False)
+            with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
             if operator.has_density and attribute == "actor":
-                replaced = None if ours is None else ours.tokens
-                kept = token_log_probs(log_probs, records, replaced, attention_mask)
+                kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
                 self._tokens = [*getattr(self, "_tokens", ()), kept]
             return log_probs
 
@@ -131,9 +131,9 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
-            scope = replay_scope(self.actor)
+            scope = replay_scope(self.actor, current_run().perturbation)
             replay = scope(records, experience.attention_mask)
-            with replay as stats, densities(current_run().perturbation, scope, self.actor.temperature):
+            with replay as stats, densities(scope, self.actor.temperature):
                 result = original(self, experience, *args, **kwargs)
         finally:
             self.actor_loss_fn = loss_fn
@@ -151,7 +151,10 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RatioProbe:
-    """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens."""
+    """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens.
+
+    The log-ratio is clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
+    """
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
@@ -159,6 +162,6 @@ class _RatioProbe:
 
     def __call__(self, log_probs: Any, old_log_probs: Any, *args: Any, action_mask: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            ratio = (log_probs - old_log_probs).float().exp()
+            ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
         return self._loss_fn(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)

@@ -50,9 +50,22 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[TrajectoryRecord | None]:
     return [_unpack_one(entry) for entry in side_inputs or ()]
 
 
-def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord | None]:
-    """The replay records of a batch, in order; all None where the samples carry nothing."""
-    return [None if found is None else found.replay for found in unpack(side_inputs) or [None] * batch]
+def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
+    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
+
+    Raises:
+        RuntimeError: where a sample has none.
+    """
+    found = unpack(side_inputs) or [None] * batch
+    missing = [i for i, record in enumerate(found) if record is None]
+    if missing or len(found) != batch:
+        raise RuntimeError(
+            f"{len(missing) or batch - len(found)} of {batch} samples have no replay record (the first:"
+            f" {missing[:5]}). Each sample of a perturbed run brings its own in mm_train_inputs; without it the model"
+            " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
+            " returns."
+        )
+    return [record.replay for record in found]
 
 
 def _unpack_one(entry: Any) -> TrajectoryRecord | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,13 @@ class Gaussian(Perturbation):
                 "perturbation option sigma=0: density='gaussian' needs noise; the default is 0.33. Raise it, or take"
                 " density='token'."
             )
+        if self.density == "gaussian" and self.base == "fuzzy":
+            warnings.warn(
+                "gaussian with base='fuzzy' and density='gaussian': the token in the text is the argmax, which is never"
+                " trained. Only the embedding learns from the density at perturbed positions. Set base='soft' to train"
+                " the probabilities as well.",
+                stacklevel=3,
+            )
 
     def propose(self, step: Step) -> Proposal:
         """e' = h + σ ε with h = E[token], E[argmax z] or Σ_v softmax(z/τ)_v E[v] over the k likeliest tokens.
@@ -70,18 +78,14 @@ class Gaussian(Perturbation):
         return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """−‖e' − h(θ)‖² / (2σ²) up to what the policy has no part in, with gradient to h(θ).
+        """log N(e'; h(θ), σ² I) with gradient to h(θ).
 
-        What is taken off is the density at the recorded mean: a constant, so ratios are the paper's, and their digits
-        are kept where D/2 stands before and after. e' is fixed: the recorded mixture and noise, looked up in the
-        policy at hand (as the replay feeds it) and detached. With ``base=token`` the token itself was drawn too, so
-        its log-probability is added.
+        e' is fixed: the recorded mixture and noise, looked up in the policy at hand (as the replay feeds it) and
+        detached.
         """
         edit, lookup = replayed.edit, replayed.lookup
         with torch.no_grad():
-            vectors = lookup(edit.ids)
-            origin = (vectors * edit.weights.unsqueeze(-1)).sum(dim=-2)
-            fed = mix(vectors, edit.weights, edit.sigma, replayed.noise_keys).float()
+            fed = mix(lookup(edit.ids), edit.weights, edit.sigma, replayed.noise_keys).float()
         if self.base == "token":
             mean = lookup(edit.ids[:, 0])
         elif self.base == "fuzzy":
@@ -90,8 +94,17 @@ class Gaussian(Perturbation):
             ids = replayed.top(self.k)
             weights = torch.softmax(replayed.at(ids) * (replayed.temperature / self.tau), dim=-1)
             mean = (lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
-        ratio = densities.gaussian_ratio(fed, mean, edit.sigma, origin)
-        return ratio + replayed.token_log_probs if self.base == "token" else ratio
+        return densities.gaussian(fed, mean, edit.sigma)
+
+    @property
+    def density_of_vector(self) -> bool:
+        """The vector is what was drawn."""
+        return self.has_density
+
+    @property
+    def draws_token(self) -> bool:
+        """Ordinary sampling draws it, beside the noise; a fuzzy position's token is the argmax."""
+        return self.base != "fuzzy"
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

@@ -48,7 +48,10 @@ class Normal(TopTokens):
         )
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """Mean over the ids of log N(y_i; p_i(θ), 0.05²) with y_i clamped to p_i(θ) ± 0.15; y_i = w_i · normalizer."""
+        """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15.
+
+        y_i = w_i · normalizer.
+        """
         edit = replayed.edit
         kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)

@@ -12,7 +12,7 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, records
 from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.fast.test_replay import Embedder, small
 from tests.stack.operators import DenseShake
 

@@ -48,23 +48,11 @@ def test_gaussian_integrates_to_1_on_a_grid() -> None:
     assert torch.trapezoid(torch.trapezoid(two, axis[::7]), axis[::7]).item() == pytest.approx(1.0, abs=1e-9)
 
 
-def test_gaussian_ratio_is_the_difference_of_two_densities() -> None:
-    x, mean, origin = (torch.randn(5, 64, dtype=torch.float64, generator=generator(i)) for i in range(3))
-    sigma = torch.rand(5, dtype=torch.float64, generator=generator()) + 0.2
-    want = d.gaussian(x, mean, sigma) - d.gaussian(x, origin, sigma)
-    torch.testing.assert_close(d.gaussian_ratio(x, mean, sigma, origin), want, rtol=1e-10, atol=1e-9)
-    assert d.gaussian_ratio(x, mean, torch.zeros(5, dtype=torch.float64), origin).tolist() == [0.0] * 5
-
-
-def test_gaussian_ratio_keeps_digits_in_float32() -> None:
-    """D = 4096: log-densities near -2000, whose float32 difference is off by 1e-4; the ratio itself is not."""
-    origin = torch.randn(1, 4096, dtype=torch.float64, generator=generator(1))
-    mean = origin + 1e-4 * torch.randn(1, 4096, dtype=torch.float64, generator=generator(2))
-    x, sigma = origin + 0.33 * torch.randn(1, 4096, dtype=torch.float64, generator=generator(3)), torch.tensor([0.33])
-    want = d.gaussian_ratio(x, mean, sigma.double(), origin).item()
-    got = d.gaussian_ratio(x.float(), mean.float(), sigma, origin.float()).item()
-    naive = (d.gaussian(x.float(), mean.float(), sigma) - d.gaussian(x.float(), origin.float(), sigma)).item()
-    assert abs(got - want) < 2e-5 < abs(naive - want)
+def test_gaussian_of_nothing_drawn_is_0_with_a_finite_gradient() -> None:
+    mean = double(1.0, 5.0).requires_grad_()
+    got = d.gaussian(double(1.0, 5.0), mean, torch.zeros(1, dtype=torch.float64))
+    got.backward()
+    assert got.item() == 0.0 and mean.grad.tolist() == [[0.0, 0.0]]
 
 
 # --- SofT-GRPO's three ----------------------------------------------------------------------------
@@ -121,6 +109,14 @@ def test_dirichlet_by_hand(alpha: float, p: tuple, draws: tuple, want: float) ->
     assert got == pytest.approx(want, abs=1e-9)
 
 
+def test_normal_leaves_out_what_the_policy_holds_unlikely() -> None:
+    """p = 0.96, 0.04: the second is not above 0.05, so z = 1 at the first alone counts: -1/2 + 2.076794."""
+    for small, want in ((0.04, -0.5), (0.06, (-0.5 - 4.5) / 2)):
+        p = double(1 - small, small)
+        got = d.normal(p + double(0.05, 0.4), p, all_kept(2)).item()
+        assert got == pytest.approx(want + 2.076793740, abs=1e-8)
+
+
 @pytest.mark.parametrize(("away", "squared"), [(0.0, 0.0), (0.05, 1.0), (-0.1, 4.0), (0.15, 9.0), (0.4, 9.0)])
 def test_normal_by_hand(away: float, squared: float) -> None:
     """-z²/2 - log(0.05 √(2π)), z = (y - p) / 0.05 clamped to ±3; the constant is 2.076794."""
@@ -139,12 +135,11 @@ def test_distinct_finds_the_places_that_hold_a_repeated_token() -> None:
 
 
 def test_gradient_of_the_gaussian() -> None:
-    x, mean, origin = (torch.randn(3, 5, dtype=torch.float64, generator=generator(i)) for i in range(3))
+    x, mean = (torch.randn(3, 5, dtype=torch.float64, generator=generator(i)) for i in range(2))
     sigma = torch.tensor([0.4, 0.7, 1.1], dtype=torch.float64)
     for tensor in (x, mean, sigma):
         tensor.requires_grad_()
     assert torch.autograd.gradcheck(d.gaussian, (x, mean, sigma))
-    assert torch.autograd.gradcheck(lambda m: d.gaussian_ratio(x.detach(), m, sigma.detach(), origin), (mean,))
 
 
 def scores_near(p: Tensor) -> Tensor:
@@ -263,60 +258,104 @@ def test_gumbel_with_weights_too_small_for_float32() -> None:
     assert by_kind(operator, step, half).item() == pytest.approx(want, abs=1e-4)
 
 
-def test_dirichlet_and_normal_take_their_draws_back_from_the_record() -> None:
-    step = a_step(likely(300))
+def by_hand(name: str, draws: list[float], p: list[float]) -> float:
+    """The paper's mean for one position, in plain numbers: ``draws`` and p(θ) of the ids that top-p left."""
+    terms = []
+    for y, share in zip(draws, p):
+        if name == "gumbel" and math.log(share + 1e-6) > -3.0:
+            g = min(max(y - math.log(share + 1e-6), -1.5), 3.0)
+            terms.append(-g - math.exp(-g))
+        elif name == "dirichlet" and share > 0.05:
+            shape = 4.0 * share
+            terms.append(min(max((shape - 1.0) * math.log(y) - y - math.lgamma(shape), -5.0), 3.0))
+        elif name == "normal" and share > 0.05:
+            z = min(max(y - share, -0.15), 0.15) / 0.05
+            terms.append(-0.5 * z * z - math.log(0.05 * math.sqrt(2.0 * math.pi)))
+    return sum(terms) / len(terms) if terms else 0.0
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.6], ids=["rollout", "elsewhere"])
+@pytest.mark.parametrize("top_p", [0.6, 1.0])
+@pytest.mark.parametrize("name", ["gumbel", "dirichlet", "normal"])
+def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) -> None:
+    """Against the noise drawn again and the paper's formula in plain numbers; ids cut by top-p have no part in it."""
+    operator = create(name, density=name, top_p=top_p, **({"alpha": 4.0} if name == "dirichlet" else {}))
+    step = a_step(likely(200))
+    logits = step.logits + moved * torch.randn(200, V, generator=generator(2))
+    got = by_kind(operator, step, logits)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
-    for operator in (OPERATORS[1], OPERATORS[2]):
-        edit = operator.propose(step).edit
-        kept = d.distinct(edit.ids)
-        p = d.renormalised(step.logits.gather(-1, edit.ids), kept)
-        if operator.name == "dirichlet":
-            draws = streams.log_gamma(keys, edit.ids, (4.0 * p).clamp_min(1e-20))
-            want = d.dirichlet(draws, p, 4.0, kept)
+    widths = set()
+    for row, z in enumerate(step.logits.double()):
+        ids, before, kept = z.argsort(descending=True)[:5], 0.0, []
+        for token in ids.tolist():
+            if before < top_p:
+                kept.append(token)
+            before += torch.softmax(z, dim=-1)[token].item()
+        widths.add(len(kept))
+        at = torch.tensor([kept])
+        old, new = (torch.softmax(values[row].double()[at], dim=-1) for values in (step.logits, logits))
+        key = keys[row : row + 1]
+        if name == "gumbel":
+            draws = (old + 1e-6).log() + streams.gumbel(key, at).double().clamp(-1.5, 3.0)
+        elif name == "dirichlet":
+            draws = streams.log_gamma(key, at, (4.0 * old).float()).double().exp()
         else:
-            want = d.normal(p + 0.05 * streams.normal(keys, edit.ids), p, kept)
-        torch.testing.assert_close(by_kind(operator, step, step.logits), want, rtol=1e-4, atol=1e-4)
+            draws = old + 0.05 * streams.normal(key, at).double()
+        want = by_hand(name, draws[0].tolist(), new[0].tolist())
+        assert got[row].item() == pytest.approx(want, rel=1e-3, abs=1e-3), f"row {row} of {len(kept)} ids"
+    assert len(widths) > 1 if top_p < 1.0 else widths == {5}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_gaussian_soft_is_0_at_the_rollout_and_the_paper_s_elsewhere(temperature: float) -> None:
+def test_gaussian_soft_is_the_paper_s(temperature: float) -> None:
+    """−‖e' − h(θ)‖² / (2σ²) and the constant, h(θ) = Σ softmax(z/τ) E over the new policy's own top-k."""
     operator = create("gaussian", density="gaussian", base="soft", k=4)
     step = a_step(likely(50), temperature)
     edit = operator.propose(step).edit
-    assert by_kind(operator, step, step.logits).abs().max() < 1e-4
-    other = step.logits + 0.3 * torch.randn(50, V, generator=generator(2))
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     fed = realise(edit, step.embeddings.lookup, keys).double()
-
-    def h(logits: Tensor) -> Tensor:
+    sigma = edit.sigma.double()
+    for logits in (step.logits, step.logits + 0.3 * torch.randn(50, V, generator=generator(2))):
         values, ids = logits.double().topk(4, dim=-1)
         shares = torch.softmax(values * temperature / 0.5, dim=-1).unsqueeze(-1)
-        return (step.embeddings.lookup(ids) * shares).sum(dim=1)
-
-    def paper(logits: Tensor) -> Tensor:
-        return -(fed - h(logits)).square().sum(-1) / (2 * edit.sigma.double() ** 2)
-
-    want = paper(other) - paper(step.logits)
-    torch.testing.assert_close(by_kind(operator, step, other).double(), want, rtol=1e-4, atol=1e-3)
+        h = (step.embeddings.lookup(ids) * shares).sum(dim=1)
+        want = -(fed - h).square().sum(-1) / (2 * sigma**2) - D * (sigma * math.sqrt(2 * math.pi)).log()
+        torch.testing.assert_close(by_kind(operator, step, logits).double(), want, rtol=1e-4, atol=1e-3)
 
 
 def test_gaussian_fuzzy_follows_the_argmax() -> None:
-    operator = create("gaussian", density="gaussian", base="fuzzy")
+    with pytest.warns(UserWarning, match="argmax"):
+        operator = create("gaussian", density="gaussian", base="fuzzy")
     step = a_step(likely(20))
-    assert by_kind(operator, step, step.logits).abs().max() < 1e-4
     moved = step.logits.clone()
     moved[:, 0] = 100.0
     same = step.logits.argmax(-1) == 0
-    assert (by_kind(operator, step, moved)[~same] < -1.0).all()
+    change = by_kind(operator, step, moved) - by_kind(operator, step, step.logits)
+    assert (change[~same] < -1.0).all() and (change[same] == 0.0).all()
 
 
-def test_gaussian_on_the_token_adds_the_token_s_log_probability() -> None:
-    """Token and input were both drawn; the input's mean is E[x] whatever the policy, so its part of a ratio is 1."""
+def test_gaussian_on_the_token_does_not_depend_on_the_logits() -> None:
+    """The input's mean is E[x], in which the logits have no part: log N of the noise alone."""
     operator = create("gaussian", density="gaussian", base="token")
     step = a_step(likely(20))
-    other = step.logits + torch.randn(20, V, generator=generator(2))
-    want = torch.log_softmax(other, dim=-1)[:, 0]
-    torch.testing.assert_close(by_kind(operator, step, other), want, rtol=1e-5, atol=1e-5)
+    noise = streams.normal(streams.keys(step.seeds, step.positions, streams.Stream.NOISE), D).double()
+    sigma = operator.propose(step).edit.sigma.double()
+    want = -0.5 * noise.square().sum(-1) - D * (sigma * math.sqrt(2 * math.pi)).log()
+    for logits in (step.logits, step.logits + torch.randn(20, V, generator=generator(2))):
+        torch.testing.assert_close(by_kind(operator, step, logits).double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_drawn_beside_the_input() -> None:
+    """The token of `soft` and `token` is drawn on its own; `fuzzy`'s is the argmax, the others' follows the draws."""
+    drawn = {base: create("gaussian", density="gaussian", base=base).draws_token for base in ("token", "soft")}
+    assert drawn == {"token": True, "soft": True}
+    with pytest.warns(UserWarning, match="argmax, which is never trained"):
+        fuzzy = create("gaussian", density="gaussian", base="fuzzy")
+    assert not fuzzy.draws_token and fuzzy.density_of_vector
+    create("gaussian", base="fuzzy")  # as a plain perturbation its token's log-probability is in the loss: no warning
+    for operator in OPERATORS[:3]:
+        assert not operator.draws_token and not operator.density_of_vector
+    assert not create("gaussian").density_of_vector, "with density=token nothing is detached"
 
 
 @pytest.mark.parametrize(

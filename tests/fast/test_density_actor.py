@@ -1,7 +1,11 @@
-"""The model actors with a density, on a stand-in for OpenRLHF's classes: old, new and reference log-probabilities."""
+"""The model actors with a density, on a stand-in for OpenRLHF's classes: old, new and reference log-probabilities.
+
+All at a temperature other than 1.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +16,28 @@ from torch import Tensor, nn
 
 from ngrpo.trainer.model_actors import replaying_actor, replaying_reference, replaying_training_step
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
+from perturbations.strategies.gumbel import Gumbel
 from tests.fast.run import run_with
 from tests.fast.test_density import generator
 from tests.fast.test_density_loss import Model, batch, hooked, log_probs_of, perturbed, run
 
-OPERATOR = create("gumbel", density="gumbel")
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warm(Gumbel):
+    """SofT-GRPO's density plus a term that shows which temperature it was told."""
+
+    name = "warm"
+    density: str = "gumbel"
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        return super().log_density(replayed) + 3.0 * replayed.temperature
+
+
+OPERATOR = Warm()
 
 
 class Language(Model):
@@ -30,14 +50,14 @@ class Language(Model):
 class Actor(nn.Module):
     """What OpenRLHF's Actor does, without a transformer."""
 
-    temperature = 1.0
+    temperature = TEMPERATURE
 
     def __init__(self) -> None:
         super().__init__()
         self.model = Language()
 
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
-        log_probs = hooked(self.model(sequences), torch.roll(sequences, -1, 1))[:, :-1]
+        log_probs = hooked(self.model(sequences) / self.temperature, torch.roll(sequences, -1, 1))[:, :-1]
         return log_probs[:, -action_mask.shape[1] :] * action_mask
 
 
@@ -48,6 +68,17 @@ class PolicyModelActor:
     def forward(self, sequences: Any, action_mask: Any, attention_mask: Any, mm_train_inputs_list: Any = None) -> Any:
         with torch.no_grad():
             return self.actor(sequences, action_mask, attention_mask)
+
+
+class Seen:
+    """Keeps what a loss was given."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+
+    def __call__(self, log_probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.log_probs = log_probs.detach()
+        return self._loss(log_probs, *args, **kwargs)
 
 
 def training_step(self: Any, experience: Any) -> dict[str, Any]:
@@ -61,9 +92,10 @@ def training_step(self: Any, experience: Any) -> dict[str, Any]:
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, list]:
     run_with(monkeypatch, perturbation_spec=OPERATOR.spec())
     tokens, mask, records = batch(OPERATOR)
+    records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    rides = [r and TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
+    rides = [TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
     inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
     return inputs, mask, records
 
@@ -72,7 +104,7 @@ def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs:
     kwargs, mask, records = inputs
     actor, reference = replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()
     old, base = actor.forward(**kwargs), reference.forward(**kwargs)
-    want, _ = run(actor.actor.model, OPERATOR, kwargs["sequences"], mask, records)
+    want, _ = run(actor.actor.model, OPERATOR, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
     torch.testing.assert_close(old, (want[:, :-1] * kwargs["action_mask"]).detach())
     assert torch.equal(old, base)
     (own,) = actor.token_log_probs()
@@ -84,15 +116,52 @@ def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs:
     assert torch.equal(own, old), "plain positions are the same in both"
 
 
-def test_a_batch_without_records_is_kept_too(inputs: tuple) -> None:
+def test_a_batch_without_a_perturbed_position_is_kept_too(inputs: tuple) -> None:
     """The driver counts batches: one that had nothing to replace must not be missing."""
     kwargs, _, _ = inputs
     actor = replaying_actor(PolicyModelActor)()
-    old = actor.forward(**{**kwargs, "mm_train_inputs_list": [None] * 3})
+    old = actor.forward(**{**kwargs, "mm_train_inputs_list": [kwargs["mm_train_inputs_list"][1]] * 3})
     (own,) = actor.token_log_probs()
     assert torch.equal(own, old)
-    plain = log_probs_of(actor.actor.model(kwargs["sequences"]), torch.roll(kwargs["sequences"], -1, 1))
+    plain = log_probs_of(actor.actor.model(kwargs["sequences"]) / TEMPERATURE, torch.roll(kwargs["sequences"], -1, 1))
     torch.testing.assert_close(old, (plain[:, :-1] * kwargs["action_mask"]).detach())
+
+
+@pytest.mark.parametrize("operator", [OPERATOR, create("gumbel")], ids=["density", "token"])
+@pytest.mark.parametrize("missing", [None, [None] * 3, [0, None, 2], [0, 1]], ids=["all", "each", "one", "short"])
+def test_a_sample_without_its_record_is_an_error(
+    inputs: tuple, monkeypatch: pytest.MonkeyPatch, operator: Perturbation, missing: list | None
+) -> None:
+    run_with(monkeypatch, perturbation_spec=operator.spec())
+    kwargs, _, _ = inputs
+    rides = kwargs["mm_train_inputs_list"]
+    given = {**kwargs, "mm_train_inputs_list": missing and [i if i is None else rides[i] for i in missing]}
+    for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
+        with pytest.raises(RuntimeError, match="have no replay record"):
+            made.forward(**given)
+    experience = SimpleNamespace(sequences=kwargs["sequences"], mm_train_inputs=given["mm_train_inputs_list"])
+    trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=None)
+    with pytest.raises(RuntimeError, match="have no replay record"):
+        replaying_training_step(training_step)(trainer, experience)
+
+
+class Bypassing(Language):
+    """Looks its tokens up without the module that it names."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding.weight[tokens])
+
+
+@pytest.mark.parametrize("operator", [OPERATOR, create("gumbel")], ids=["density", "token"])
+def test_a_replay_that_did_not_happen_is_an_error(
+    inputs: tuple, monkeypatch: pytest.MonkeyPatch, operator: Perturbation
+) -> None:
+    run_with(monkeypatch, perturbation_spec=operator.spec())
+    kwargs, _, _ = inputs
+    for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
+        made.actor.model = Bypassing()
+        with pytest.raises(RuntimeError, match=r"did not happen|replayed forward of none"):
+            made.forward(**kwargs)
 
 
 def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tuple) -> None:
@@ -114,11 +183,32 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
     assert result["metrics"]["perturbation/ratio_mean"].item() == 1.0
     got = actor.actor.model.head.weight.grad.clone()
     model = Language()
-    new, _ = run(model, OPERATOR, kwargs["sequences"], mask, records)
+    new, _ = run(model, OPERATOR, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
     (-(new[:, :-1] * kwargs["action_mask"]).sum()).backward()
     torch.testing.assert_close(got, model.head.weight.grad)
     assert got.abs().max() > 1e-3
+    given = run(model, OPERATOR, kwargs["sequences"], mask, records, temperature=TEMPERATURE)[0].detach()
+    trainer.actor_loss_fn = seen = Seen(loss)
+    replaying_training_step(training_step)(trainer, experience)
+    torch.testing.assert_close(seen.log_probs, given[:, :-1] * kwargs["action_mask"])
+    trainer.actor_loss_fn = loss
     with torch.no_grad():
         actor.actor.model.head.weight += 0.1 * torch.randn(got.shape, generator=generator())
     moved = replaying_training_step(training_step)(trainer, experience)
     assert abs(moved["metrics"]["perturbation/ratio_mean"].item() - 1.0) > 1e-4
+
+
+@pytest.mark.parametrize("gap", [300.0, -300.0, 2e38])
+def test_the_mean_ratio_is_finite(inputs: tuple, gap: float) -> None:
+    kwargs, mask, _ = inputs
+    experience = SimpleNamespace(
+        sequences=kwargs["sequences"],
+        action_mask=kwargs["action_mask"],
+        attention_mask=mask,
+        mm_train_inputs=kwargs["mm_train_inputs_list"],
+        action_log_probs=torch.full(kwargs["action_mask"].shape, -gap),
+    )
+    trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=lambda log_probs, *_, action_mask: log_probs.sum())
+    result = replaying_training_step(training_step)(trainer, experience)
+    mean = result["metrics"]["perturbation/ratio_mean"]
+    assert mean.isfinite() and (mean > 1e8 if gap > 0 else mean < 1e-8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngrpo.preflight import check_flags
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.step import Step
@@ -54,6 +57,14 @@ def double(self: Gumbel, replayed: Replayed) -> Tensor:
     return Gumbel.log_density(self, replayed).double()
 
 
+def skipping(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed) if len(replayed.rows) else torch.zeros(0)
+
+
+def needing_one(self: Gumbel, replayed: Replayed) -> Tensor:
+    return Gumbel.log_density(self, replayed) + 0.0 * replayed.edit.normalizer.max()
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -62,9 +73,11 @@ def double(self: Gumbel, replayed: Replayed) -> Tensor:
         (dict(log_density=infinite), "must be finite"),
         (dict(log_density=centred), "another batch order"),
         (dict(log_density=failing), "KeyError"),
+        (dict(log_density=skipping), "leaves the graph where there are no positions"),
+        (dict(log_density=needing_one), "RuntimeError for no positions"),
         (dict(propose=without_normalizer), "log_density() raises AttributeError"),
     ],
-    ids=["shape", "dtype", "infinite", "batch", "raises", "no-normalizer"],
+    ids=["shape", "dtype", "infinite", "batch", "raises", "skips", "no positions", "no-normalizer"],
 )
 def test_broken_densities_are_caught(parts: dict[str, Any], words: str | None) -> None:
     with pytest.raises(PerturbationError) as error:
@@ -120,6 +133,11 @@ def test_each_recipe_names_an_operator_and_its_options() -> None:
     for words in commands:
         flags = dict(zip(words[2::2], words[3::2]))
         options = {key.split(".", 1)[1]: value for key, value in flags.items() if key.startswith("--perturbation.")}
-        made.append(create(flags["--perturbation"], **options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # STHT's fuzzy tokens: the text is never trained
+            made.append(create(flags["--perturbation"], **options))
+            check_flags(["--actor.model_name_or_path", "m", *words[2:]], RunSettings(perturbation_spec=made[-1].spec()))
+        if made[-1].density_of_vector:
+            assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
     assert {"gaussian", "gumbel", "dirichlet", "normal", "orthogonal", "soft"} == {o.name for o in made}
     assert sum(o.has_density for o in made) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.fast.test_density import OPERATORS, D, V, a_step, generator, likely
 
 
@@ -65,6 +66,19 @@ def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
 hooked = with_densities(log_probs_of)
 
 
+def a_gaussian(base: str) -> Perturbation:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the argmax
+        return create("gaussian", density="gaussian", base=base)
+
+
+EVERY = [*OPERATORS, a_gaussian("token"), a_gaussian("fuzzy")]
+
+
+def name_of(operator: Perturbation) -> str:
+    return "-".join([operator.name, *([operator.base] if operator.name == "gaussian" else [])])
+
+
 def batch(operator: Perturbation) -> tuple[Tensor, Tensor, list[ReplayRecord | None]]:
     """Three right-padded samples of 12, 9 and 7 tokens with 4, none and 3 perturbed positions, one of them cut off."""
     tokens = torch.randint(0, V, (3, 12), generator=generator())
@@ -81,20 +95,26 @@ def perturbed(record: ReplayRecord | None, mask: Tensor) -> list[tuple[int, int]
 
 
 def run(
-    model: Model, operator: Perturbation, tokens: Tensor, mask: Tensor, records: list, packed: bool = False
+    model: Model,
+    operator: Perturbation,
+    tokens: Tensor,
+    mask: Tensor,
+    records: list,
+    packed: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Any]:
     labels, shape = torch.roll(tokens, -1, 1), tokens.shape
     if packed:
         tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
-    scope = ReplayScope(model.embedding)
-    with scope(records, mask), densities(operator, scope, 1.0) as ours:
-        result = hooked(model(tokens), labels)
+    scope = ReplayScope(model.embedding, operator=operator)
+    with scope(records, mask), densities(scope, temperature) as ours:
+        result = hooked(model(tokens) / temperature, labels)
     if packed:
         result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
     return result, ours
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+@pytest.mark.parametrize("operator", EVERY, ids=name_of)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, packed: bool) -> None:
     """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
@@ -117,16 +137,19 @@ def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, pa
             )
             row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
             alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding)
-            want[sample, t - 1] = operator.log_density(alone)
+            if not operator.density_of_vector:
+                want[sample, t - 1] = operator.log_density(alone)
+            elif not operator.draws_token:
+                want[sample, t - 1] = 0.0
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
     changed = (got - plain).abs() > 1e-6
-    assert changed[mask.bool()].sum() >= 6
+    assert changed[mask.bool()].sum() == 0 if operator.draws_token else changed[mask.bool()].sum() >= 6
     own = token_log_probs(got[:, 4:-1].detach(), records, ours.tokens, mask)
     answers = mask[:, 5:].bool()
     torch.testing.assert_close(own[answers], plain[:, 4:-1].detach()[answers])
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+@pytest.mark.parametrize("operator", EVERY[:-1], ids=name_of)
 def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(operator: Perturbation) -> None:
     model = Model()
     tokens, mask, records = batch(operator)
@@ -157,28 +180,80 @@ def test_left_padding_and_cut_trajectories() -> None:
     torch.testing.assert_close(cut[0, :6], got[0, :6])
 
 
-def test_a_batch_without_a_perturbed_position_is_left_alone() -> None:
-    operator, model = OPERATORS[0], Model()
-    tokens, mask, _ = batch(operator)
-    got, ours = run(model, operator, tokens, mask, [None] * 3)
-    assert ours is None and torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
+@pytest.mark.parametrize("operator", EVERY, ids=name_of)
+def test_a_batch_without_a_perturbed_position_is_left_alone(operator: Perturbation) -> None:
+    """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
+    model = Model()
+    tokens, mask, records = batch(operator)
+    got, ours = run(model, operator, tokens, mask, [None if r is None else r.truncate(5) for r in records])
+    assert torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
+    assert ours.tokens.shape == (0,)
+    calls, seen = [], []
+
+    def count(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        calls.append("forward")
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: calls.append("backward"))
+
+    model.embedding.register_forward_hook(count)
+    for given in (records, [None] * 3):
+        run(model, operator, tokens, mask, given)[0].sum().backward()
+        seen.append(sorted(calls))
+        calls.clear()
+    assert seen[0] == seen[1], "as many lookups, forward and backward, as with perturbed positions"
+
+
+@pytest.mark.parametrize("operator", [o for o in EVERY if o.density_of_vector], ids=name_of)
+def test_a_vector_s_density_enters_as_reinforce(operator: Perturbation) -> None:
+    """Values are the token's, or 0 where none was drawn; the gradient is the density's and the token's."""
+    model = Model()
+    tokens, mask, records = batch(operator)
+    with torch.no_grad():
+        old, _ = run(model, operator, tokens, mask, records)
+    got, _ = run(model, operator, tokens, mask, records)
+    assert torch.equal(old, got.detach())
+    got.sum().backward()
+    scope = ReplayScope(model.embedding, operator=operator)
+    with scope(records, mask):
+        logits = model(tokens)
+        log_probs = log_probs_of(logits, torch.roll(tokens, -1, 1))
+        seen, inside = scope.replayed(logits.flatten(0, 1), log_probs.flatten(), 1.0)
+        plain = log_probs.flatten().index_fill(0, seen.rows[inside], 0.0).sum()
+        joint = operator.log_density(seen)[inside].sum() + plain
+        if operator.draws_token:
+            joint = joint + seen.token_log_probs[inside].sum()
+        want = torch.autograd.grad(joint, [model.embedding.weight, model.head.weight])
+    torch.testing.assert_close(model.embedding.weight.grad, want[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.head.weight.grad, want[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("operator", EVERY, ids=name_of)
+def test_the_fed_vector_has_a_gradient_where_its_density_is_of_draws(operator: Perturbation) -> None:
+    """Through the input alone: a vector that is itself the action is fixed, a mixture of draws is not."""
+    model = Model()
+    tokens, mask, records = batch(operator)
+    with ReplayScope(model.embedding, operator=operator)(records, mask):
+        fed = model.embedding(tokens)
+    at = [(s, t) for s, r in enumerate(records) for _, t in perturbed(r, mask[s])]
+    sum(fed[s, t].sum() for s, t in at).backward()
+    assert model.embedding.weight.grad.any() != operator.density_of_vector
 
 
 def test_a_forward_that_never_asks_for_log_probabilities_is_an_error() -> None:
     operator, model = OPERATORS[0], Model()
     tokens, mask, records = batch(operator)
-    scope = ReplayScope(model.embedding)
+    scope = ReplayScope(model.embedding, operator=operator)
     error = pytest.raises(RuntimeError, match=r"was not computed.*--perturbation\.density token")
-    with error, scope(records, mask), densities(operator, scope, 1.0):
+    with error, scope(records, mask), densities(scope, 1.0):
         log_probs_of(model(tokens), tokens)
 
 
 def test_logits_of_other_rows_are_an_error() -> None:
     operator, model = OPERATORS[0], Model()
     tokens, mask, records = batch(operator)
-    scope = ReplayScope(model.embedding)
+    scope = ReplayScope(model.embedding, operator=operator)
     error = pytest.raises(RuntimeError, match="33 rows of logits for a replayed forward of 36 tokens")
-    with error, scope(records, mask), densities(operator, scope, 1.0):
+    with error, scope(records, mask), densities(scope, 1.0):
         hooked(model(tokens)[:, :-1], tokens[:, :-1])
 
 
@@ -187,8 +262,8 @@ def test_outside_a_scope_the_function_is_the_original() -> None:
     tokens, mask, records = batch(operator)
     run(model, operator, tokens, mask, records)
     assert torch.equal(hooked(model(tokens), tokens), log_probs_of(model(tokens), tokens))
-    scope = ReplayScope(model.embedding)
-    with scope(records, mask), densities(create("gumbel"), scope, 1.0) as ours:
+    scope = ReplayScope(model.embedding, operator=create("gumbel"))
+    with scope(records, mask), densities(scope, 1.0) as ours:
         hooked(model(tokens), tokens)
     assert ours is None
 

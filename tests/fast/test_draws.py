@@ -12,7 +12,7 @@ from torch import nn
 from perturbations import streams
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.fast.test_density import D, V, a_step, generator, likely
 from tests.fast.test_density_loss import record_of
 

@@ -22,7 +22,7 @@ from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 from tests.fast.test_density import V, a_step, likely
 from tests.fast.test_density_loss import Model, log_probs_of, record_of
 
@@ -147,8 +147,8 @@ def test_together_with_a_density(density: bool) -> None:
     found = []
     for left in ({at: among}, {}):
         sides = [carried(left, replay=record), carried({}), carried({})]
-        scope = ReplayScope(model.embedding)
-        with corrected(sides, mask), scope([record, None, None], mask), densities(operator, scope, 1.0):
+        scope = ReplayScope(model.embedding, operator=operator)
+        with corrected(sides, mask), scope([record, None, None], mask), densities(scope, 1.0):
             logits = model(tokens)
             found.append(both(logits, torch.roll(tokens, -1, 1))[0, at - 1])
     difference = torch.logsumexp(logits[0, at - 1], -1) - torch.logsumexp(logits[0, at - 1, among], -1)

@@ -82,5 +82,7 @@ def test_records_round_trip() -> None:
     assert back.replay == one.replay
     np.testing.assert_array_equal(back.log_probs, one.log_probs)
     assert nobody is None and image is None
-    assert records(None, 2) == [None, None]
-    assert records([one.pack(), None], 2) == [one.replay, None]
+    assert records([one.pack(), one.pack()], 2) == [one.replay, one.replay]
+    for side_inputs in (None, [one.pack(), None], [one.pack()]):
+        with pytest.raises(RuntimeError, match="of 2 samples have no replay record"):
+            records(side_inputs, 2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,48 @@ def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
     preflight.check_flags([*MODEL, *words], RunSettings())
     with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Fix: "):
         preflight.check_flags([*MODEL, *words], SETTINGS)
+
+
+SIZES = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["--train.batch_size 128", "1024 samples", "Set --train.batch_size 1024"]),
+        ([*SIZES, "--train.max_epochs", "2"], ["--train.max_epochs 2", "Set --train.max_epochs 1"]),
+        ([*SIZES, "--train.batch_size=4"], ["--train.batch_size 4", "8 samples", "n_samples_per_prompt 2"]),
+        ([*SIZES, "--train.async_enable"], ["--train.async_enable cannot"]),
+    ],
+)
+def test_several_updates_of_one_rollout_need_a_ratio(words: list[str], parts: list[str]) -> None:
+    """The density of a vector has none that is bounded; densities of draws and tokens' probabilities have one."""
+    with pytest.raises(UsageError) as caught:
+        preflight.check_flags(
+            [*MODEL, *words], RunSettings(perturbation_spec=create("gaussian", base="soft", density="gaussian").spec())
+        )
+    for part in [*parts, "policy ratio is unbounded", "--perturbation.density token"]:
+        assert part in str(caught.value)
+    for other in (create("gaussian", base="soft"), create("gumbel", density="gumbel")):
+        preflight.check_flags([*MODEL, *words], RunSettings(perturbation_spec=other.spec()))
+
+
+def test_one_update_of_each_rollout_passes() -> None:
+    settings = RunSettings(perturbation_spec=create("gaussian", base="soft", density="gaussian").spec())
+    for words in (SIZES, [*SIZES, "--train.batch_size", "16"]):
+        preflight.check_flags([*MODEL, *words], settings)
+
+
+def test_batch_defaults_are_openrlhf_s() -> None:
+    """Read from the source of its parser, which cannot be imported here."""
+    folder = find_spec("openrlhf").submodule_search_locations[0]
+    tree = ast.parse(Path(folder, "cli/train_ppo_ray.py").read_text())
+    found = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+        name = getattr(call.args[0], "value", None)
+        if isinstance(name, str) and name in preflight.BATCH_DEFAULTS:
+            found[name] = next(keyword.value.value for keyword in call.keywords if keyword.arg == "default")
+    assert found == preflight.BATCH_DEFAULTS
 
 
 def test_harmless_values_pass() -> None:

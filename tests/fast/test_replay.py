@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from perturbations import FinishedTrajectory, ReplayRecord, UsageError, registry, replaying
-from perturbations.replay_scope import flat_rows
+from perturbations.replay.scope import flat_rows
 from perturbations.streams import Stream, keys, normal
 
 

@@ -60,9 +60,9 @@ class Rollout:
 
 
 def sample(
-    llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]] | None = None, **params: Any
+    llm: Any, prompts: Sequence[list[int]], arguments: Sequence[dict[str, Any]] | None = None, **params: Any
 ) -> list[Rollout]:
-    """Samples from token prompts. ``wishes``: extra_args["perturbation"] of each request."""
+    """Samples from token prompts. ``arguments``: extra_args["perturbation"] of each request."""
     from vllm import SamplingParams
 
     from ngrpo.rollout import take_trajectories
@@ -75,8 +75,8 @@ def sample(
         **params,
     }
     each = [
-        SamplingParams(**settings, extra_args={"perturbation": wish} if wish else None)
-        for wish in (wishes or [None] * len(prompts))
+        SamplingParams(**settings, extra_args={"perturbation": given} if given else None)
+        for given in (arguments or [None] * len(prompts))
     ]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], each, use_tqdm=False)
     taken = take_trajectories(llm)

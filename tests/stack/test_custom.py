@@ -118,11 +118,11 @@ def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model:
 def test_a_closed_gate_leaves_sampling_and_lookup_ordinary(engine: Any) -> None:
     """neighbor writes the likeliest token into the text: where the gate is closed it must not."""
     prompts = chat_prompts(engine)
-    wishes = [{"seed": 11 + i} for i in range(len(prompts))]
+    arguments = [{"seed": 11 + i} for i in range(len(prompts))]
     set_perturbation(engine, "neighbor", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.0})
-    closed = sample(engine, prompts, wishes, max_tokens=24)
+    closed = sample(engine, prompts, arguments, max_tokens=24)
     set_perturbation(engine, "neighbor", rate=0.0)
-    plain = sample(engine, prompts, wishes, max_tokens=24)
+    plain = sample(engine, prompts, arguments, max_tokens=24)
     assert [r.tokens for r in closed] == [r.tokens for r in plain]
     assert all(len(r.record) == 0 for r in closed)
 
@@ -143,10 +143,10 @@ def test_a_gates_draws_do_not_depend_on_the_batch(engine: Any) -> None:
     ).spec()
     set_perturbation(engine, **spec)
     prompts = chat_prompts(engine)
-    wishes = [{"seed": 5 + i} for i in range(len(prompts))]
-    together = sample(engine, prompts, wishes, max_tokens=32)
-    alone = sample(engine, prompts[:1], wishes[:1], max_tokens=32)
-    reversed_ = sample(engine, prompts[::-1], wishes[::-1], max_tokens=32)[::-1]
+    arguments = [{"seed": 5 + i} for i in range(len(prompts))]
+    together = sample(engine, prompts, arguments, max_tokens=32)
+    alone = sample(engine, prompts[:1], arguments[:1], max_tokens=32)
+    reversed_ = sample(engine, prompts[::-1], arguments[::-1], max_tokens=32)[::-1]
     for one, two in [(together[0], alone[0]), *zip(together, reversed_)]:
         assert one.tokens == two.tokens and (one.record.positions == two.record.positions).all()
     # Open with probability 2^(-t/16): over 4 × 32 positions 0.9 · Σ 2^(-t/16) · 4 = 64.6 are expected.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from perturbations import ReplayRecord, replaying
-from perturbations.replay_scope import ReplayScope
+from perturbations.replay.scope import ReplayScope
 
 pytestmark = pytest.mark.stack
 NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]

@@ -162,8 +162,8 @@ def test_a_further_turn_replays_the_turns_before(plain_engine: Any, hf_model: An
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     (first,) = sample(plain_engine, chat_prompts(plain_engine, QUESTIONS[:1]), max_tokens=24)
     further = first.sequence + plain_engine.get_tokenizer().encode("\nAnd what is 3 plus 4?")
-    wish = {"record": first.record.to_bytes()}
-    (second,) = sample(plain_engine, [further], [wish], max_tokens=24)
+    given = {"record": first.record.to_bytes()}
+    (second,) = sample(plain_engine, [further], [given], max_tokens=24)
     assert second.record.seed == first.record.seed
     assert second.record.truncate(len(first.sequence)).positions.tolist() == first.record.positions.tolist()
     assert gaps(hf_model, [second]).max() <= 1e-4

@@ -15,7 +15,7 @@ def main(folder: str, target: str) -> None:
     from deepspeed.utils import safe_get_full_grad
     from transformers import AutoModelForCausalLM
 
-    from perturbations.replay_scope import ReplayScope
+    from perturbations.replay.scope import ReplayScope
     from tests.stack.test_gradients import batch
 
     # DeepSpeed's shared-memory all-reduce compiles for half a minute; one process needs none.

@@ -64,7 +64,7 @@ def train(stage: int) -> None:
     seen = []
     for perturbed in (RANK == 0, RANK == 1, False, True):
         record = small([2, 5]).truncate(8) if perturbed else None
-        with replay_scope(SimpleNamespace(model=engine))([record], torch.ones_like(tokens)):
+        with replay_scope(SimpleNamespace(model=engine), operator)([record], torch.ones_like(tokens)):
             logits = engine(tokens, attention_mask=torch.ones_like(tokens)).logits.float()
             engine.backward(-logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).mean())
         engine.step()

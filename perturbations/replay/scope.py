@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from perturbations import streams
-from perturbations.base import Replayed
+from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit, mix
 from perturbations.parameters import attached
 from perturbations.replay import ReplayRecord
@@ -102,9 +102,13 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
 
 
 def _nothing(device: torch.device) -> _Flat:
-    """No position at all: learned parameters then still take part in the graph, with a gradient of zero."""
+    """No position at all, with every part that a density may ask for.
+
+    So learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
+    """
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    return _Flat(none, none, none.view(0, 1), none.view(0, 1).float(), None, None, None)
+    ids, floats = none.view(0, 1), none.float()
+    return _Flat(none, none, ids, ids.float(), floats, none, None, floats)
 
 
 def flat_rows(
@@ -148,15 +152,23 @@ def flat_rows(
 class ReplayScope:
     """The hooks of one replay on one embedding module. Use :func:`replaying`, or enter it as a context."""
 
-    def __init__(self, embedding: nn.Module, measure: bool = True, module: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        embedding: nn.Module,
+        measure: bool = True,
+        module: nn.Module | None = None,
+        operator: Perturbation | None = None,
+    ) -> None:
         """
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
             measure: collect :class:`ReplayStats`.
             module: the operator's module beside the model (`perturbations.parameters.attached`), where it has one.
+            operator: the operator of the records, needed where it has a density.
         """
         self._embedding = embedding
         self._module = module
+        self.operator = operator
         self._measure = measure
         self._records: Sequence[ReplayRecord | None] = ()
         self._mask: Tensor | None = None
@@ -169,31 +181,31 @@ class ReplayScope:
 
     @contextmanager
     def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
-        """Replays ``records``, in batch order, in every forward of the context."""
-        device = next(self._embedding.parameters()).device
-        self._flat = _flatten(records, device)
-        if self._flat is None and self._module is not None:
-            # On several ranks every one must reduce the same parameters, also one without a perturbed position.
-            self._flat = _nothing(device)
-        self._records, self._mask, self.stats = records, attention_mask, ReplayStats()
-        if self._flat is None:
-            yield self.stats
-            return
+        """Replays ``records``, in batch order, in every forward of the context.
+
+        Raises:
+            RuntimeError: at the end, where there were records and no forward went through the embedding.
+        """
+        weight = next(self._embedding.parameters())
+        # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
+        self._flat = _flatten(records, weight.device) or _nothing(weight.device)
+        self._records, self._mask, self._shape, self.stats = records, attention_mask, None, ReplayStats()
         if attention_mask is not None:
-            self._mask = attention_mask.to(device)
+            self._mask = attention_mask.to(weight.device)
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
             yield self.stats
+            if self._shape is None and any(record is not None for record in records):
+                raise RuntimeError(
+                    f"replay of {len(records)} records did not happen: no forward went through"
+                    f" {type(self._embedding).__name__}, the module that get_input_embeddings() gives. A model that"
+                    " looks its tokens up elsewhere would be trained on inputs that the rollout did not see."
+                )
         finally:
             before.remove()
             after.remove()
             self._flat = self._mask = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether no position is to be replayed."""
-        return self._flat is None or not len(self._flat.ids)
 
     def replayed(self, logits: Tensor, log_probs: Tensor, temperature: float) -> tuple[Replayed, Tensor]:
         """What an operator's density needs of the forward that was just replayed.
@@ -267,6 +279,8 @@ class ReplayScope:
         if learned is not None and scale != 1.0:
             learned = _Scaled(learned, scale)
         mixed = mix(candidates, flat.weights, sigma, flat.noise_keys, added, learned)
+        if self.operator is not None and self.operator.density_of_vector:
+            mixed = mixed.detach()  # a fixed action: the density has the whole gradient
         if self._measure:
             with torch.no_grad():
                 own = plain[self._rows].float()
