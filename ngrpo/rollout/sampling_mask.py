@@ -88,7 +88,7 @@ class SamplingMask:
         return SamplingMask.of(later.size, both)
 
     def to_bytes(self) -> bytes:
-        """Serialises without loss: about two bytes a token, and at most V/2 bytes a position."""
+        """Serialises without loss: one to two bytes an id, and at most V/2 bytes a position."""
         starts = np.cumsum(self.counts) - self.counts
         gaps = np.diff(self.ids, prepend=0)
         first = starts[self.counts > 0]
