@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +57,8 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
-    return _finite(result)
+    # NaN and infinity have no place in JSON.
+    return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
 def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
@@ -231,12 +232,3 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 def _ratio(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
     return _middle([a / b for a, b in pairs if a is not None and b])
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinity have no place in JSON; they become None."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ngrpo.compare.plan import Run
@@ -92,8 +92,3 @@ def _number(value: Mapping[str, Any] | None) -> str:
 
 def _times(value: Mapping[str, Any]) -> str:
     return "–" if value["ratio"] is None else f"×{value['ratio']:.2f}"
-
-
-def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The runs that failed, each with its log."""
-    return [f"{run['id']} failed: {run['log']}" for run in runs if run["status"] == "failed"]
