@@ -135,8 +135,3 @@ def test_preemption_with_recomputation(v1: dict[str, Any], v2: dict[str, Any], h
 def test_no_perturbation_is_stock_vllm(either: dict[str, Any]) -> None:
     stock, none, rate_0 = either["of_stock"]
     assert stock == none == rate_0
-
-
-def test_warm_up_requests_leave_no_record(v2: dict[str, Any]) -> None:
-    assert v2["of_warm_up"]["forgotten"] > 0
-    assert v2["of_warm_up"]["left"] == 0

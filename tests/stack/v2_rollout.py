@@ -115,26 +115,6 @@ def of_stock(model: str) -> list[Any]:
     return results
 
 
-def of_warm_up(llm: Any) -> dict[str, int]:
-    """The requests with which V2 warms up on CUDA; its CPU worker leaves them out, so they are run here."""
-    from vllm.v1.worker.gpu.warmup import warmup_kernels
-
-    from ngrpo.rollout import plugin, take_records
-
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    running, forgotten = worker.perturbation.requests, []
-    original = running.take
-
-    def take(*args: Any) -> dict[str, Any]:
-        forgotten.append(original(*args))
-        return forgotten[-1]
-
-    running.take = take
-    plugin._then_forget(lambda w: warmup_kernels(w.model_runner, w.execute_model, w.sample_tokens))(worker)
-    del running.take
-    return {"forgotten": len(forgotten[0]), "left": len(take_records(llm))}
-
-
 def main(model: str, target: str) -> None:
     began = time.perf_counter()
     result: dict[str, Any] = {}
@@ -145,11 +125,8 @@ def main(model: str, target: str) -> None:
         result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
         result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
-        # Before any other request: with asynchronous scheduling, the last ones still hold their slots in the worker.
-        parts = {of_warm_up: llm} if RUNNER == "V2" else {}
-        parts |= {of_preemption: model, of_stock: model}
-        parts |= {part: llm for part in (of_every_operator, of_sampling_parameters, of_stops)}
-        for part, subject in parts.items():
+        parts = {part: llm for part in (of_every_operator, of_sampling_parameters, of_stops)}
+        for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
             result[part.__name__] = part(subject)
             Path(target).write_bytes(pickle.dumps(result))
             print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
