@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 from ngrpo import advantages
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.text_table import aligned
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -36,8 +37,7 @@ def _rows(kept: Registry) -> str:
             rows.append((name, _source(kept, name, address), "cannot be loaded", str(error)))
             continue
         rows.append((name, _source(kept, name, address), getattr(cls, "paper", ""), _first_line(cls)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
+    return "\n".join(aligned(rows, left=4))
 
 
 def train_help(words: Sequence[str] = ()) -> str:
