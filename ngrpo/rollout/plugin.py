@@ -254,9 +254,5 @@ def _extend_workers() -> None:
 
         self.perturbation.replace(registry.create(**spec))
 
-    WorkerBase.perturbation_drift = drift
-    WorkerBase.perturbation_fingerprint = fingerprint
-    WorkerBase.perturbation_replace = replace
-    WorkerBase.perturbation_runner = runner
-    WorkerBase.perturbation_take = take
-    WorkerBase.perturbation_drop = drop
+    for method in (fingerprint, runner, take, drop, drift, replace):
+        setattr(WorkerBase, f"perturbation_{method.__name__}", method)
