@@ -112,7 +112,7 @@ def test_importing_is_light() -> None:
 def test_flash_attention_stand_in_round_trip() -> None:
     import torch
 
-    from ngrpo.hardware.flash_attn_cpu import during_import, pad_input, unpad_input
+    from ngrpo.hardware.flash_attn_stand_in import during_import, pad_input, unpad_input
 
     values = torch.arange(8.0).reshape(2, 4, 1)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
