@@ -115,7 +115,7 @@ DENSITIES = [
     ),
     *_of(
         "perturbations/replay/scope.py",
-        f"{_GRADIENT}[gaussian-fuzzy-density-two-steps]",
+        f"{_GRADIENT}[gaussian-token-density-two-steps]",
         ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
     ),
     *_of(

@@ -104,6 +104,7 @@ def diagnose(
         samples = folder.samples()
         groups = {s.id: groups_of(samples[s.id]) for s in strategies}
         rows = strategy_rows(strategies, groups, problems, folder.finished, sampling.seed)
+        runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
         drawn = {name: value for name, value in asdict(sampling).items() if name != "group"}
         result = {
             "format": 1,
@@ -112,7 +113,7 @@ def diagnose(
             "group": sampling.group,
             "prompts": len(problems),
             "sampling": {**drawn, "dtype": dtype},
-            "versions": versions(),
+            "versions": {**versions(), **({"model runner": ", ".join(runners)} if runners else {})},
             "machine": machine(),
             "seconds": round(time.time() - began, 1),
             "baseline": next((strategy.id for strategy in strategies if strategy.spec is None), None),

@@ -67,7 +67,7 @@ def sample_strategy(
         sampling: group size, length, temperature and seed.
 
     Returns:
-        P × G samples, and ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``.
+        P × G samples, and ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``, ``model_runner``.
     """
     from ngrpo.evaluate import score
 
@@ -104,7 +104,8 @@ def sample_strategy(
             )
         )
     speed = sum(map(len, answers)) / seconds
-    return samples, {"tokens_per_second": speed, "anchor_nearest": shares[0], "text_nearest": shares[1]}
+    facts = {"tokens_per_second": speed, "anchor_nearest": shares[0], "text_nearest": shares[1]}
+    return samples, {**facts, "model_runner": here.runner_version}
 
 
 def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling) -> list[Generated]:

@@ -93,7 +93,7 @@ def evaluate(
         samples = _samples(folder)
         kept = {(sample["problem"], sample["sample"]) for sample in samples}
         missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in kept]
-        seconds = (folder.read(RESULT) or {}).get("seconds", 0.0)
+        seconds, runner = _known(folder)
         if missing:
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
@@ -104,8 +104,8 @@ def evaluate(
                     folder.append(SAMPLES, rows)
                     samples += rows
                     progress.tell(samples)
-            seconds = progress.seconds
-        result = summarise(settings, problems, samples, ks, seconds)
+            seconds, runner = progress.seconds, progress.runner
+        result = summarise(settings, problems, samples, ks, seconds, runner)
         folder.write(RESULT, result)
     return result
 
@@ -155,7 +155,7 @@ def rescore(
         if len(samples) < expected:
             report(f"{len(samples)} of {expected} samples are there and were checked again; sample the rest first")
             return None
-        result = summarise(settings, problems, samples, ks, (held.read(RESULT) or {}).get("seconds", 0.0))
+        result = summarise(settings, problems, samples, ks, *_known(held))
         held.write(RESULT, result)
     return result
 
@@ -178,6 +178,8 @@ def _generate(
     progress: _Progress,
 ) -> Iterator[list[Sample]]:
     """Lines of ``samples.jsonl`` in the order in which they finish, each with its verdict."""
+    from ngrpo.rollout import model_runner
+
     tokenizer = engines.load_tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
     prompts = {p.id: engines.render(tokenizer, p) for p, _ in missing}
     tokens = {key: tokenizer.encode(prompt, add_special_tokens=False) for key, prompt in prompts.items()}
@@ -190,6 +192,7 @@ def _generate(
         llm, reproducible = model, engines.prepare(model, spec)
         if not reproducible:
             progress.report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
+    progress.runner = model_runner(llm) if reproducible else None
     progress.start()
     # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
     seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
@@ -215,12 +218,19 @@ def _generate(
             yield rows
 
 
+def _known(folder: ResultFolder) -> tuple[float, str | None]:
+    """Seconds and model runner of the last run that sampled into a folder."""
+    last = folder.read(RESULT) or {}
+    return last.get("seconds", 0.0), last.get("versions", {}).get("model runner")
+
+
 class _Progress:
     """Lines of progress, every few seconds."""
 
     def __init__(self, before: int, total: int, report: Report) -> None:
         """``before``: samples that were there already; ``total``: with those that are missing."""
         self.report, self._before, self._total = report, before, total
+        self.runner: str | None = None
         self.start()
 
     def start(self) -> None:

@@ -33,6 +33,7 @@ def summarise(
     samples: Sequence[Mapping[str, Any]],
     ks: Sequence[int],
     seconds: float,
+    runner: str | None,
 ) -> dict[str, Any]:
     """The content of `evaluation.json`.
 
@@ -42,6 +43,7 @@ def summarise(
         samples: n for each problem.
         ks: for Pass@k.
         seconds: that sampling took in the last run, loading left out.
+        runner: vLLM's model runner, where it is known.
     """
     from ngrpo.versions import machine, versions
 
@@ -52,7 +54,7 @@ def summarise(
     result = {
         "format": 1,
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
-        "versions": versions(),
+        "versions": {**versions(), **({"model runner": runner} if runner else {})},
         "machine": machine(),
         "seconds": round(seconds, 1),
         "mean_at_n": _mean([mean_at_n(n, c) for _, c in counts]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["drop_records", "neighbor_drift", "set_perturbation", "take_records", "take_trajectories"]
+__all__ = ["drop_records", "model_runner", "neighbor_drift", "set_perturbation", "take_records", "take_trajectories"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from perturbations.errors import UsageError
+
 
 class InputOverride:
     """Persistent buffers that replace the embedding's output at chosen rows of the next forward.
@@ -65,9 +67,13 @@ def find_input_embedding(model: nn.Module) -> nn.Module:
     """The one input embedding of a vLLM model.
 
     Raises:
-        ValueError: where there is none, or several, as in models with per-layer embeddings.
+        UsageError: where there is none, or several, as in models with per-layer embeddings, or where it is quantised.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
 
     found = {
         name: module
@@ -75,8 +81,14 @@ def find_input_embedding(model: nn.Module) -> nn.Module:
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     }
     if len(found) != 1:
-        raise ValueError(
+        raise UsageError(
             f"perturbation: {type(model).__name__} has {len(found)} input embeddings"
             f" ({', '.join(found) or 'none'}), and exactly one is needed. Use a text-only causal language model."
         )
-    return next(iter(found.values()))
+    ((name, module),) = found.items()
+    if not isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+        raise UsageError(
+            f"perturbation: {name} is quantised ({type(module.quant_method).__name__}), so that the trainer's rows are"
+            " not the engine's. Use a checkpoint whose embedding is not quantised."
+        )
+    return module

@@ -15,6 +15,8 @@ from typing import Any
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
+# Answers of an engine whose records nobody takes; no training step is this large.
+_LENGTHS_KEPT = 1 << 16
 
 
 def register() -> None:
@@ -36,8 +38,11 @@ def register() -> None:
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
     _wrap("vllm.config.vllm", "VllmConfig.use_v2_model_runner", _v1_when_perturbed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", _then_forget)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", _then_refresh)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
+    _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
     _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
     _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
     _extend_workers()
@@ -88,18 +93,13 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _v1_when_perturbed(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """vLLM 0.29 prefers its V2 model runner, which has no seams for this yet; an explicit choice of V2 is refused."""
+    """V2 only where it is asked for by name: its adapter has been shown exact on a CPU, but has not run on CUDA."""
 
     def use_v2_model_runner(self: Any) -> bool:
         from ngrpo.rollout import settings
 
-        if settings.read(self.additional_config) is None:
-            return original(self)
-        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-            raise ValueError(
-                "VLLM_USE_V2_MODEL_RUNNER=1: perturbations run in vLLM's V1 model runner. Unset it, or set it to 0."
-            )
-        return False
+        chosen = "VLLM_USE_V2_MODEL_RUNNER" in os.environ
+        return original(self) if chosen or settings.read(self.additional_config) is None else False
 
     return use_v2_model_runner
 
@@ -115,9 +115,59 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
 
             buffer = settings.read_buffer(self.vllm_config.additional_config)
             self.perturbation = AttachedPerturbation(self.model_runner, operator, buffer)
-            logger.info("perturbation %s is on: %s", operator.name, operator.fingerprint())
+            logger.info(
+                "perturbation %s is on, in the %s model runner: %s",
+                operator.name,
+                self.perturbation.runner_version,
+                operator.fingerprint(),
+            )
 
     return load_model
+
+
+def _then_forget(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The V2 runner warms up on CUDA with requests like real ones; nobody will ask for their records."""
+
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None:
+            attached.requests.take(None)
+        return result
+
+    return compile_or_warm_up_model
+
+
+def _then_refresh(original: Callable[..., None]) -> Callable[..., None]:
+    """Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``."""
+
+    def finish_weight_update(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None:
+            attached.perturber.weights_changed()
+
+    return finish_weight_update
+
+
+def _with_length(original: Callable[..., None]) -> Callable[..., None]:
+    """Keeps how many tokens an answer has, until its record is taken.
+
+    The front end alone knows: a worker has computed further tokens by the time that a stop is seen, one with
+    asynchronous scheduling, and any number while a stop string found here is on its way to the engine.
+    """
+
+    from ngrpo.rollout.settings import LENGTHS
+
+    def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, req_state, *args, **kwargs)
+        if req_state.detokenizer is not None:
+            lengths = vars(self).setdefault(LENGTHS, {})
+            lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
+            if len(lengths) > _LENGTHS_KEPT:
+                del lengths[next(iter(lengths))]
+
+    return finish_request
 
 
 def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,6 +238,9 @@ def _extend_workers() -> None:
         attached = getattr(self, "perturbation", None)
         return attached.operator.fingerprint() if attached else ""
 
+    def runner(self: Any) -> str:
+        return self.perturbation.runner_version
+
     def take(self: Any, names: list[str] | None = None, unfinished: list[str] | None = None) -> Any:
         return self.perturbation.requests.take(names, unfinished)
 
@@ -206,5 +259,6 @@ def _extend_workers() -> None:
     WorkerBase.perturbation_drift = drift
     WorkerBase.perturbation_fingerprint = fingerprint
     WorkerBase.perturbation_replace = replace
+    WorkerBase.perturbation_runner = runner
     WorkerBase.perturbation_take = take
     WorkerBase.perturbation_drop = drop

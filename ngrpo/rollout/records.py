@@ -9,6 +9,7 @@ import numpy as np
 
 from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.rollout.settings import LENGTHS
 from perturbations import registry
 from perturbations.replay import ReplayRecord
 
@@ -48,15 +49,25 @@ def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dic
         Key to record and (generated,) float32.
     """
     check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    unfinished = list(llm.llm_engine.output_processor.request_states)
+    front = llm.llm_engine.output_processor
+    unfinished = list(front.request_states)
     wanted = None if request_ids is None else list(request_ids)
     taken = llm.llm_engine.collective_rpc("perturbation_take", args=(wanted, unfinished))[0]
-    return {external_id(name): parse(pair) for name, pair in taken.items()}
+    lengths = vars(front).get(LENGTHS, {})
+    return {external_id(name): parse(pair, lengths.pop(name, None)) for name, pair in taken.items()}
 
 
-def parse(pair: Sequence[bytes]) -> tuple[ReplayRecord, np.ndarray]:
-    """The record and log-probabilities of one trajectory, from what a worker sent."""
-    return ReplayRecord.from_bytes(pair[0]), np.frombuffer(pair[1], dtype=np.float32)
+def parse(pair: Sequence[bytes], generated: int | None = None) -> tuple[ReplayRecord, np.ndarray]:
+    """The record and log-probabilities of one trajectory, from what a worker sent.
+
+    Args:
+        pair: both as bytes.
+        generated: tokens of the answer, where the worker may have computed more; None for all of them.
+    """
+    record, log_probs = ReplayRecord.from_bytes(pair[0]), np.frombuffer(pair[1], dtype=np.float32)
+    if generated is None:
+        return record, log_probs
+    return record.truncate(record.prompt_tokens + generated), log_probs[:generated]
 
 
 def sampling_mask(taken: Sequence[bytes]) -> SamplingMask | None:
@@ -85,6 +96,16 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
     operator = registry.create(name, **options)
     check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
     llm.llm_engine.collective_rpc("perturbation_replace", args=(operator.spec(),))
+
+
+def model_runner(llm: Any) -> str:
+    """Which of vLLM's model runners an engine has: ``V1`` or ``V2``.
+
+    Raises:
+        RuntimeError: where the engine has no perturbation installed.
+    """
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    return llm.llm_engine.collective_rpc("perturbation_runner")[0]
 
 
 def neighbor_drift(llm: Any) -> Drift | None:

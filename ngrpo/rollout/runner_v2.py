@@ -14,12 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perturbations.errors import UsageError
+
 if TYPE_CHECKING:
     from ngrpo.rollout.attach import AttachedPerturbation
 
 
 def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
-    """Wraps the methods of a runner. Which perturber acts is looked up at each step, since it can be replaced."""
+    """Wraps the methods of a runner. Which perturber acts is looked up at each step, since it can be replaced.
+
+    Raises:
+        UsageError: for a model that brings a sampler of its own.
+    """
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    if type(runner.sampler) is not Sampler:
+        raise UsageError(
+            f"perturbation: {type(runner.get_model()).__name__} brings a sampler of its own"
+            f" ({type(runner.sampler).__name__}), which draws tokens unseen. Use another model."
+        )
     runner.add_requests = _add_requests(runner.add_requests, perturbation)
     runner.prepare_inputs = _prepare_inputs(runner.prepare_inputs, perturbation)
     runner.sampler.sample = _sample(runner.sampler, perturbation)

@@ -76,6 +76,10 @@ class SamplingMask:
         every = np.arange(self.size)
         return [np.delete(every, ids) if cut else ids for cut, ids in self.by_position().values()]
 
+    def truncate(self, num_tokens: int) -> SamplingMask:
+        """The mask of the trajectory's first ``num_tokens`` tokens."""
+        return SamplingMask.of(self.size, {p: entry for p, entry in self.by_position().items() if p < num_tokens})
+
     def joined(self, later: SamplingMask, turn: int) -> SamplingMask:
         """The mask of a trajectory after a further turn.
 

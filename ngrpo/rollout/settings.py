@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from perturbations import registry
@@ -10,6 +11,8 @@ from perturbations.errors import UsageError
 from perturbations.replay.buffers.base import ReplayBuffer
 
 KEY = "perturbation"
+# Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
+LENGTHS = "perturbation_lengths"
 REPLAY_BUFFER = "perturbation_replay_buffer"
 """Key of ``additional_config``: the replay buffer of each worker, by name or as a dictionary with name and options."""
 SEEDED_DRAWS = "seeded_draws"
@@ -76,36 +79,86 @@ def request_arguments(params: Any) -> dict[str, Any]:
 
 
 def check_engine(config: Any, operator: Perturbation) -> None:
-    """Refuses what would silently change the result.
+    """Refuses what would silently change the result. docs/engines.md has the same list with the reasons.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
         operator: the engine's perturbation.
 
     Raises:
-        UsageError: with the setting and how to fix it.
+        UsageError: with the setting, the reason and the fix.
     """
-    problems = []
-    if config.speculative_config is not None:
-        problems.append("speculative decoding: the draft model would not see the perturbed inputs. Turn it off")
-    if config.parallel_config.pipeline_parallel_size > 1:
-        size = config.parallel_config.pipeline_parallel_size
-        problems.append(
-            f"pipeline_parallel_size={size}: only the first stage embeds. Set it to 1 and use tensor parallelism"
-        )
-    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        problems.append("decode context parallelism. Set decode_context_parallel_size to 1")
-    model = config.model_config
-    if model.enable_prompt_embeds:
-        problems.append("enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off")
-    if model.is_multimodal_model:
-        problems.append("a multimodal model: its inputs do not pass through one embedding. Use a text-only model")
-    if model.runner_type != "generate":
-        problems.append(f"runner={model.runner_type!r}: only generation is perturbed. Use runner='generate'")
-    if model.is_encoder_decoder:
-        problems.append("an encoder-decoder model. Use a decoder-only model")
-    if config.kv_transfer_config is not None:
-        problems.append("KV transfer between engines: perturbed blocks must not be shared. Leave it out")
+    problems = [problem for wrong, problem in _combinations(config) if wrong]
     if problems:
         raise UsageError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
-    operator.check_model(model.get_vocab_size())
+    operator.check_model(config.model_config.get_vocab_size())
+
+
+def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
+    """What is refused: whether this configuration asks for it, and the setting with the reason and the fix.
+
+    A setting that only later releases of vLLM have counts as not asked for.
+    """
+    parallel, model = config.parallel_config, config.model_config
+
+    def asked(section: Any, name: str) -> bool:
+        return bool(getattr(section, name, False))
+
+    def above_one(name: str) -> bool:
+        return getattr(parallel, name, 1) > 1
+
+    yield (
+        config.speculative_config is not None,
+        "speculative decoding: the draft model would not see the perturbed inputs. Turn it off",
+    )
+    for name, reason in {
+        "pipeline_parallel_size": "only the first stage embeds. Set it to 1 and use tensor parallelism",
+        "decode_context_parallel_size": "the rows of a step are split over ranks. Set it to 1",
+        "prefill_context_parallel_size": "the rows of a prefill are split over ranks. Set it to 1",
+        "data_parallel_size": "its ranks draw alike for the samples of one prompt, and only the first one's records"
+        " come back. Set it to 1 and start an engine for each rank",
+    }.items():
+        yield above_one(name), f"{name}={getattr(parallel, name, 1)}: {reason}"
+    yield (
+        asked(parallel, "use_ubatching"),
+        "dual-batch overlap: each half of a batch would read the override from its first row. Leave out enable_dbo and"
+        " ubatch_size",
+    )
+    yield (
+        asked(parallel, "enable_batch_sharded_sampling"),
+        "enable_batch_sharded_sampling: each rank would draw a part of the batch. Turn it off",
+    )
+    yield (
+        asked(config.compilation_config.pass_config, "enable_sp"),
+        "the sequence-parallel pass: it rewrites what follows the embedding, across the override. Set"
+        " compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}",
+    )
+    yield (
+        _adapts_embedding(config.lora_config),
+        "LoRA on the input embedding: its difference is added after the override. Give --lora-target-modules without"
+        " embed_tokens",
+    )
+    yield model.enable_prompt_embeds, "enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off"
+    yield (
+        asked(model, "enable_trace_replay"),
+        "enable_trace_replay: it replaces tokens after they were drawn and recorded. Turn it off",
+    )
+    yield asked(model, "is_diffusion"), "a diffusion model: it draws many tokens in a step. Use an autoregressive model"
+    yield (
+        model.is_multimodal_model,
+        "a multimodal model: its inputs do not pass through one embedding. Use a text-only model",
+    )
+    yield model.runner_type != "generate", f"runner={model.runner_type!r}: only generation is perturbed. Use 'generate'"
+    yield model.is_encoder_decoder, "an encoder-decoder model. Use a decoder-only model"
+    yield (
+        config.kv_transfer_config is not None,
+        "KV transfer between engines: perturbed blocks must not be shared. Leave it out",
+    )
+
+
+def _adapts_embedding(lora: Any) -> bool:
+    """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
+    if lora is None:
+        return False
+    modules = getattr(lora, "target_modules", None)
+    return modules is None or any(name.split(".")[-1] in ("embed_tokens", "wte", "embeddings") for name in modules)

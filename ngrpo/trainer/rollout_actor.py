@@ -38,8 +38,9 @@ class _Trajectory:
             known = self.record.log_probs[: len(prompt)]
             by_position[: len(known)] = known
             mask = None if mask is None else self.record.mask.joined(mask, turn=len(prompt))
-        # The engine may have computed a token or two past a stop string.
+        # The engine may have computed further tokens before it knew of the stop.
         by_position[len(prompt) :] = log_probs[: len(tokens)]
+        mask = None if mask is None else mask.truncate(length)
         self.record = TrajectoryRecord(record.truncate(length), by_position, mask)
 
 

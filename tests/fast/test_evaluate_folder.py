@@ -42,7 +42,9 @@ class MadeUp:
 
     @property
     def llm_engine(self) -> Any:
-        return type("Engine", (), {"model_config": type("Config", (), {"model": "made-up"})})
+        answers = {"perturbation_fingerprint": ["{}"], "perturbation_runner": ["V2"]}
+        config = type("Config", (), {"model": "made-up"})
+        return type("Engine", (), {"model_config": config, "collective_rpc": staticmethod(answers.__getitem__)})
 
     def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
         for place, (tokens, _, sample) in enumerate(jobs):
@@ -75,6 +77,7 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     assert (result["model"], result["dataset"], result["scorer"]) == ("made-up", "sums", "task:arithmetic")
     assert result["cut"] == pytest.approx(1 / 3) and result["parsed"] == 1.0 and result["tokens_per_answer"] == 5.0
     assert {"vllm", "torch"} <= result["versions"].keys() and result["machine"]["cores"]
+    assert result["versions"]["model runner"] == "V2"
     assert json.loads((tmp_path / "evaluation.json").read_text()) == result
     first = json.loads(lines(tmp_path)[0])
     assert first == {
@@ -182,6 +185,7 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Pass@3" in capsys.readouterr().out
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert [p["correct"] for p in result["problems"]] == [1, 2] and result["scorer"] == str(reward)
+    assert result["versions"]["model runner"] == "V2", "of the run that sampled"
     assert [json.loads(line)["text"] for line in lines(tmp_path)] == said
     assert llm.asked == 6
 

@@ -15,43 +15,6 @@ from perturbations import ExactIndex
 from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 
 pytestmark = pytest.mark.stack
-SPEC = {"name": "neighbor", "rate": 0.1}
-
-
-def config(smollm2: str, spec: dict[str, Any], **options: Any) -> Any:
-    from vllm import EngineArgs
-
-    return EngineArgs(smollm2, additional_config={"perturbation": spec}, **options).create_engine_config()
-
-
-@pytest.mark.parametrize(
-    ("spec", "options", "says"),
-    [
-        ({"name": "neighbour"}, {}, "Did you mean 'neighbor'"),
-        ({"name": "neighbor", "rate": 1.5}, {}, r"rate=1\.5.*in \[0, 1\]"),
-        ({"name": "neighbor", "k": 1}, {}, "k=1.*at least 2"),
-        ({"name": "neighbor", "k": 50000}, {}, r"k=50000.*\[2, 49152\]"),
-        ({"name": "gaussian", "metric": "l2"}, {}, "belongs to perturbation neighbor"),
-        ({"rate": 0.1}, {}, "a dictionary with a 'name'"),
-        (SPEC, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
-        (
-            SPEC,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "speculative decoding",
-        ),
-        (SPEC, {"enable_prompt_embeds": True}, "enable_prompt_embeds"),
-    ],
-)
-def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        config(smollm2, spec, **options)
-
-
-def test_the_v2_runner_is_refused_by_name(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config(smollm2, SPEC).use_v2_model_runner is False
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
-        _ = config(smollm2, SPEC).use_v2_model_runner
 
 
 def test_an_engine_without_a_perturbation_has_no_records(smollm2: str) -> None:

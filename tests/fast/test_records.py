@@ -1,0 +1,63 @@
+"""Where a record that has been picked up ends: with the answer, although the worker had computed more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ngrpo.rollout import plugin, take_trajectories
+from perturbations import ReplayRecord
+
+PROMPT, COMPUTED = 3, 6
+
+
+def sent() -> tuple[bytes, bytes]:
+    """What a worker hands over: three prompt tokens, six computed ones, two of them perturbed, one past the answer."""
+    positions = np.array([4, 8], np.int32)
+    ids, weights = np.array([[5, 7], [5, 9]], np.int32), np.full((2, 2), 0.5, np.float32)
+    record = ReplayRecord(11, PROMPT, PROMPT + COMPUTED, positions, ids, weights, None, np.ones(2, bool))
+    return record.to_bytes(), np.arange(COMPUTED, dtype=np.float32).tobytes()
+
+
+class FrontEnd:
+    """vLLM's OutputProcessor, as far as a pick-up reads it."""
+
+    def __init__(self) -> None:
+        self.request_states: dict[str, Any] = {}
+
+    def finish(self, name: str, tokens: int) -> None:
+        state = SimpleNamespace(request_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
+        plugin._with_length(lambda front, state: None)(self, state)
+
+
+def engine(front: FrontEnd, taken: dict[str, Any]) -> Any:
+    def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return ["{}"] if method == "perturbation_fingerprint" else [taken]
+
+    return SimpleNamespace(llm_engine=SimpleNamespace(output_processor=front, collective_rpc=collective_rpc))
+
+
+def test_a_record_is_cut_to_the_answer() -> None:
+    front = FrontEnd()
+    front.finish("0-aaaaaaaa", 5)
+    front.finish("1-bbbbbbbb", COMPUTED)
+    found = take_trajectories(engine(front, {"0-aaaaaaaa": sent(), "1-bbbbbbbb": sent(), "2-cccccccc": sent()}))
+    record, log_probs = found["0"]
+    assert (record.prompt_tokens, record.num_tokens, record.positions.tolist()) == (PROMPT, PROMPT + 5, [4])
+    assert log_probs.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    for name in ("1", "2"):  # one that computed no more, and one whose end nobody told of
+        record, log_probs = found[name]
+        assert (record.num_tokens, record.positions.tolist(), len(log_probs)) == (PROMPT + COMPUTED, [4, 8], COMPUTED)
+
+
+def test_lengths_that_nobody_asks_for_do_not_pile_up(monkeypatch: Any) -> None:
+    monkeypatch.setattr(plugin, "_LENGTHS_KEPT", 3)
+    front = FrontEnd()
+    for i in range(10):
+        front.finish(f"{i}-aaaaaaaa", i)
+    (lengths,) = (value for value in vars(front).values() if value)
+    assert lengths == {f"{i}-aaaaaaaa": i for i in (7, 8, 9)}
+    take_trajectories(engine(front, {"9-aaaaaaaa": sent()}))
+    assert "9-aaaaaaaa" not in lengths

@@ -1,0 +1,121 @@
+"""What an engine with a perturbation is not combined with: refused from its configuration, before a model loads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.rollout import settings
+from ngrpo.rollout.input_override import find_input_embedding
+from perturbations import create
+from perturbations.errors import UsageError
+
+pytestmark = pytest.mark.stack
+SPEC = {"name": "neighbor", "rate": 0.1}
+
+
+def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> Any:
+    from vllm import EngineArgs
+
+    extra = {} if spec is None else {"additional_config": {"perturbation": spec}}
+    return EngineArgs(model, **extra, **options).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "says"),
+    [
+        ({"name": "neighbour"}, {}, "Did you mean 'neighbor'"),
+        ({"name": "neighbor", "rate": 1.5}, {}, r"rate=1\.5.*in \[0, 1\]"),
+        ({"name": "neighbor", "k": 1}, {}, "k=1.*at least 2"),
+        ({"name": "neighbor", "k": 50000}, {}, r"k=50000.*\[2, 49152\]"),
+        ({"name": "gaussian", "metric": "l2"}, {}, "belongs to perturbation neighbor"),
+        ({"rate": 0.1}, {}, "a dictionary with a 'name'"),
+        (SPEC, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
+        (SPEC, {"data_parallel_size": 2}, "data_parallel_size=2: its ranks draw alike"),
+        (
+            SPEC,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding",
+        ),
+        (SPEC, {"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+        (SPEC, {"enable_lora": True}, "LoRA on the input embedding"),
+    ],
+)
+def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(smollm2, spec, **options)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "says"),
+    [
+        ("parallel_config", "enable_dbo", True, "dual-batch overlap"),
+        ("parallel_config", "ubatch_size", 2, "dual-batch overlap"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
+        ("parallel_config", "enable_batch_sharded_sampling", True, "enable_batch_sharded_sampling"),
+        ("model_config", "enable_trace_replay", True, "enable_trace_replay"),
+        ("model_config", "runner_type", "pooling", "runner='pooling'"),
+    ],
+)
+def test_refused_where_a_cpu_would_switch_it_off(smollm2: str, section: str, name: str, value: Any, says: str) -> None:
+    """vLLM's CPU platform resets these, or wants more devices than there are: so they are set afterwards."""
+    made = config(smollm2)
+    operator = create(**SPEC)
+    settings.check_engine(made, operator)
+    setattr(getattr(made, section), name, value)
+    with pytest.raises(UsageError, match=says):
+        settings.check_engine(made, operator)
+
+
+def test_the_sequence_parallel_pass_is_refused(smollm2: str) -> None:
+    made = config(smollm2)
+    made.compilation_config.pass_config.enable_sp = True
+    with pytest.raises(UsageError, match=r"sequence-parallel pass.*'enable_sp': False"):
+        settings.check_engine(made, create(**SPEC))
+
+
+def test_lora_on_other_modules_is_not_refused(smollm2: str) -> None:
+    made = config(smollm2)
+    for modules, refused in ((["q_proj", "v_proj"], False), (["q_proj", "model.embed_tokens"], True), (None, True)):
+        made.lora_config = SimpleNamespace(target_modules=modules)
+        if refused:
+            with pytest.raises(UsageError, match="embed_tokens"):
+                settings.check_engine(made, create(**SPEC))
+        else:
+            settings.check_engine(made, create(**SPEC))
+
+
+def test_a_quantised_embedding_is_refused() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    model = torch.nn.ModuleDict({"embed_tokens": embedding})
+    embedding.quant_method = UnquantizedEmbeddingMethod()
+    assert find_input_embedding(model) is embedding
+    embedding.quant_method = SimpleNamespace()
+    with pytest.raises(UsageError, match="embed_tokens is quantised"):
+        find_input_embedding(model)
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_model_runner_is_v1_unless_v2_is_asked_for(
+    smollm2: str, monkeypatch: pytest.MonkeyPatch, triton: bool
+) -> None:
+    import vllm.config.vllm as vllm_config
+
+    monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
+    assert config(smollm2, None).use_v2_model_runner is triton, "what vLLM chooses"
+    assert config(smollm2).use_v2_model_runner is False
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is False
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if triton:
+        assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is True
+    else:
+        with pytest.raises(ValueError, match="requires Triton"):
+            config(smollm2)

@@ -1,0 +1,25 @@
+"""What test_v2.py asks of both model runners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", "List three prime numbers and their sum."]
+OPERATORS: dict[str, dict[str, Any]] = {
+    "neighbor": {"rate": 0.5, "mix_temperature": 3.0},
+    "gaussian": {"rate": 1.0},
+    "gumbel": {"rate": 0.5},
+    "soft": {"rate": 1.0},
+    "dirichlet": {"rate": 0.5},
+    "normal": {"rate": 1.0},
+    "orthogonal": {"rate": 1.0},
+    "hrpo": {},
+    "tests.stack.operators:DenseShake": {"rate": 0.5},
+}
+# Sampling parameters that change which tokens are drawn, by the name of the case.
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    "min-p": {"temperature": 0.7, "min_p": 0.2},
+    "greedy": {"temperature": 0.0},
+}
+TOKENS = 6

@@ -1,0 +1,99 @@
+"""Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
+
+Arguments: V1 or V2, the model's folder, where the result goes. Asynchronous scheduling is on, as it is on CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RUNNER = sys.argv[1]
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "V2"))
+
+from tests.stack import as_on_cuda  # noqa: E402
+
+if RUNNER == "V2":
+    as_on_cuda.interpret_triton()
+
+from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
+from tests.stack.v2_cases import OPERATORS, QUESTIONS, SAMPLING, TOKENS  # noqa: E402
+
+
+def of_every_operator(llm: Any) -> dict[str, list[Rollout]]:
+    """Prefills in chunks of at most 64 tokens; the second operator and those after it find the prompts cached."""
+    from ngrpo.rollout import set_perturbation
+
+    prompts = chat_prompts(llm, QUESTIONS)
+    found = {}
+    for name, options in OPERATORS.items():
+        set_perturbation(llm, name, **options)
+        found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
+    return found
+
+
+def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
+    """Also a batch of which a part is greedy and a part unperturbed."""
+    from ngrpo.rollout import set_perturbation
+
+    set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
+    prompts = chat_prompts(llm, QUESTIONS[:2])
+    seeds = [{"seed": i} for i in range(2)]
+    found = {name: sample(llm, prompts, seeds, max_tokens=TOKENS, **given) for name, given in SAMPLING.items()}
+    found["switched off"] = sample(llm, prompts, [{"seed": 0, "enabled": False}, {"seed": 1}], max_tokens=TOKENS)
+    return found
+
+
+def of_stops(llm: Any) -> dict[str, Any]:
+    """Answers that end by a token, by a string, or several of one prompt; each with its number of tokens."""
+    from vllm import SamplingParams
+
+    from ngrpo.rollout import set_perturbation, take_trajectories
+
+    set_perturbation(llm, "gumbel", rate=1.0)
+    prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS)]
+    found = {}
+    for name, given in {
+        "token": {"stop_token_ids": list(range(0, 49152, 4))},
+        "string": {"stop": ["e", "o"]},
+        "samples": {"n": 3, "stop_token_ids": list(range(0, 49152, 6))},
+    }.items():
+        params = SamplingParams(max_tokens=12, ignore_eos=True, extra_args={"perturbation": {"seed": 3}}, **given)
+        outputs = llm.generate(prompts[: 1 if name == "samples" else 3], params, use_tqdm=False)
+        taken = take_trajectories(llm)
+        several = len(outputs[0].outputs) > 1
+        found[name] = [
+            (c.finish_reason, list(o.prompt_token_ids), list(c.token_ids), *taken.pop(f"{i}_" * several + o.request_id))
+            for o in outputs
+            for i, c in enumerate(o.outputs)
+        ]
+        assert not taken
+    return found
+
+
+def main(model: str, target: str) -> None:
+    began = time.perf_counter()
+    result: dict[str, Any] = {}
+    with as_on_cuda.asynchronous():
+        spec = {"name": "neighbor", "rate": 0.1}
+        options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "enable_prefix_caching": True}
+        llm = build_engine(model, spec, **options)
+        result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
+        result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
+        for part in (of_every_operator, of_sampling_parameters, of_stops):
+            result[part.__name__] = part(llm)
+            Path(target).write_bytes(pickle.dumps(result))
+            print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])
+    # vLLM's engines and Triton's interpreter do not end well together with the interpreter of Python.
+    sys.stdout.flush()
+    os._exit(0)
