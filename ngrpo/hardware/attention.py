@@ -41,7 +41,9 @@ def check(flags: Flags, hardware: str) -> None:
     for name in ("--ds.packing_samples", "--train.dynamic_batch_enable", "--ds.ring_attn_size"):
         value = flags.value(name)
         if value is not None and not (name == "--ds.ring_attn_size" and value == "1"):
-            _refuse(name, value, hardware, "OpenRLHF packs samples for it, and packs only with flash-attn", "leave it out")
+            _refuse(
+                name, value, hardware, "OpenRLHF packs samples for it, and packs only with flash-attn", "leave it out"
+            )
     value = flags.value("--ds.attn_implementation") or ""
     # transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
     if "flash" in value and (hardware == "cpu" or (value == "flash_attention_2" and find_spec("kernels") is None)):
@@ -51,8 +53,8 @@ def check(flags: Flags, hardware: str) -> None:
 def _refuse(name: str, value: str, hardware: str, reason: str, instead: str) -> None:
     given = f"{name} {value}".rstrip()
     if hardware == "cpu":
-        raise UsageError(f"{given} cannot be used with --hardware cpu: {reason}, which needs CUDA. Fix: {instead}.")
+        raise UsageError(f"{given} cannot be used with --hardware cpu: {reason}, and that needs CUDA. Fix: {instead}.")
     raise UsageError(
-        f"{given} cannot be used here: {reason}, which is not installed where the run starts. Fix: {instead}, or"
+        f"{given} cannot be used here: {reason}, and that is not installed where the run starts. Fix: {instead}, or"
         f" {_INSTALL}."
     )

@@ -62,7 +62,7 @@ def flash_attn_missing(error: BaseException) -> str | None:
     return (
         "a node of the cluster has no flash-attn that works, but the run was started where flash-attn is installed, so"
         " that OpenRLHF counts on it everywhere. Install the same flash-attn on every node (docs/install.md), or remove"
-        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node's own words: {found.strip()}"
+        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {found.strip()}"
     )
 
 
