@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 from ngrpo import advantages
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.text_table import aligned
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -16,7 +17,7 @@ from perturbations.registry import Registry
 
 # Each registry, and the flag that takes its names.
 _KINDS = {
-    registry.operators: "--perturbation",
+    registry.perturbations: "--perturbation",
     registry.gates: "--perturbation.gate",
     advantages.registry: "--advantage",
 }
@@ -36,8 +37,7 @@ def _rows(kept: Registry) -> str:
             rows.append((name, _source(kept, name, address), "cannot be loaded", str(error)))
             continue
         rows.append((name, _source(kept, name, address), getattr(cls, "paper", ""), _first_line(cls)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
+    return "\n".join(aligned(rows, left=4))
 
 
 def train_help(words: Sequence[str] = ()) -> str:
@@ -55,7 +55,7 @@ def train_help(words: Sequence[str] = ()) -> str:
     shared = {field.name: field for field in dataclasses.fields(Perturbation)}
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, list(shared.values())))
     for kept, root in _KINDS.items():
-        common = shared if kept is registry.operators else {}
+        common = shared if kept is registry.perturbations else {}
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
@@ -63,7 +63,7 @@ def train_help(words: Sequence[str] = ()) -> str:
                 parts.append(f"{name}: cannot be loaded: {error}\n")
                 continue
             own = [f for f in dataclasses.fields(cls) if f.name not in common or f.default != common[f.name].default]
-            notes = [] if kept is registry.operators else [kept.kind]
+            notes = [] if kept is registry.perturbations else [kept.kind]
             notes += [cls.paper] if hasattr(cls, "paper") else []
             head = f"{name}  ({'; '.join([*notes, _source(kept, name, address)])})"
             parts.append(f"{head}\n  {_first_line(cls)}\n{_table(cls, own, root)}")

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ngrpo import versions
 from ngrpo.datafiles import check_dataset
@@ -103,40 +103,37 @@ BATCH_DEFAULTS = {
 }
 
 
-def _check_density(given: Flags, operator: Perturbation) -> None:
+def _check_density(given: Flags, perturbation: Perturbation) -> None:
     """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
-    if not operator.has_density:
+    if not perturbation.has_density:
         return
-    subject = f"the density of --perturbation {operator.name}"
+    subject = f"the density of --perturbation {perturbation.name}"
+
+    def refuse(asked: str, reason: str, instead: str = "Leave it out") -> NoReturn:
+        raise UsageError(
+            f"{asked} cannot be used with {subject}: {reason}. {instead}, or add --perturbation.density token."
+        )
+
     correction = given.value("--algo.advantage.is_correction_level")
     if correction not in (None, "off"):
-        raise UsageError(
-            f"--algo.advantage.is_correction_level {correction} cannot be used with {subject}: it compares with the"
-            " rollout's log-probabilities, which are the tokens'. Leave it out, or add --perturbation.density token."
-        )
-    if not operator.density_of_vector:
+        compared = "it compares with the rollout's log-probabilities, which are the tokens'"
+        refuse(f"--algo.advantage.is_correction_level {correction}", compared)
+    if not perturbation.density_of_vector:
         return
     reason = (
         "it is of the fed vector, whose policy ratio is unbounded, so each rollout is used for one update at the policy"
         " that drew it"
     )
     if given.has("--train.async_enable"):
-        raise UsageError(
-            f"--train.async_enable cannot be used with {subject}: {reason}. Leave it out, or add --perturbation.density"
-            " token."
-        )
+        refuse("--train.async_enable", reason)
     prompts, answers, batch, epochs = (int(given.value(name) or n) for name, n in BATCH_DEFAULTS.items())
     if epochs > 1:
-        raise UsageError(
-            f"--train.max_epochs {epochs} cannot be used with {subject}: {reason}. Set --train.max_epochs 1, or add"
-            " --perturbation.density token."
-        )
-    if batch < prompts * answers:
-        raise UsageError(
-            f"--train.batch_size {batch} cannot be used with {subject}: {reason}, and a rollout has {prompts * answers}"
-            f" samples (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt {answers}). Set"
-            f" --train.batch_size {prompts * answers}, or add --perturbation.density token."
-        )
+        refuse(f"--train.max_epochs {epochs}", reason, "Set --train.max_epochs 1")
+    drawn = prompts * answers
+    if batch < drawn:
+        reason += f", and a rollout has {drawn} samples (--rollout.batch_size {prompts} ×"
+        reason += f" --rollout.n_samples_per_prompt {answers})"
+        refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {drawn}")
 
 
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import write_json
+from ngrpo.text_table import aligned
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.versions import machine, versions
@@ -158,8 +159,7 @@ def _grid(rows: list[dict[str, float]]) -> list[str]:
     for row in rows:
         numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in shown)
         cells.append([str(int(row["step"])), *numbers])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells]
+    return aligned(cells, left=0)
 
 
 def _figures(rows: list[dict[str, float]]) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ngrpo import presets, yaml_file
 from ngrpo.arms import Arm, parse_arms
-from ngrpo.compare.plan import BASELINE, Evaluation, Plan
+from ngrpo.compare.plan import BASELINE, Plan
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -26,27 +25,14 @@ _SET_BY_US = {
     "--ckpt.path": _FOLDER,
     "--logger.tensorboard_dir": _FOLDER,
 }
-_SINGLE = ("perturbations", "base", "seeds", "baseline", "out", "config")
-_REPEATED = {"strategy": "strategies", "sweep": "sweep"}
-"""Flags that may be repeated, and their keys in a file."""
-_OURS = (*_SINGLE, *_REPEATED, "stock")
+_REPEATED = ("strategy", "sweep")
+_OURS = ("perturbations", "base", "seeds", "baseline", "out", "config", "stock", *_REPEATED)
 # The beginning of a flag for another command, and the flags of OpenRLHF that begin so too.
 _GROUPS = {
     "eval": ("--eval.dataset", "--eval.split", "--eval.steps", "--eval.temperature_", "--eval.n_samples"),
     "diagnose": (),
 }
 _DEFAULT_N, _DEFAULT_PROMPTS = "8", "8"
-
-
-@dataclass
-class _Given:
-    """The words, sorted: our own by their names, those of other commands, and the rest for ``ngrpo train``."""
-
-    single: dict[str, str] = field(default_factory=dict)
-    repeated: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _REPEATED})
-    groups: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _GROUPS})
-    stock: bool = False
-    rest: list[str] = field(default_factory=list)
 
 
 def parse(words: Sequence[str]) -> tuple[Plan, Path]:
@@ -61,9 +47,10 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     Raises:
         UsageError: for anything that could not be run.
     """
-    given = _sorted(words)
-    single, rest = given.single, Flags(given.rest)
-    sweeps, lines = given.repeated["sweep"], given.repeated["strategy"]
+    given, groups, train = _sorted(words)
+    rest = Flags(train)
+    single = {name: values[-1] for name, values in given.items() if name not in _REPEATED}
+    sweeps, lines = given.get("sweep", []), given.get("strategy", [])
     if not (single.get("perturbations") or sweeps or lines):
         raise UsageError("nothing to compare: name strategies with --perturbations none,neighbor (see: ngrpo list).")
     bases = _listed(single, "base")
@@ -77,55 +64,45 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
         arms=tuple(arms),
         seeds=_seeds(_listed(single, "seeds") or ["0"]),
         baseline=_baseline(single.get("baseline"), arms),
-        shared=tuple(given.rest),
+        shared=tuple(train),
         model=rest.value("--model") or rest.value("--actor.model_name_or_path") or "",
         task=rest.value("--task") or rest.value("--data.prompt_dataset") or "",
-        reproducible=not given.stock,
-        evaluation=_evaluation(Flags(given.groups["eval"]), rest),
-        diagnosis=_diagnosis(Flags(given.groups["diagnose"]), rest, arms),
+        reproducible=single.get("stock", "false") == "false",
+        evaluation=_evaluation(Flags(groups["eval"]), rest),
+        diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
     )
     return plan, Path(single.get("out", "runs/compare")).expanduser()
 
 
-def _sorted(words: Sequence[str]) -> _Given:
-    """Sorts the words; what stands on the command line goes before what stands in the file."""
-    given = _Given()
-    for flag in Flags(words):
+def _sorted(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
+    """Our own flags with all their values, the words for the other commands, and the rest for ``ngrpo train``.
+
+    The words of the file stand before those of the command line, so that the last value of a flag is the user's.
+    """
+    file = Flags(words).value("--config")
+    ours: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {name: [] for name in _GROUPS}
+    rest: list[str] = []
+    for flag in (*Flags(_file_words(file) if file else ()), *Flags(words)):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
         group = next((g for g in _GROUPS if name.startswith(f"{g}.") and not flag.name.startswith(_GROUPS[g])), None)
-        if name in _OURS and len(flag.values) > 1:
-            raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
-        if name == "stock":
-            if value not in ("", "true", "false"):
+        if name in _OURS:
+            if len(flag.values) > 1:
+                raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
+            if name == "stock" and value not in ("", "true", "false"):
                 raise UsageError(f"--stock {value}: it stands alone.")
-            given.stock = value != "false"
-        elif name in _SINGLE or name in _REPEATED:
-            if not value:
+            if name != "stock" and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
-            if name in _REPEATED:
-                given.repeated[name].append(value)
-            else:
-                given.single[name] = value
+            ours.setdefault(name, []).append(value)
         elif group is not None:
-            given.groups[group] += [f"--{name[len(group) + 1 :]}", *flag.values]
+            groups[group] += [f"--{name[len(group) + 1 :]}", *flag.values]
         else:
             if not flag.name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'. See: ngrpo compare --help")
             _refuse_set_by_us(flag.name)
             _refuse_near_miss(flag.name)
-            given.rest += flag.words
-    return _with_file(given, given.single.pop("config")) if "config" in given.single else given
-
-
-def _with_file(given: _Given, path: str) -> _Given:
-    file = _sorted(_file_words(path))
-    return _Given(
-        {**file.single, **given.single},
-        {name: file.repeated[name] + given.repeated[name] for name in _REPEATED},
-        {name: file.groups[name] + given.groups[name] for name in _GROUPS},
-        file.stock or given.stock,
-        file.rest + given.rest,
-    )
+            rest += flag.words
+    return ours, groups, rest
 
 
 def _refuse_set_by_us(name: str) -> None:
@@ -145,7 +122,7 @@ def _refuse_near_miss(name: str) -> None:
 
 def _file_words(path: str) -> list[str]:
     """The file as words, so that both ways mean the same."""
-    known = sorted({*_OURS, *_REPEATED.values(), "flags", *_GROUPS} - {"config", "strategy"})
+    known = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
     words: list[str] = []
     for key, value in yaml_file.read(path, flag="--config", example="'perturbations: none,neighbor'").items():
         if key not in known:
@@ -206,7 +183,7 @@ def _baseline(wanted: str | None, arms: Sequence[Arm]) -> str:
     return wanted
 
 
-def _evaluation(options: Flags, rest: Flags) -> Evaluation | None:
+def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
     for flag in options:
         if flag.name in ("--model", "--out") or flag.name.startswith("--perturbation"):
             raise UsageError(f"--eval.{flag.name[2:]} is set by ngrpo compare for each run; leave it out.")
@@ -220,7 +197,7 @@ def _evaluation(options: Flags, rest: Flags) -> Evaluation | None:
     n = options.value("--n") or ""
     if not n.isdecimal() or int(n) < 1:
         raise UsageError(f"--eval.n {n!r}: must be a whole number of at least 1.")
-    return Evaluation(tuple(options.words), int(n))
+    return tuple(options.words)
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:

@@ -118,9 +118,9 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     results.write(final, folder)
     sys.stdout.flush()
     print(f"\n{screen.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}")
-    failed = screen.failures(final["runs"])
-    for line in failed:
-        report(line)
+    failed = [run for run in final["runs"] if run["status"] == "failed"]
+    for run in failed:
+        report(f"{run['id']} failed: {run['log']}")
     return 1 if failed else 0
 
 
@@ -138,6 +138,7 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Scree
         if folder.read(f"{name}/{done}") is not None:
             continue
         view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
-        problem = runs.command(words, folder.path / f"{name}.log", folder.lock)
-        if problem is not None:
-            view.note(f"  left out: {problem.splitlines()[0]} (log: {name}.log)")
+        try:
+            runs.command(words, folder.path / f"{name}.log", folder.lock)
+        except runs.CommandFailed as failure:
+            view.note(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How every trained model is evaluated: the words for ``ngrpo eval`` but model, output and seed."""
-
-    words: tuple[str, ...]
-    n: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """A comparison.
 
@@ -42,7 +33,8 @@ class Plan:
         model: the model before training.
         task: task or dataset, for people.
         reproducible: whether a run with the same seed repeats its rollouts.
-        evaluation: None where there is nothing to evaluate on.
+        evaluation: words for ``ngrpo eval`` but model and folder, the same for every trained model; None where there
+            is nothing to evaluate on.
         diagnosis: words for ``ngrpo diagnose``, or None.
     """
 
@@ -53,7 +45,7 @@ class Plan:
     model: str
     task: str
     reproducible: bool = True
-    evaluation: Evaluation | None = None
+    evaluation: tuple[str, ...] | None = None
     diagnosis: tuple[str, ...] | None = None
 
     def runs(self) -> list[Run]:
@@ -62,7 +54,7 @@ class Plan:
 
     def common(self) -> dict[str, Any]:
         """What all runs of one folder must share; arms and seeds may be added later."""
-        evaluation = None if self.evaluation is None else list(self.evaluation.words)
+        evaluation = self.evaluation and list(self.evaluation)
         return {"model": self.model, "task": self.task, "shared": list(self.shared), "evaluation": evaluation}
 
 
@@ -72,8 +64,3 @@ def _file_name(label: str) -> str:
     if plain == label.replace(" ", "-") and len(plain) <= 80:
         return plain
     return f"{plain[:80]}-{hashlib.sha256(label.encode()).hexdigest()[:6]}"
-
-
-def fingerprint(words: Any) -> str:
-    """A short hash of anything that JSON can hold."""
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:16]

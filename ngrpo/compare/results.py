@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +57,8 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
-    return _finite(result)
+    # NaN and infinity have no place in JSON.
+    return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
 def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
@@ -127,7 +128,7 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
 
     picture = diagnosis.get("embedding_map")
     if picture is not None:
-        picture = {**picture, "operators": renamed(picture["operators"], "strategy")}
+        picture = {**picture, "perturbations": renamed(picture["perturbations"], "strategy")}
     samples = [{**s, "by_strategy": renamed(s["by_strategy"], "strategy")} for s in diagnosis.get("samples", [])]
     strategies = renamed(diagnosis["strategies"], "name")
     return {**diagnosis, "strategies": strategies, "samples": samples, "embedding_map": picture}
@@ -207,36 +208,22 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
 def _cost(mine: Mapping[int, Any], theirs: Mapping[int, Any], shared: list[int]) -> dict[str, Any]:
     """Medians over steps and seeds; ratios are of runs with the same seed. The first step warms up and is left out."""
     cost: dict[str, Any] = {}
-    for key in _COSTS:
-        own = [_median(run, key) for run in mine.values()]
-        pairs = [(_median(mine[s], key), _median(theirs[s], key)) for s in shared]
-        cost[key] = {"value": _middle(own), "ratio": _ratio(pairs)}
-    memory = [(mine[s]["peak_memory_bytes"], theirs[s]["peak_memory_bytes"]) for s in shared]
-    cost["memory_bytes"] = {
-        "value": _middle([run["peak_memory_bytes"] for run in mine.values()]),
-        "ratio": _ratio(memory),
-    }
+    for key in (*_COSTS, "memory_bytes"):
+        own, base = ({seed: _spent(run, key) for seed, run in side.items()} for side in (mine, theirs))
+        pairs = [(own[seed], base[seed]) for seed in shared]
+        cost[key] = {
+            "value": _median(list(own.values())),
+            "ratio": _median([a / b for a, b in pairs if a is not None and b]),
+        }
     return cost
 
 
-def _median(run: Mapping[str, Any], key: str) -> float | None:
-    steps = run["steps"][1:] or run["steps"]
-    return _middle([step.get(key) for step in steps])
+def _spent(run: Mapping[str, Any], key: str) -> float | None:
+    if key == "memory_bytes":
+        return run["peak_memory_bytes"]
+    return _median([step.get(key) for step in run["steps"][1:] or run["steps"]])
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
+def _median(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return float(np.median(known)) if known else None
-
-
-def _ratio(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
-    return _middle([a / b for a, b in pairs if a is not None and b])
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinity have no place in JSON; they become None."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

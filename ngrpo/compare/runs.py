@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -17,7 +19,7 @@ from typing import Any
 
 from ngrpo.arms import Arm
 from ngrpo.compare.comparison_folder import ComparisonFolder
-from ngrpo.compare.plan import Plan, Run, fingerprint
+from ngrpo.compare.plan import Plan, Run
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.progress import StepLine, follow, read_step, read_total
 from ngrpo.result_folder import writing
@@ -45,15 +47,15 @@ def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> 
     perturbed = []
     if arm is not None and arm.spec is not None and arm.spec.get("perturb_eval", False):
         perturbed = arm.perturbation_flags
-    return ["--model", model, *plan.evaluation.words, *perturbed, "--out", str(folder)]
+    return ["--model", model, *plan.evaluation, *perturbed, "--out", str(folder)]
 
 
 def identity(plan: Plan, run: Run) -> str:
     """What makes a finished run this one: every word of its commands, and the versions that ran them."""
     from ngrpo.versions import versions
 
-    evaluation = None if plan.evaluation is None else list(plan.evaluation.words)
-    return fingerprint([train_words(plan, run, Path()), evaluation, versions()])
+    words = json.dumps([train_words(plan, run, Path()), plan.evaluation, versions()], sort_keys=True)
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
@@ -77,13 +79,13 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
     peak: int | None = None
     try:
-        peak = _run(["train", *train_words(plan, run, run_folder)], log, folder.lock, on_step)
+        peak = command(["train", *train_words(plan, run, run_folder)], log, folder.lock, on_step)
         if plan.evaluation is not None:
             log = run_folder / "eval.log"
             words = eval_words(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
-            _run(["eval", *words], log, folder.lock)
+            command(["eval", *words], log, folder.lock)
         record["status"] = "done"
-    except _CommandFailed as failure:
+    except CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
         record.update(status="failed", error=str(failure))
     record.update(
@@ -95,21 +97,19 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     return record
 
 
-def command(words: Sequence[str], log: Path, lock: int) -> str | None:
-    """Runs an ``ngrpo`` command with its output in a file. Returns what went wrong, or None."""
-    try:
-        _run(words, log, lock)
-    except _CommandFailed as failure:
-        return str(failure)
-    return None
-
-
-class _CommandFailed(RuntimeError):
+class CommandFailed(RuntimeError):
     """A command of a run failed; the message is the end of its log."""
 
 
-def _run(words: Sequence[str], log: Path, lock: int, on_step: OnStep | None = None) -> int | None:
-    """Runs one command and returns the most memory that it and its processes held, in bytes."""
+def command(words: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda step, prompts: None) -> int | None:
+    """Runs an ``ngrpo`` command with its output in a file.
+
+    Returns:
+        The most memory that it and its processes held, in bytes, where that is known.
+
+    Raises:
+        CommandFailed: where it ends with anything but 0.
+    """
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("wb")
@@ -124,24 +124,19 @@ def _run(words: Sequence[str], log: Path, lock: int, on_step: OnStep | None = No
             preexec_fn=_die_with_parent,
         )
     memory = _PeakMemory(process.pid)
+    prompts: int | None = None
     try:
-        _follow(process, log, on_step)
+        for line in follow(log, lambda: process.poll() is not None):
+            prompts = read_total(line + " ") or prompts
+            step = read_step(line)
+            if step is not None:
+                on_step(step, prompts)
     finally:
         _stop(process)
         peak = memory.stop()
     if process.returncode != 0:
-        raise _CommandFailed(_last_words(log, process.returncode))
+        raise CommandFailed(_last_words(log, process.returncode))
     return peak
-
-
-def _follow(process: subprocess.Popen, log: Path, on_step: OnStep | None) -> None:
-    """Reads the log as it grows, until the process has ended."""
-    prompts: int | None = None
-    for line in follow(log, lambda: process.poll() is not None):
-        prompts = read_total(line + " ") or prompts
-        step = read_step(line)
-        if step is not None and on_step is not None:
-            on_step(step, prompts)
 
 
 def _stop(process: subprocess.Popen) -> None:

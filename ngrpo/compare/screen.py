@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ngrpo.compare.plan import Run
 from ngrpo.progress import StepLine, span
+from ngrpo.text_table import aligned
 
 
 class Screen:
@@ -76,11 +77,8 @@ def table(results: Mapping[str, Any]) -> str:
             cells.append(_number(row["mean_at_n"]))
         cells += [_number(row["pass_at_k"].get(k)) for k in shown[-1:]]
         rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])
-    widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in rows]
-    lines.append("")
-    lines += [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
-    return "\n".join(lines)
+    verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
+    return "\n".join([*aligned(rows, left=len(rows[0])), "", *verdicts])
 
 
 def _number(value: Mapping[str, Any] | None) -> str:
@@ -92,8 +90,3 @@ def _number(value: Mapping[str, Any] | None) -> str:
 
 def _times(value: Mapping[str, Any]) -> str:
     return "–" if value["ratio"] is None else f"×{value['ratio']:.2f}"
-
-
-def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The runs that failed, each with its log."""
-    return [f"{run['id']} failed: {run['log']}" for run in runs if run["status"] == "failed"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perturbations import ReplayRecord, streams
-from perturbations.edit import InputEdit, realise
+from perturbations import ReplayRecord
 from perturbations.embeddings import ModelEmbeddings
+from perturbations.replay.scope import ReplayScope
 
 # More inputs than these tell no more: a share of them is known to 0.01 (one standard error).
 _MOST = 2048
@@ -46,7 +45,7 @@ def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
 def recorded_inputs(
     record: ReplayRecord, rows: np.ndarray, embeddings: ModelEmbeddings, module: nn.Module | None
 ) -> Tensor:
-    """The vectors that a rollout was fed at some perturbed positions.
+    """The vectors that a rollout was fed at some perturbed positions, replayed as a training would.
 
     Args:
         record: of one trajectory.
@@ -57,21 +56,11 @@ def recorded_inputs(
     Returns:
         (N, D) in the embedding's dtype.
     """
-    device = embeddings.matrix().device
-
-    def upload(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-    # Whatever an edit consists of stands in the record under the same name.
-    parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(InputEdit)}
-    edit = InputEdit(**{name: None if part is None else upload(part[rows]) for name, part in parts.items()})
-    edit = dataclasses.replace(edit, ids=edit.ids.long())
-    noise = None
-    if edit.sigma is not None:
-        positions = upload(record.positions[rows].astype(np.int64))
-        noise = streams.keys(torch.full_like(positions, record.seed), positions, streams.Stream.NOISE)
-    with torch.no_grad():
-        return realise(edit, embeddings.lookup, noise, module)
+    embedding = nn.Embedding.from_pretrained(embeddings.matrix())
+    tokens = torch.zeros(1, record.num_tokens, dtype=torch.int64, device=embedding.weight.device)
+    positions = torch.from_numpy(record.positions[rows].astype(np.int64)).to(tokens.device)
+    with torch.no_grad(), ReplayScope(embedding, measure=False, module=module)([record], None):
+        return embedding(tokens)[0, positions]
 
 
 def shares_still_nearest(

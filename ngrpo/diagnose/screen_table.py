@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.text_table import aligned
+
 if TYPE_CHECKING:
     from ngrpo.arms import Arm
 
@@ -42,11 +44,7 @@ def table(diagnosis: dict[str, Any]) -> str:
                 value = value[key.format(group=group)]
             cells.append("–" if value is None else f"{value:.{digits}f}")
         rows.append(cells)
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def differences(diagnosis: dict[str, Any]) -> str:

@@ -193,6 +193,7 @@ def generate(
 
 
 def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool) -> Any:
+    import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -200,7 +201,7 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool) -
     settings: dict[str, Any] = {}
     if reproducible:
         settings["extra_args"] = {"perturbation": {"enabled": perturbed, "seed": seed, "sample": sample}}
-    elif _seeds_work():
+    elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = trajectory_seed(seed, sample)
     return SamplingParams(
         temperature=sampling.temperature,
@@ -209,10 +210,3 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool) -
         output_kind=RequestOutputKind.FINAL_ONLY,
         **settings,
     )
-
-
-def _seeds_work() -> bool:
-    """vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked."""
-    import torch
-
-    return torch.cuda.is_available()

@@ -7,23 +7,22 @@ math-verify limits its time by an alarm, which works on the main thread only and
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import select
 import subprocess
 import sys
 import threading
 from importlib.util import find_spec
-from pathlib import Path
+from multiprocessing import Pipe
+from typing import Any
 
-from ngrpo.evaluate.problem import Verdict
+from ngrpo.evaluate.problem import UNREADABLE, Verdict
 from perturbations.errors import UsageError
 
 # The child gives up by itself after some 12 s (math_worker.py); this is for what it cannot interrupt.
 HARD_LIMIT_SECONDS = 30.0
 # Importing sympy takes a second, on a busy machine many.
 _START_SECONDS = 180.0
-_ROOT = str(Path(__file__).resolve().parents[2])
+_WORKER = "ngrpo.evaluate.math_worker"
 
 
 class MathChecker:
@@ -36,69 +35,57 @@ class MathChecker:
         """
         self._limit = limit
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
 
     def check(self, answer: str, text: str) -> Verdict:
         """As :func:`check`."""
         with self._lock:
-            reply = self._ask(answer, text)
-        if reply is None:
-            return Verdict(0.0, False, None, False)
-        correct = bool(reply["correct"])
-        return Verdict(float(correct), correct, reply["extracted"], reply["extracted"] is not None)
+            if self._child is None or self._child.poll() is not None:
+                self._start()
+            try:
+                self._channel.send((answer, text))
+                return self._reply(self._limit)
+            except (OSError, EOFError):
+                self.close()
+                return UNREADABLE
 
     def close(self) -> None:
         """Ends the child."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._channel.close()
+        self._child = None
 
-    def _ask(self, answer: str, text: str) -> dict[str, object] | None:
-        if self._child is None or self._child.poll() is not None:
-            self.close()
-            self._child = _start()
-        child = self._child
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            child.stdin.write(json.dumps({"answer": answer, "text": text}) + "\n")
-            child.stdin.flush()
-            ready, _, _ = select.select([child.stdout], [], [], self._limit)
-            line = child.stdout.readline() if ready else ""
-            if line:
-                return json.loads(line)
-        except (OSError, ValueError):
-            pass
+    def _reply(self, seconds: float) -> Any:
+        if not self._channel.poll(seconds):
+            raise TimeoutError
+        return self._channel.recv()
+
+    def _start(self) -> None:
+        """A program of its own and not a fork: the parent may be a user's script, or hold a model and its threads."""
+        if find_spec("math_verify") is None:
+            raise UsageError(
+                "math answers are checked by math-verify, which is not installed. Run: pip install math-verify"
+            )
         self.close()
-        return None
-
-
-def _start() -> subprocess.Popen[str]:
-    if find_spec("math_verify") is None:
-        raise UsageError(
-            "math answers are checked by math-verify, which is not installed. Run: pip install math-verify"
-        )
-    path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "ngrpo.evaluate.math_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], _START_SECONDS)
-    if not ready or not child.stdout.readline():
-        child.kill()
-        raise UsageError(
-            f"the process that checks math answers did not start. Try: {sys.executable} -m ngrpo.evaluate.math_worker"
-        )
-    return child
+        self._channel, theirs = Pipe()
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", _WORKER, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        try:
+            self._reply(_START_SECONDS)
+        except (OSError, EOFError):
+            self.close()
+            raise UsageError(
+                f"the process that checks math answers did not start. Try: {sys.executable} -c 'import math_verify'"
+            ) from None
 
 
 _shared = MathChecker()

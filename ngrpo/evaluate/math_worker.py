@@ -1,18 +1,18 @@
-"""The child process of math_answers.py: reads one question per line, writes one verdict per line."""
+"""The child process of math_answers.py: receives references with answers, and sends a verdict for each."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import signal
 import sys
 import warnings
-from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any
 
 from ngrpo.answers import last_boxed, stated, visible
+from ngrpo.evaluate.problem import UNREADABLE, Verdict
 
 # Seconds for math-verify's own alarms, each of parse and verify, and for making one answer canonical.
 _SECONDS = 3
@@ -28,22 +28,21 @@ _PLAIN_WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
 _THOUSANDS = re.compile(r"=\s*-?\d{1,3}(?:,\d{3})+(?![\d,])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
-Result = TypeVar("Result")
 
-
-def compare(answer: str, text: str) -> dict[str, Any]:
-    """Whether a text's final answer equals the reference, and that answer in canonical form (None: none found)."""
+def compare(answer: str, text: str) -> Verdict:
+    """Whether a text's final answer equals the reference, and that answer in canonical form."""
     from math_verify import verify
 
     gold, gold_canonical = _reference(answer)
     found = _parse(text)
     if not found:
-        return {"correct": False, "extracted": None}
+        return UNREADABLE
     extracted = canonical(found)
     same = extracted is not None and extracted == gold_canonical
     correct = bool(same or verify(gold, found, timeout_seconds=_SECONDS))
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
-    return {"correct": correct, "extracted": gold_canonical if correct and gold_canonical else extracted}
+    extracted = gold_canonical if correct and gold_canonical else extracted
+    return Verdict(float(correct), correct, extracted, extracted is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -100,17 +99,15 @@ def _without_commas(text: str) -> str:
 def canonical(parsed: list[Any]) -> str | None:
     """One string for all forms of an answer: exact numbers, expanded, roots out of denominators."""
     import sympy
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
 
     for item in parsed:
         if isinstance(item, str):
             return "".join(_TEXT.sub(r"\1", item).lower().split()) or None
-        try:
-            return _within(_SECONDS, lambda item=item: sympy.sstr(_normal(item), order="lex"))
-        except Exception:
-            try:
-                return _within(_SECONDS, lambda item=item: str(item))
-            except Exception:
-                continue
+        for form in (lambda item: sympy.sstr(_normal(item), order="lex"), str):
+            with suppress(Exception, TimeoutException):
+                return timeout(_SECONDS)(form)(item)
     return None
 
 
@@ -136,23 +133,8 @@ def _normal(item: Any) -> Any:
     return sympy.expand(sympy.radsimp(sympy.cancel(item)))
 
 
-def _within(seconds: int, work: Callable[[], Result]) -> Result:
-    """The work's result, or ``TimeoutError`` after so many seconds (main thread of this process only)."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        return work()
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def main() -> None:
-    """Answers until the other end closes."""
+def main(channel: int) -> None:
+    """Answers over a connection, given by its file descriptor, until the other end closes."""
     import resource
 
     warnings.simplefilter("ignore")
@@ -160,16 +142,17 @@ def main() -> None:
     import math_verify  # noqa: F401  (its import must not count as the first question's time)
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        question = json.loads(line)
+    parent = Connection(channel)
+    parent.send("ready")
+    while True:
+        question = parent.recv()
         try:
-            reply = compare(question["answer"], question["text"])
-        except (Exception, MemoryError, RecursionError):
-            reply = {"correct": False, "extracted": None}
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+            verdict = compare(*question)
+        except Exception:
+            verdict = UNREADABLE
+        parent.send(verdict)
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(EOFError):
+        main(int(sys.argv[1]))

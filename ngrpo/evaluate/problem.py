@@ -55,3 +55,7 @@ class Verdict:
     correct: bool
     extracted: str | None
     parsed: bool
+
+
+UNREADABLE = Verdict(0.0, False, None, False)
+"""The verdict on a text without a final answer."""

@@ -52,7 +52,8 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
         notes.append("Bands run from the lowest to the highest seed.")
     if width > 1:
         notes.append(f"Each point is the mean of {width} steps.")
-    absent = [one.name for one in series.values() if one.name not in runs and _is_strategy(results, one.name)]
+    known = [row.get("id") for row in rows(results, "strategies")]
+    absent = [one.name for one in series.values() if one.name in known and one.name not in runs]
     if absent:
         notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
     small = "".join(
@@ -116,7 +117,3 @@ def _points(
         mean = sum(seeds) / len(seeds) if seeds else None
         points.append((x, mean, min(seeds) if several else None, max(seeds) if several else None))
     return points
-
-
-def _is_strategy(results: Mapping[str, Any], name: str) -> bool:
-    return any(row.get("id") == name for row in rows(results, "strategies"))

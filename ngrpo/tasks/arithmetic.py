@@ -19,6 +19,7 @@ from ngrpo.tasks import rewards, write
 # Of nine wordings the one with the most right answers at the start: 0.16 at temperature 1 and 12 new tokens
 # (SmolLM2-135M-Instruct, 128 samples); the others lay between 0.00 and 0.12.
 QUESTION = "What is {a} + {b}? Answer briefly."
+SUMMANDS = range(2, 10)
 TRAIN_ROWS = 4096
 EVAL_ROWS = 16
 
@@ -36,30 +37,20 @@ def prepare(folder: Path) -> dict[str, Default]:
     return write(folder, Path(__file__), train, held_out)
 
 
-def problems(
-    low: int = 2, high: int = 9, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS, seed: int = 0
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Sums of two numbers.
+def problems(rows: int = TRAIN_ROWS) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Sums of two numbers, the same on every machine.
 
     Args:
-        low: smallest summand.
-        high: largest summand.
         rows: training rows; each pass over all pairs is shuffled anew, so any prefix is balanced.
-        held_out: pairs (ordered: 3 + 5 is not 5 + 3) kept for evaluation.
-        seed: of the split and of the order; the same seed gives the same rows everywhere.
 
     Returns:
-        Training and evaluation rows with the columns ``input`` and ``label``.
-
-    Raises:
-        ValueError: where the range leaves no pairs for training.
+        Training rows, and one evaluation row for each ordered pair that is held out (3 + 5 is not 5 + 3), with the
+        columns ``input`` and ``label``.
     """
-    pairs = list(itertools.product(range(low, high + 1), repeat=2))
-    if not 0 <= held_out < len(pairs):
-        raise ValueError(f"held_out={held_out}: must be in [0, {len(pairs) - 1}] for summands {low} to {high}.")
-    chance = random.Random(seed)
+    pairs = list(itertools.product(SUMMANDS, repeat=2))
+    chance = random.Random(0)
     chance.shuffle(pairs)
-    kept, train = pairs[:held_out], pairs[held_out:]
+    kept, train = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
     order: list[tuple[int, int]] = []
     while len(order) < rows:
         chance.shuffle(train)

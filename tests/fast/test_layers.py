@@ -22,7 +22,15 @@ MODULES = {
 # From the ground up; a module stands where the longest part of its name stands.
 FLOORS = (
     ("perturbations",),
-    ("ngrpo", "ngrpo.openrlhf_flags", "ngrpo.yaml_file", "ngrpo.versions", "ngrpo.result_folder", "ngrpo.bootstrap"),
+    (
+        "ngrpo",
+        "ngrpo.openrlhf_flags",
+        "ngrpo.yaml_file",
+        "ngrpo.text_table",
+        "ngrpo.versions",
+        "ngrpo.result_folder",
+        "ngrpo.bootstrap",
+    ),
     ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress"),
     ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages"),
     ("ngrpo.hardware", "ngrpo.rollout"),

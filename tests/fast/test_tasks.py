@@ -20,15 +20,12 @@ CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
 def test_problems() -> None:
     train, held_out = arithmetic.problems(rows=96)
     assert (train, held_out) == arithmetic.problems(rows=96)
-    assert train != arithmetic.problems(rows=96, seed=1)[0]
     assert len({row["input"] for row in train}) == 48 and len(held_out) == 16
     assert {row["input"] for row in train}.isdisjoint(row["input"] for row in held_out)
     for row in train + held_out:
         words = row["input"].replace("?", "").split()
         a, b = (int(word) for word in words if word.isdigit())
         assert 2 <= a <= 9 and 2 <= b <= 9 and int(row["label"]) == a + b
-    with pytest.raises(ValueError, match=r"held_out=4: must be in \[0, 3\]"):
-        arithmetic.problems(low=1, high=2, held_out=4)
 
 
 @pytest.mark.parametrize(
