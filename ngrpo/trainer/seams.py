@@ -77,8 +77,6 @@ SEAMS: tuple[Seam, ...] = (
         "DeepspeedStrategy.setup_distributed chooses a CUDA device", "torch 2.13.0"),
     _seam("torch.cuda", "synchronize", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
         "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
-    _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_cpu:during_import", "cpu", "import",
-        "imports flash_attn, which has no CPU build, at module level"),
     _seam(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
         'asks for a device mesh on "cuda" by name'),
     _seam(_DEEPSPEED, "DeepspeedStrategy.moving_average", "hardware.cpu:moving_average", "cpu",
@@ -87,6 +85,9 @@ SEAMS: tuple[Seam, ...] = (
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
     _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:shared_memory_op", "cpu", "()",
         "compiles an all-reduce kernel for half a minute, also for a group of one process", "deepspeed 0.19.6"),
+    # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
+    _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
+        "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
     # ---- weight sync without NCCL -----------------------------------------------------------------
     _seam(_ACTOR, "ActorPPOTrainer._init_vllm_sync_group", "trainer.weight_sync:no_sync_group", "cpu",
         "sha:2af981ae42b8", "opens an NCCL group between the trainer and the engines"),
