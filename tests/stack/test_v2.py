@@ -123,3 +123,15 @@ def test_stops_are_the_same_in_both_runners(v1: dict[str, Any], v2: dict[str, An
         for one, other in zip(answers, v2["of_stops"][name]):
             assert one[:3] == other[:3]
             np.testing.assert_array_equal(one[3].ids, other[3].ids)
+
+
+def test_preemption_with_recomputation(v1: dict[str, Any], v2: dict[str, Any], hf_model: Any) -> None:
+    for found in (v1["of_preemption"], v2["of_preemption"]):
+        assert found["preempted"] >= 3, "the cache is not small enough for this test to show anything"
+        assert gaps(hf_model, found["rollouts"]).max() <= 1e-4
+    assert_same(v1["of_preemption"]["rollouts"], v2["of_preemption"]["rollouts"])
+
+
+def test_no_perturbation_is_stock_vllm(either: dict[str, Any]) -> None:
+    stock, none, rate_0 = either["of_stock"]
+    assert stock == none == rate_0

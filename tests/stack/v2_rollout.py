@@ -76,6 +76,45 @@ def of_stops(llm: Any) -> dict[str, Any]:
     return found
 
 
+def of_preemption(model: str) -> dict[str, Any]:
+    """Seven blocks for six requests that each need a second one after three tokens."""
+    small = build_engine(
+        model,
+        {"name": "gumbel", "rate": 0.5},
+        num_gpu_blocks_override=8,
+        block_size=32,
+        max_model_len=64,
+        max_num_seqs=6,
+        enable_prefix_caching=False,
+    )
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
+    rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
+    return {"rollouts": rollouts, "preempted": len(preempted)}
+
+
+def of_stock(model: str) -> list[Any]:
+    """Tokens and log-probabilities of an engine that never heard of us, and of two whose perturbation is off."""
+    from vllm import SamplingParams
+
+    results = []
+    for spec in (None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}):
+        llm = build_engine(model, spec, seed=3, max_num_seqs=4, max_model_len=128)
+        prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2])]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
+        results.append(
+            [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
+        )
+    return results
+
+
 def main(model: str, target: str) -> None:
     began = time.perf_counter()
     result: dict[str, Any] = {}
@@ -86,8 +125,9 @@ def main(model: str, target: str) -> None:
         result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
         result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
-        for part in (of_every_operator, of_sampling_parameters, of_stops):
-            result[part.__name__] = part(llm)
+        parts = {part: llm for part in (of_every_operator, of_sampling_parameters, of_stops)}
+        for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
+            result[part.__name__] = part(subject)
             Path(target).write_bytes(pickle.dumps(result))
             print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
 
