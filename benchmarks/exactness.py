@@ -2,7 +2,7 @@
 
     python -m benchmarks.exactness [--model smollm2-135m]
 
-Printed for every operator at rates 0.1 and 1, over about 1,300 tokens each: |Δ log p| at worst and on average with
+Printed for every perturbation at rates 0.1 and 1, over about 1,300 tokens each: |Δ log p| at worst and on average with
 the replay, at worst without it, and the record's size. The tests hold the first two below 1e-4 and 1e-5.
 """
 
@@ -33,9 +33,7 @@ def main() -> None:
     llm = build_engine(folder, {"name": "gumbel"}, max_num_batched_tokens=64, enable_prefix_caching=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     print(f"{describe()}; {options.model}, float32, chunked prefill, prefix caching")
-    print(
-        f"{'operator':10s} {'rate':>5s} {'tokens':>6s} {'max':>8s} {'mean':>8s} {'unreplayed':>10s} {'bytes/tok':>10s}"
-    )
+    print(f"{'name':10s} {'rate':>5s} {'tokens':>6s} {'max':>8s} {'mean':>8s} {'unreplayed':>10s} {'bytes/tok':>10s}")
     names = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
     for name in names:
         for rate in (0.1, 1.0):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollout [--model smollm2-135m] [--pairs 5] [--batches 1,16,64] [--rates 0.1,1]
 
-A stock engine and a perturbed one live side by side; each pair times stock, then the operator, on the same prompts.
+A stock engine and a perturbed one live side by side; each pair times stock, then the perturbation, on the same prompts.
 Printed: the median of the paired ratios (perturbed / stock, higher is better), and the range.
 """
 
@@ -68,17 +68,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--rates", default="0.1,1")
-    parser.add_argument("--operators", default=None, help="separated by commas; all by default")
+    parser.add_argument("--perturbations", "--operators", default=None, help="separated by commas; all by default")
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     model = resolve(options.model)
     stock, perturbed = engine(model, None, options.compiled), engine(model, {"name": "gumbel"}, options.compiled)
     in_tree = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
-    names = options.operators.split(",") if options.operators else in_tree
+    names = options.perturbations.split(",") if options.perturbations else in_tree
     batches = [int(b) for b in options.batches.split(",")]
     print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}")
-    print(f"{'operator':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
+    print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
     for name in names:
         for rate in (float(r) for r in options.rates.split(",")):
             set_perturbation(perturbed, name, rate=rate)

@@ -1,4 +1,4 @@
-"""An operator of your own, in one file: swap in the runner-up's embedding, as strongly as you like.
+"""A perturbation of your own, in one file: swap in the runner-up's embedding, as strongly as you like.
 
 ngrpo check ./examples/custom_perturbation.py share=0.3                   # does it keep the contract? seconds
 ngrpo train --perturbation ./examples/custom_perturbation.py:RunnerUp --perturbation.share 0.3 ...
@@ -31,4 +31,4 @@ class RunnerUp(Perturbation):
 
 if __name__ == "__main__":
     check_perturbation(RunnerUp, share=0.3)
-    print("runner_up keeps the contract of an operator")
+    print("runner_up keeps the contract of a perturbation")

@@ -17,7 +17,7 @@ from perturbations.registry import Registry
 
 # Each registry, and the flag that takes its names.
 _KINDS = {
-    registry.operators: "--perturbation",
+    registry.perturbations: "--perturbation",
     registry.gates: "--perturbation.gate",
     advantages.registry: "--advantage",
 }
@@ -55,7 +55,7 @@ def train_help(words: Sequence[str] = ()) -> str:
     shared = {field.name: field for field in dataclasses.fields(Perturbation)}
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, list(shared.values())))
     for kept, root in _KINDS.items():
-        common = shared if kept is registry.operators else {}
+        common = shared if kept is registry.perturbations else {}
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
@@ -63,7 +63,7 @@ def train_help(words: Sequence[str] = ()) -> str:
                 parts.append(f"{name}: cannot be loaded: {error}\n")
                 continue
             own = [f for f in dataclasses.fields(cls) if f.name not in common or f.default != common[f.name].default]
-            notes = [] if kept is registry.operators else [kept.kind]
+            notes = [] if kept is registry.perturbations else [kept.kind]
             notes += [cls.paper] if hasattr(cls, "paper") else []
             head = f"{name}  ({'; '.join([*notes, _source(kept, name, address)])})"
             parts.append(f"{head}\n  {_first_line(cls)}\n{_table(cls, own, root)}")

@@ -103,11 +103,11 @@ BATCH_DEFAULTS = {
 }
 
 
-def _check_density(given: Flags, operator: Perturbation) -> None:
+def _check_density(given: Flags, perturbation: Perturbation) -> None:
     """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
-    if not operator.has_density:
+    if not perturbation.has_density:
         return
-    subject = f"the density of --perturbation {operator.name}"
+    subject = f"the density of --perturbation {perturbation.name}"
 
     def refuse(asked: str, reason: str, instead: str = "Leave it out") -> NoReturn:
         raise UsageError(
@@ -118,7 +118,7 @@ def _check_density(given: Flags, operator: Perturbation) -> None:
     if correction not in (None, "off"):
         compared = "it compares with the rollout's log-probabilities, which are the tokens'"
         refuse(f"--algo.advantage.is_correction_level {correction}", compared)
-    if not operator.density_of_vector:
+    if not perturbation.density_of_vector:
         return
     reason = (
         "it is of the fed vector, whose policy ratio is unbounded, so each rollout is used for one update at the policy"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from perturbations.edit import InputEdit
 from perturbations.gates.default import GateOptions
 from perturbations.options import option
-from perturbations.registry import operators
+from perturbations.registry import perturbations
 from perturbations.step import Step
 
 
@@ -71,7 +71,7 @@ class Perturbation(GateOptions, ABC):
     """
 
     kind = "perturbation"
-    registry = operators
+    registry = perturbations
     paper: ClassVar[str] = "none named"
     mixture: ClassVar[str] = "convex"
     """What the weights of a position keep to: ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""

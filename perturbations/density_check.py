@@ -1,4 +1,4 @@
-"""The part of the conformance suite that looks at an operator's density."""
+"""The part of the conformance suite that looks at a perturbation's density."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
     return Replayed(logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup)
 
 
-def density_problem(operator: Perturbation, step: Step, proposal: Proposal) -> tuple[str, str] | None:
-    """What is wrong with an operator's density at B positions, and how to fix it; None where nothing is.
+def density_problem(perturbation: Perturbation, step: Step, proposal: Proposal) -> tuple[str, str] | None:
+    """What is wrong with a perturbation's density at B positions, and how to fix it; None where nothing is.
 
     Args:
-        operator: one with a density.
+        perturbation: one with a density.
         step: B positions, all of one temperature.
-        proposal: the operator's answer to ``step``.
+        proposal: the perturbation's answer to ``step``.
     """
     logits = step.logits.clone().requires_grad_()
     try:
-        density = operator.log_density(replayed(step, proposal, logits))
+        density = perturbation.log_density(replayed(step, proposal, logits))
     except Exception as error:
         return f"log_density() raises {type(error).__name__}: {error}", "It must answer for any logits."
     if not isinstance(density, Tensor) or density.shape != (len(logits),) or density.dtype != torch.float32:
@@ -42,19 +42,19 @@ def density_problem(operator: Perturbation, step: Step, proposal: Proposal) -> t
         if logits.grad is not None and not torch.isfinite(logits.grad).all():
             return "the gradient of log_density() is not finite", "Clamp before logarithms and divisions."
     order = torch.arange(len(logits)).flip(0)
-    other = operator.log_density(_selected(replayed(step, proposal, step.logits), order))
+    other = perturbation.log_density(_selected(replayed(step, proposal, step.logits), order))
     worst = (other.detach() - density.detach()[order]).abs().max().item()
     if worst > 1e-4 * (1.0 + density.detach().abs().max().item()):
         return f"log_density() differs by {worst:g} in another batch order", "Each row must depend on that row alone."
-    return _problem_on_no_positions(operator, replayed(step, proposal, logits), order[:0], density.requires_grad)
+    return _problem_on_no_positions(perturbation, replayed(step, proposal, logits), order[:0], density.requires_grad)
 
 
 def _problem_on_no_positions(
-    operator: Perturbation, full: Replayed, none: Tensor, in_graph: bool
+    perturbation: Perturbation, full: Replayed, none: Tensor, in_graph: bool
 ) -> tuple[str, str] | None:
     """On several ranks one may have no perturbed position: it must gather and reduce as the others do."""
     try:
-        density = operator.log_density(_selected(full, none))
+        density = perturbation.log_density(_selected(full, none))
     except Exception as error:
         return f"log_density() raises {type(error).__name__} for no positions: {error}", "It must return shape (0,)."
     if density.shape != (0,):

@@ -1,6 +1,6 @@
 """The universal form of an input perturbation: e' = Σ_k w_k · E[c_k] + σ · ε.
 
-Two kinds of operators go beyond it: a dense one adds vectors of its own, v, and one with learned parameters
+Two kinds of perturbations go beyond it: a dense one adds vectors of its own, v, and one with learned parameters
 (`perturbations.parameters`) sends the mixture through its module:
 e' = module(E[c_1], Σ_k w_k · E[c_k] + σ · ε) + v.
 """
@@ -54,8 +54,8 @@ def mix(
         weights: (N, K) float32.
         sigma: (N,) float32, or None.
         noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with ``sigma``.
-        added: the vectors of a dense operator, (N, D) float32, or None.
-        module: the operator's module, or None: what it makes of the first candidate and the mixture is fed.
+        added: the vectors of a dense perturbation, (N, D) float32, or None.
+        module: the perturbation's module, or None: what it makes of the first candidate and the mixture is fed.
 
     Returns:
         (N, D) in the dtype of ``vectors``, with gradient to ``vectors`` and to the module's parameters.
@@ -83,7 +83,7 @@ def realise(
         edit: B positions.
         lookup: ids of any shape to their embeddings, shape + (D,).
         noise_keys: (B,) int64, needed where ``edit.sigma`` is set.
-        module: the operator's module, or None.
+        module: the perturbation's module, or None.
 
     Returns:
         (B, D) in the embedding's dtype.

@@ -1,4 +1,4 @@
-"""What an operator may ask of the model: embeddings, their scale, and neighbors. Refreshed after a weight sync."""
+"""What a perturbation may ask of the model: embeddings, their scale, and neighbors. Refreshed after a weight sync."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ModelEmbeddings:
-    """A model's input embedding as operators see it. Values are cached until :meth:`refresh`."""
+    """A model's input embedding as perturbations see it. Values are cached until :meth:`refresh`."""
 
     def __init__(
         self,

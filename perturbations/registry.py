@@ -256,14 +256,16 @@ def _same(one: type, two: type) -> bool:
     return names[0] == names[1]
 
 
-operators = Registry("perturbation", "perturbations:Perturbation", "perturbations.strategies", "ngrpo.perturbations")
+perturbations = Registry(
+    "perturbation", "perturbations:Perturbation", "perturbations.strategies", "ngrpo.perturbations"
+)
 gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates")
 buffers = Registry(
     "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
 )
 
-available, get, address = operators.available, operators.get, operators.address
-register, create = operators.register, operators.create
+available, get, address = perturbations.available, perturbations.get, perturbations.address
+register, create = perturbations.register, perturbations.create
 
 
 def register_gate(name: str) -> Any:

@@ -16,7 +16,7 @@ from perturbations.embeddings import ModelEmbeddings
 
 @dataclass(frozen=True)
 class Step:
-    """What an operator sees: the B positions that the gate's draw selected, as one batch on one device.
+    """What a perturbation sees: the B positions that the gate's draw selected, as one batch on one device.
 
     Attributes:
         logits: z̃ = z / temperature, (B, V) float32, before any top-k, top-p or min-p.
@@ -71,7 +71,7 @@ class GateStep(Step):
 
     @classmethod
     def of(cls, step: Step, generated: Tensor) -> GateStep:
-        """A gate's view of an operator's step."""
+        """A gate's view of a perturbation's step."""
         return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
 
     def _keys(self) -> Tensor:

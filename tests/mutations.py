@@ -127,19 +127,19 @@ DENSITIES = [
         "ngrpo/trainer/density_loss.py",
         "test_density_loss.py",
         (
-            "if operator is None or not operator.has_density:",
-            "if operator is None or not operator.has_density or not len(scope._flat.ids):",
+            "if perturbation is None or not perturbation.has_density:",
+            "if perturbation is None or not perturbation.has_density or not len(scope._flat.ids):",
             "a rank without a perturbed position skips the density",
         ),
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
         (
-            "own = tokens if self._operator.draws_token else torch.zeros_like(tokens)",
+            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
             "own = tokens",
             "a token that was not drawn is in the action",
         ),
         (
-            "own = tokens if self._operator.draws_token else torch.zeros_like(tokens)",
+            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
             "own = torch.zeros_like(tokens)",
             "a token that was drawn is not in the action",
         ),

@@ -344,7 +344,7 @@ def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
         angle = 2 * math.pi * i / len(PLACES)
         radius = 1.1 + 0.5 * (i % 3)
         tokens.append({"id": 300 + i, "text": text, "x": radius * math.cos(angle), "y": 0.8 * radius * math.sin(angle)})
-    operators = []
+    perturbations = []
     for name in strategies:
         if name == "none":
             continue
@@ -366,7 +366,7 @@ def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
                 )
         far = sum(not point["related"] for point in points) / len(points)
         changed = sum(point["nearest"] != tokens[point["token"]]["text"] for point in points) / len(points)
-        operators.append({"strategy": name, "points": points, "unrelated_share": far, "changed_share": changed})
+        perturbations.append({"strategy": name, "points": points, "unrelated_share": far, "changed_share": changed})
     neighbors = [
         {"token": i, "text": near, "x": one["x"] + 0.3 * math.cos(2 * j), "y": one["y"] + 0.3 * math.sin(2 * j)}
         for i, one in enumerate(tokens)
@@ -376,6 +376,6 @@ def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
         "metric": "cosine",
         "tokens": tokens,
         "neighbors": neighbors,
-        "operators": operators,
+        "perturbations": perturbations,
         "explained_variance": [0.31, 0.18],
     }

@@ -128,7 +128,7 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
 
     picture = diagnosis.get("embedding_map")
     if picture is not None:
-        picture = {**picture, "operators": renamed(picture["operators"], "strategy")}
+        picture = {**picture, "perturbations": renamed(picture["perturbations"], "strategy")}
     samples = [{**s, "by_strategy": renamed(s["by_strategy"], "strategy")} for s in diagnosis.get("samples", [])]
     strategies = renamed(diagnosis["strategies"], "name")
     return {**diagnosis, "strategies": strategies, "samples": samples, "embedding_map": picture}

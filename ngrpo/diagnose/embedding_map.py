@@ -93,10 +93,10 @@ def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
     around, _ = index.query(ids, _AROUND)
     related, _ = index.query(ids, RELATED)
     plane = Plane(matrix[torch.cat([ids, around.reshape(-1)]).unique()])
-    operators = []
+    perturbations = []
     for strategy in _different(strategies):
         put(llm, strategy)
-        operators.append(_copies(attached(llm), strategy, tokens, found, related, plane, tokenizer, seed))
+        perturbations.append(_copies(attached(llm), strategy, tokens, found, related, plane, tokenizer, seed))
     return {
         "metric": "cosine",
         "copies": COPIES,
@@ -109,7 +109,7 @@ def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
             for row, neighbors in enumerate(around.tolist())
             for neighbor, point in zip(neighbors, plane.coordinates(matrix[around[row]]))
         ],
-        "operators": operators,
+        "perturbations": perturbations,
         "explained_variance": plane.explained,
     }
 

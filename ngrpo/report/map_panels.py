@@ -20,10 +20,10 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
     found = dig(diagnosis, "embedding_map")
     tokens = {i: row for i, row in enumerate(rows(found, "tokens")) if _coordinates([row])}
     neighbors = [row for row in rows(found, "neighbors") if _coordinates([row])]
-    operators = rows(found, "operators")
-    if not tokens or not operators:
+    perturbations = rows(found, "perturbations")
+    if not tokens or not perturbations:
         return ""
-    copies = [row for operator in operators for row in rows(operator, "points")]
+    copies = [row for perturbation in perturbations for row in rows(perturbation, "points")]
     every = _coordinates([*tokens.values(), *neighbors, *copies])
     xs = spread([x for x, _ in every], *SQUARE.across, count=7)  # The same plane in every panel.
     ys = spread([y for _, y in every], *SQUARE.upward, count=7)
@@ -46,15 +46,15 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         for named, at, force in ((tokens.values(), anchors, True), (neighbors, nearby, False))
     )
     panels = []
-    for count, operator in enumerate(operators):
-        name = str(operator.get("strategy"))
-        points = rows(operator, "points")
+    for count, perturbation in enumerate(perturbations):
+        name = str(perturbation.get("strategy"))
+        points = rows(perturbation, "points")
         stride = -(-len(points) // _MOST_POINTS) or 1
         related, unrelated = ([p for p in points[::stride] if bool(p.get("related")) is kind] for kind in (True, False))
         near = "".join(f"M{x:g} {y:g}h0" for x, y in pixels(related))
         far = "".join(f"M{x - 2.5:g} {y - 2.5:g}l5 5m-5 0l5 -5" for x, y in pixels(unrelated))
-        share = f"{_percent(operator.get('unrelated_share'))} became an unrelated token"
-        changed = f"{_percent(operator.get('changed_share'))} changed their nearest token"
+        share = f"{_percent(perturbation.get('unrelated_share'))} became an unrelated token"
+        changed = f"{_percent(perturbation.get('changed_share'))} changed their nearest token"
         data = [
             [x, y, -1, _nearest(token(row.get("text")), index, points)]
             for (index, row), (x, y) in zip(tokens.items(), anchors)

@@ -30,11 +30,11 @@ from perturbations.replay.buffers.base import ReplayBuffer
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    def __init__(self, runner: Any, operator: Perturbation, buffer: ReplayBuffer) -> None:
+    def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
         """
         Args:
             runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
-            operator: an active perturbation.
+            perturbation: an active perturbation.
             buffer: where records of finished requests wait to be taken.
         """
         self._runner, self._buffer = runner, buffer
@@ -49,14 +49,14 @@ class AttachedPerturbation:
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
-        self.replace(operator)
+        self.replace(perturbation)
         self._wrap()
 
-    def replace(self, operator: Perturbation) -> None:
-        """Puts another operator in place, between requests.
+    def replace(self, perturbation: Perturbation) -> None:
+        """Puts another perturbation in place, between requests.
 
         Raises:
-            UsageError: while requests are running, or for an operator that does not fit the model.
+            UsageError: while requests are running, or for a perturbation that does not fit the model.
         """
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
@@ -64,18 +64,20 @@ class AttachedPerturbation:
             raise UsageError(
                 f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
-        operator.check_model(self._vocabulary)
+        perturbation.check_model(self._vocabulary)
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len)
-        gate = BoundGate(operator, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device)
-        self.module = _module(operator, self._hidden, runner)
-        self.operator = operator
+        gate = BoundGate(
+            perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
+        )
+        self.module = _module(perturbation, self._hidden, runner)
+        self.perturbation = perturbation
         recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
         masks = SamplingMaskStore(self._vocabulary) if recorded else None
         self.perturber = RolloutPerturber(
-            operator, store, gate, self.embeddings, self._override, runner.device, self.module, masks
+            perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks
         )
         self._buffer.drop(self._buffer.names())
-        self.requests = RunningRequests(operator, store, self.perturber, self._buffer)
+        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer)
 
     def _wrap(self) -> None:
         runner = self._runner
@@ -85,7 +87,7 @@ class AttachedPerturbation:
         runner.reload_weights = self._then_refresh(runner.reload_weights)
 
     def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Every weight sync ends here, whatever way it comes: the operator's own parameters go to its module."""
+        """Every weight sync ends here, whatever way it comes: the perturbation's own parameters go to its module."""
 
         def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
             own: dict[str, Tensor] = {}
@@ -93,7 +95,7 @@ class AttachedPerturbation:
             if own and self.module is None:
                 raise ValueError(
                     f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
-                    f" {self.operator.name!r}."
+                    f" {self.perturbation.name!r}."
                 )
             if own:
                 parameters.load(self.module, own, whole=False)
@@ -111,15 +113,15 @@ class AttachedPerturbation:
         return load
 
 
-def _module(operator: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
-    """The operator's module with the parameters saved beside the model, on the runner's device."""
-    module = operator.module(hidden)
+def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
+    """The perturbation's module with the parameters saved beside the model, on the runner's device."""
+    module = perturbation.module(hidden)
     if module is None:
         return None
     config = runner.model_config
     # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
     module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
-    load_saved(module, operator, config.model, config.revision)
+    load_saved(module, perturbation, config.model, config.revision)
     return module
 
 

@@ -68,7 +68,7 @@ class RolloutPerturber:
 
     def __init__(
         self,
-        operator: Perturbation,
+        perturbation: Perturbation,
         store: TrajectoryStore,
         gate: BoundGate,
         embeddings: ModelEmbeddings,
@@ -77,7 +77,7 @@ class RolloutPerturber:
         module: nn.Module | None = None,
         masks: SamplingMaskStore | None = None,
     ) -> None:
-        self._operator, self._store, self._gate = operator, store, gate
+        self._perturbation, self._store, self._gate = perturbation, store, gate
         self._embeddings, self._override, self._device = embeddings, override, device
         self._module, self._masks = module, masks
         self._names: list[str] = []
@@ -219,7 +219,7 @@ class RolloutPerturber:
             positions[rows],
             self._embeddings,
         )
-        proposal = self._operator.propose(step)
+        proposal = self._perturbation.propose(step)
         edit = proposal.edit
         # What the request's own sampling excludes (top-p, a grammar) never stands in its text: such a position
         # stays an ordinary one.

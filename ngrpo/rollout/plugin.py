@@ -69,11 +69,11 @@ def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from ngrpo.rollout import settings
 
-        operator = settings.read(self.additional_config)
+        perturbation = settings.read(self.additional_config)
         settings.read_buffer(self.additional_config)
         config = original(self, *args, **kwargs)
-        if operator is not None:
-            settings.check_engine(config, operator)
+        if perturbation is not None:
+            settings.check_engine(config, perturbation)
         return config
 
     return create_engine_config
@@ -109,17 +109,17 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
         from ngrpo.rollout import settings
 
         original(self, *args, **kwargs)
-        operator = settings.read(self.vllm_config.additional_config)
-        if operator is not None:
+        perturbation = settings.read(self.vllm_config.additional_config)
+        if perturbation is not None:
             from ngrpo.rollout.attach import AttachedPerturbation
 
             buffer = settings.read_buffer(self.vllm_config.additional_config)
-            self.perturbation = AttachedPerturbation(self.model_runner, operator, buffer)
+            self.perturbation = AttachedPerturbation(self.model_runner, perturbation, buffer)
             logger.info(
                 "perturbation %s is on, in the %s model runner: %s",
-                operator.name,
+                perturbation.name,
                 self.perturbation.runner_version,
-                operator.fingerprint(),
+                perturbation.fingerprint(),
             )
 
     return load_model
@@ -236,7 +236,7 @@ def _extend_workers() -> None:
 
     def fingerprint(self: Any) -> str:
         attached = getattr(self, "perturbation", None)
-        return attached.operator.fingerprint() if attached else ""
+        return attached.perturbation.fingerprint() if attached else ""
 
     def runner(self: Any) -> str:
         return self.perturbation.runner_version

@@ -82,7 +82,7 @@ def drop_records(llm: Any, request_ids: Sequence[str]) -> None:
 
 
 def set_perturbation(llm: Any, name: str, **options: Any) -> None:
-    """Gives a running engine another operator, between requests: to compare operators without loading twice.
+    """Gives a running engine another perturbation, between requests: to compare perturbations without loading twice.
 
     Args:
         llm: a ``vllm.LLM`` built with a perturbation.
@@ -93,9 +93,9 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
         ValueError: for a bad spec.
         RuntimeError: where the engine has no perturbation installed.
     """
-    operator = registry.create(name, **options)
+    perturbation = registry.create(name, **options)
     check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    llm.llm_engine.collective_rpc("perturbation_replace", args=(operator.spec(),))
+    llm.llm_engine.collective_rpc("perturbation_replace", args=(perturbation.spec(),))
 
 
 def model_runner(llm: Any) -> str:
@@ -115,7 +115,8 @@ def neighbor_drift(llm: Any) -> Drift | None:
         llm: a ``vllm.LLM`` with a perturbation.
 
     Returns:
-        Counts over tokens that were used as anchors; None before the first sync, and for operators without neighbors.
+        Counts over tokens that were used as anchors; None before the first sync, and for perturbations without
+        neighbors.
 
     Raises:
         RuntimeError: where the engine has no perturbation installed.

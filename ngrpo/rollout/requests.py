@@ -23,9 +23,9 @@ class RunningRequests:
     """Follows vLLM's scheduler: opens a slot for a new request, puts the record of a finished one into the buffer."""
 
     def __init__(
-        self, operator: Perturbation, store: TrajectoryStore, perturber: RolloutPerturber, buffer: ReplayBuffer
+        self, perturbation: Perturbation, store: TrajectoryStore, perturber: RolloutPerturber, buffer: ReplayBuffer
     ) -> None:
-        self._operator, self._store, self._perturber, self._buffer = operator, store, perturber, buffer
+        self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
         self._dropped: set[str] = set()
         self._seen: Counter[int] = Counter()
 
@@ -64,11 +64,11 @@ class RunningRequests:
         """
         seed = given.get("seed", getattr(params, "seed", None))
         if seed is not None:
-            return trajectory_seed(self._operator.seed, int(seed), int(given.get("sample", 0)))
+            return trajectory_seed(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
         tokens = np.asarray(prompt, dtype=np.int64).tobytes()
         asked = trajectory_seed(tokens)
         self._seen[asked] += 1
-        return trajectory_seed(self._operator.seed, asked, self._seen[asked])
+        return trajectory_seed(self._perturbation.seed, asked, self._seen[asked])
 
     def _finish(self, name: str) -> None:
         trajectory = self._store.live.get(name)

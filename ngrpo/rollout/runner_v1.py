@@ -81,7 +81,7 @@ def _temperature(metadata: Any, logits: Tensor) -> Tensor:
 
 
 def _filtered(scaled: Tensor, metadata: Any) -> Tensor:
-    """Logits after min-p, top-k and top-p. The scaled logits themselves stay as they are: operators see those."""
+    """Logits after min-p, top-k and top-p. The scaled logits themselves stay as they are: perturbations see those."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     processors = metadata.logitsprocs.argmax_invariant

@@ -67,7 +67,7 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
     min_p, unfiltered = states.apply_min_p, None
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
-        """Filters in place; operators see the logits before that."""
+        """Filters in place; perturbations see the logits before that."""
         nonlocal unfiltered
         if perturbation.perturber.busy and states.min_p.np[idx_mapping_np].any():
             unfiltered = logits.clone()

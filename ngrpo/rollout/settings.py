@@ -26,10 +26,9 @@ SAMPLING_MASKS = "sampling_masks"
 
 
 def read(additional_config: Any) -> Perturbation | None:
-    """The operator that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
+    """The perturbation that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
 
-    With ``"seeded_draws": True`` or ``"sampling_masks": True`` beside it, an operator that perturbs nothing is returned
-    too.
+    With ``"seeded_draws": True`` or ``"sampling_masks": True`` beside it, one that perturbs nothing is returned too.
 
     Raises:
         UsageError: for anything that is not a valid spec.
@@ -49,8 +48,8 @@ def read(additional_config: Any) -> Perturbation | None:
             f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
             " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
         )
-    operator = registry.create(**spec)
-    return operator if operator.active or seeded else None
+    perturbation = registry.create(**spec)
+    return perturbation if perturbation.active or seeded else None
 
 
 def read_buffer(additional_config: Any) -> ReplayBuffer:
@@ -78,20 +77,20 @@ def request_arguments(params: Any) -> dict[str, Any]:
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 
 
-def check_engine(config: Any, operator: Perturbation) -> None:
+def check_engine(config: Any, perturbation: Perturbation) -> None:
     """Refuses what would silently change the result. docs/engines.md has the same list with the reasons.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
-        operator: the engine's perturbation.
+        perturbation: the engine's perturbation.
 
     Raises:
         UsageError: with the setting, the reason and the fix.
     """
     problems = [problem for wrong, problem in _combinations(config) if wrong]
     if problems:
-        raise UsageError(f"perturbation {operator.name!r} does not work with " + "; nor with ".join(problems) + ".")
-    operator.check_model(config.model_config.get_vocab_size())
+        raise UsageError(f"perturbation {perturbation.name!r} does not work with " + "; nor with ".join(problems) + ".")
+    perturbation.check_model(config.model_config.get_vocab_size())
 
 
 def _combinations(config: Any) -> Iterator[tuple[bool, str]]:

@@ -35,10 +35,10 @@ class Densities:
     def __init__(self, scope: ReplayScope, temperature: float) -> None:
         """
         Args:
-            scope: the scope that replays this forward, already entered, whose operator has a density.
+            scope: the scope that replays this forward, already entered, whose perturbation has a density.
             temperature: by which the logits are divided.
         """
-        self._operator, self._scope, self._temperature = scope.operator, scope, temperature
+        self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
         self.tokens: Tensor | None = None
 
     def replace(self, logits: Tensor, log_probs: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Densities:
             As ``log_probs``.
 
         Raises:
-            RuntimeError: where the logits are not those of the replayed forward, or the operator answers in a wrong
+            RuntimeError: where the logits are not those of the replayed forward, or the perturbation answers in a wrong
                 shape.
         """
         flat = log_probs.reshape(-1)
@@ -67,16 +67,16 @@ class Densities:
     def _action(self, replayed: Replayed) -> Tensor:
         """log π of all that was drawn at each perturbed position, (N,)."""
         tokens = replayed.token_log_probs
-        own = tokens if self._operator.draws_token else torch.zeros_like(tokens)
-        if self._operator.density_of_vector and not torch.is_grad_enabled():
+        own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)
+        if self._perturbation.density_of_vector and not torch.is_grad_enabled():
             return own  # old and reference: the value in REINFORCE form
-        density = self._operator.log_density(replayed)
+        density = self._perturbation.log_density(replayed)
         if density.shape != tokens.shape:
             raise RuntimeError(
-                f"perturbation {self._operator.name!r}: log_density returns {tuple(density.shape)} for"
+                f"perturbation {self._perturbation.name!r}: log_density returns {tuple(density.shape)} for"
                 f" {len(tokens)} positions: one number for each is needed."
             )
-        return own + (density - density.detach() if self._operator.density_of_vector else density)
+        return own + (density - density.detach() if self._perturbation.density_of_vector else density)
 
 
 _active: ContextVar[Densities | None] = ContextVar("densities", default=None)
@@ -84,7 +84,7 @@ _active: ContextVar[Densities | None] = ContextVar("densities", default=None)
 
 @contextmanager
 def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | None]:
-    """Puts the density of a scope's operator into the log-probabilities of the forward in this context.
+    """Puts the density of a scope's perturbation into the log-probabilities of the forward in this context.
 
     Args:
         scope: the scope of the replay, already entered. Where it holds no perturbed position the density is computed
@@ -92,13 +92,13 @@ def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | No
         temperature: the actor's.
 
     Yields:
-        The densities, or None where the operator has none.
+        The densities, or None where the perturbation has none.
 
     Raises:
         RuntimeError: at the end, where no log-probabilities came through.
     """
-    operator = scope.operator
-    if operator is None or not operator.has_density:
+    perturbation = scope.perturbation
+    if perturbation is None or not perturbation.has_density:
         yield None
         return
     ours = Densities(scope, temperature)
@@ -109,7 +109,7 @@ def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | No
         _active.reset(token)
     if ours.tokens is None:
         raise RuntimeError(
-            f"the density of perturbation {operator.name!r} was not computed: the model's log-probabilities did not"
+            f"the density of perturbation {perturbation.name!r} was not computed: the model's log-probabilities did not"
             " come from openrlhf.models.actor.log_probs_from_logits (0.11.2), as with a fused loss. Training on the"
             " tokens' log-probabilities instead would be another method: take that path out, or --perturbation.density"
             " token."

@@ -22,7 +22,7 @@ from perturbations.replay.scope import ReplayScope
 
 
 def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """`Actor.__init__`: the operator's parameters join the model before DeepSpeed and the optimizer see it.
+    """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
 
     So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. The reference model has the
     parameters that its own folder came with, or the ones that training starts from.
@@ -41,16 +41,16 @@ def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
-        module, operator = attached(raw), current_run().perturbation
+        module, perturbation = attached(raw), current_run().perturbation
         if module is None:
             return raw, groups
-        rates = {id(p): operator.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
+        rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
         if all(rate is None for rate in rates.values()):
             return raw, groups
         if not all(isinstance(group, dict) for group in groups):
             raise ValueError(
-                f"perturbation {operator.name!r} has learning rates of its own, which need --actor.optim adam. Use it,"
-                " or set them to none."
+                f"perturbation {perturbation.name!r} has learning rates of its own, which need --actor.optim adam. Use"
+                " it, or set them to none."
             )
         return raw, separate(groups, rates)
 
@@ -79,12 +79,12 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     return kept + list(moved.values())
 
 
-def replay_scope(model: Any, operator: Perturbation, measure: bool = True) -> ReplayScope:
+def replay_scope(model: Any, perturbation: Perturbation, measure: bool = True) -> ReplayScope:
     """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
     model = model.model
     while hasattr(model, "module"):
         model = model.module
-    return ReplayScope(model.get_input_embeddings(), measure, attached(model), operator)
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation)
 
 
 def replaying_actor(plain: type) -> type:
@@ -103,17 +103,17 @@ def _replaying_forward(plain: type, attribute: str) -> type:
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
             records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, operator = getattr(self, attribute), current_run().perturbation
-            scope = replay_scope(model, operator, measure=False)
+            model, perturbation = getattr(self, attribute), current_run().perturbation
+            scope = replay_scope(model, perturbation, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            if operator.has_density and attribute == "actor":
+            if perturbation.has_density and attribute == "actor":
                 kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
                 self._tokens = [*getattr(self, "_tokens", ()), kept]
             return log_probs
 
         def token_log_probs(self) -> list[Any]:
-            """The tokens' own log π of each forward since the last call, kept where an operator has a density."""
+            """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""
             taken, self._tokens = getattr(self, "_tokens", []), []
             return taken
 

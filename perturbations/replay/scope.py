@@ -157,18 +157,18 @@ class ReplayScope:
         embedding: nn.Module,
         measure: bool = True,
         module: nn.Module | None = None,
-        operator: Perturbation | None = None,
+        perturbation: Perturbation | None = None,
     ) -> None:
         """
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
             measure: collect :class:`ReplayStats`.
-            module: the operator's module beside the model (`perturbations.parameters.attached`), where it has one.
-            operator: the operator of the records, needed where it has a density.
+            module: the perturbation's module beside the model (`perturbations.parameters.attached`), where it has one.
+            perturbation: the perturbation of the records, needed where it has a density.
         """
         self._embedding = embedding
         self._module = module
-        self.operator = operator
+        self.perturbation = perturbation
         self._measure = measure
         self._records: Sequence[ReplayRecord | None] = ()
         self._mask: Tensor | None = None
@@ -208,7 +208,7 @@ class ReplayScope:
             self._flat = self._mask = None
 
     def replayed(self, logits: Tensor, log_probs: Tensor, temperature: float) -> tuple[Replayed, Tensor]:
-        """What an operator's density needs of the forward that was just replayed.
+        """What a perturbation's density needs of the forward that was just replayed.
 
         Args:
             logits: z̃ of the forward, (R, V).
@@ -279,7 +279,7 @@ class ReplayScope:
         if learned is not None and scale != 1.0:
             learned = _Scaled(learned, scale)
         mixed = mix(candidates, flat.weights, sigma, flat.noise_keys, added, learned)
-        if self.operator is not None and self.operator.density_of_vector:
+        if self.perturbation is not None and self.perturbation.density_of_vector:
             mixed = mixed.detach()  # a fixed action: the density has the whole gradient
         if self._measure:
             with torch.no_grad():
@@ -311,7 +311,7 @@ def replaying(
     """Replays recorded inputs in a Hugging Face causal model's forward.
 
     Args:
-        model: anything with ``get_input_embeddings()``; an operator's module is taken from
+        model: anything with ``get_input_embeddings()``; a perturbation's module is taken from
             `perturbations.parameters.attached`.
         records: one per row of the batch, in batch order; None for a row that was not perturbed.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.

@@ -1,1 +1,1 @@
-"""One file per operator; the file's name is the operator's name."""
+"""One file per perturbation; the file's name is the perturbation's name."""

@@ -1,4 +1,4 @@
-"""The conformance suites of operators and gates, for ours and for a third party's."""
+"""The conformance suites of perturbations and gates, for ours and for a third party's."""
 
 from perturbations.testing.report import PerturbationError
 from perturbations.testing.suite import check_gate, check_perturbation, inspect

@@ -1,4 +1,4 @@
-"""Checks of a class, its options and its spec: the same for operators and gates."""
+"""Checks of a class, its options and its spec: the same for perturbations and gates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_class(kind: Registry, cls: Any, base: type) -> None:
     """The class itself, and the declaration of each option."""
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise PerturbationError(
-            f"{cls!r} is not {'an operator' if kind is registry.operators else 'a gate'}.",
+            f"{cls!r} is not {'a perturbation' if kind is registry.perturbations else 'a gate'}.",
             f"Please derive it from perturbations.{base.__name__}.",
         )
     if "__dataclass_fields__" not in vars(cls):
@@ -32,7 +32,7 @@ def check_class(kind: Registry, cls: Any, base: type) -> None:
             f"{cls.__qualname__} can be changed after it is made.", "Write @dataclass(frozen=True, kw_only=True)."
         )
     if "name" not in vars(cls):
-        word = "register" if kind is registry.operators else "register_gate"
+        word = "register" if kind is registry.perturbations else "register_gate"
         raise PerturbationError(
             f"{cls.__qualname__} has no name of its own.",
             f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{cls.__name__}.',
@@ -50,7 +50,7 @@ def check_class(kind: Registry, cls: Any, base: type) -> None:
 def _check_declaration(cls: type, field: dataclasses.Field, kind: Registry) -> None:
     label = f"{cls.name}: option {field.name!r}"
     written = f"{field.name}: … = option(default, help)"
-    if field.name in RESERVED or (kind is registry.operators and field.name.startswith(registry.GATE_OPTION)):
+    if field.name in RESERVED or (kind is registry.perturbations and field.name.startswith(registry.GATE_OPTION)):
         raise PerturbationError(
             f"{label} has a reserved name: the spec uses {', '.join(RESERVED)} itself.", "Please rename the option."
         )

@@ -1,4 +1,4 @@
-"""Checks of what an operator proposes, on a small synthetic model."""
+"""Checks of what a perturbation proposes, on a small synthetic model."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _EVERY_ROW = (
 )
 
 
-def check_model(operator: Perturbation) -> None:
+def check_model(perturbation: Perturbation) -> None:
     """There is a small model that the perturbation fits."""
     try:
-        operator.check_model(_SIZES[-1])
+        perturbation.check_model(_SIZES[-1])
     except ValueError as error:
         raise PerturbationError(
-            f"{operator.name}: check_model refuses a vocabulary of {_SIZES[-1]:,} tokens: {error}",
+            f"{perturbation.name}: check_model refuses a vocabulary of {_SIZES[-1]:,} tokens: {error}",
             "Refuse only a vocabulary that is too small for the options.",
         ) from error
 
 
-def vocabulary_for(operator: Perturbation) -> int:
+def vocabulary_for(perturbation: Perturbation) -> int:
     """V of the synthetic model: the smallest that the perturbation fits."""
     for size in _SIZES[:-1]:
         with contextlib.suppress(ValueError):
-            operator.check_model(size)
+            perturbation.check_model(size)
             return size
     return _SIZES[-1]
 
@@ -106,12 +106,12 @@ def unchanged(step: Step, call: Callable[[], object], label: str) -> object:
     return result
 
 
-def check_step(operator: Perturbation, label: str, step: Step) -> None:
+def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     """The proposals for one step: valid, repeatable, and each row's own."""
-    where = f"{operator.name}, {label}:"
-    proposal = unchanged(step, lambda: _propose(operator, step, where), f"{where} propose()")
-    _check_proposal(operator, step, proposal, where)
-    difference = _difference(proposal, _propose(operator, step, where), exact=True)
+    where = f"{perturbation.name}, {label}:"
+    proposal = unchanged(step, lambda: _propose(perturbation, step, where), f"{where} propose()")
+    _check_proposal(perturbation, step, proposal, where)
+    difference = _difference(proposal, _propose(perturbation, step, where), exact=True)
     if difference:
         raise PerturbationError(
             f"{where} the same step gives two results, {difference}.",
@@ -119,23 +119,23 @@ def check_step(operator: Perturbation, label: str, step: Step) -> None:
         )
     order = torch.tensor(ORDER)
     for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
-        difference = _difference(_rows(proposal, rows), _propose(operator, of_rows(step, rows), where))
+        difference = _difference(_rows(proposal, rows), _propose(perturbation, of_rows(step, rows), where))
         if difference:
             raise PerturbationError(f"{where} {what} the result differs, {difference}.", _EVERY_ROW)
     if label == "ordinary logits":
         other = dataclasses.replace(step, seeds=step.seeds + 1)
-        same = _difference(proposal, _propose(operator, other, where), exact=True) is None
+        same = _difference(proposal, _propose(perturbation, other, where), exact=True) is None
         drawn = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
-        _log.info("%s %s", operator.name, drawn)
+        _log.info("%s %s", perturbation.name, drawn)
     _check_record(step, proposal, where)
-    problem = density_problem(operator, step, proposal) if operator.has_density else None
+    problem = density_problem(perturbation, step, proposal) if perturbation.has_density else None
     if problem is not None:
         raise PerturbationError(f"{where} {problem[0]}.", problem[1])
 
 
-def _propose(operator: Perturbation, step: Step, where: str) -> Proposal:
+def _propose(perturbation: Perturbation, step: Step, where: str) -> Proposal:
     try:
-        proposal = operator.propose(step)
+        proposal = perturbation.propose(step)
     except Exception as error:
         raise PerturbationError(
             f"{where} propose() raises {type(error).__name__}: {error}", "It must answer for any logits."
@@ -148,7 +148,7 @@ def _propose(operator: Perturbation, step: Step, where: str) -> Proposal:
     return proposal
 
 
-def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
+def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
     """Shapes, types, ranges and values of one proposal."""
     rows, vocabulary = step.logits.shape
     edit, device = proposal.edit, step.logits.device
@@ -168,7 +168,7 @@ def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, wher
             f"{where} edit.weights holds {bad}.",
             "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan.",
         )
-    _check_weights(operator, edit, where)
+    _check_weights(perturbation, edit, where)
     _check_parts(step, edit, where)
     masked = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
     if masked.any():
@@ -178,12 +178,12 @@ def _check_proposal(operator: Perturbation, step: Step, proposal: Proposal, wher
             "Choose a possible token, for example step.sampled or the argmax of step.logits.",
         )
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    if not torch.isfinite(realise(edit, step.embeddings.lookup, keys, operator.module(_DIMENSION))).all():
+    if not torch.isfinite(realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))).all():
         raise PerturbationError(f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
-def _check_weights(operator: Perturbation, edit: InputEdit, where: str) -> None:
-    weights, kind = edit.weights, operator.mixture
+def _check_weights(perturbation: Perturbation, edit: InputEdit, where: str) -> None:
+    weights, kind = edit.weights, perturbation.mixture
     if kind not in ("convex", "affine", "free"):
         raise PerturbationError(
             f"{where} mixture is {kind!r}.",
@@ -196,7 +196,7 @@ def _check_weights(operator: Perturbation, edit: InputEdit, where: str) -> None:
         )
     sums = weights.double().sum(dim=-1)
     worst = sums[(sums - 1.0).abs().argmax()].item()
-    replaced = edit.vectors is not None or operator.module(_DIMENSION) is not None
+    replaced = edit.vectors is not None or perturbation.module(_DIMENSION) is not None
     if kind != "free" and not replaced and abs(worst - 1.0) > CLOSE:
         raise PerturbationError(
             f"{where} the weights of a position sum to {worst:.6g}.",
@@ -219,21 +219,21 @@ def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
             raise PerturbationError(f"{where} edit.{name} holds {extreme}.", f"It must be {limits}.")
 
 
-def check_module(operator: Perturbation) -> None:
+def check_module(perturbation: Perturbation) -> None:
     """Learned parameters start alike in every process, and each row is its own."""
     torch.manual_seed(1)
-    module = operator.module(_DIMENSION)
+    module = perturbation.module(_DIMENSION)
     torch.manual_seed(2)
-    other = operator.module(_DIMENSION)
+    other = perturbation.module(_DIMENSION)
     for (name, one), two in zip(module.named_parameters(), other.parameters()):
         if not torch.equal(one, two):
             raise PerturbationError(
-                f"{operator.name}: the parameter {name!r} of its module starts differently in each process.",
+                f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process.",
                 "Trainer and rollout each make their own: start with constants, or draw with perturbations.streams.",
             )
     rows = torch.randn(5, _DIMENSION, generator=torch.Generator().manual_seed(3))
     for kind in (torch.float32, torch.bfloat16):
-        made, label = module.to(kind), f"{operator.name}: its module with parameters in {kind}"
+        made, label = module.to(kind), f"{perturbation.name}: its module with parameters in {kind}"
         whole = made(rows, rows.flip(0))
         if whole.dtype != torch.float32:
             raise PerturbationError(
@@ -248,14 +248,14 @@ def check_module(operator: Perturbation) -> None:
                 f"It must treat each row alone. {_EVERY_ROW}",
             )
         check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
-    whole = operator.module(_DIMENSION).requires_grad_()
+    whole = perturbation.module(_DIMENSION).requires_grad_()
     reached = whole(rows, rows.flip(0)).square().sum()
     if reached.requires_grad:
         reached.backward()
     for name, parameter in whole.named_parameters():
         if parameter.grad is None or not torch.isfinite(parameter.grad).all():
             raise PerturbationError(
-                f"{operator.name}: no finite gradient reaches {name}, a parameter of its module.",
+                f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
                 "Use it in forward(), without detach, no_grad or a division by 0.",
             )
 

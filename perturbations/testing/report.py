@@ -13,7 +13,7 @@ CLOSE = 1e-5
 
 
 class PerturbationError(AssertionError):
-    """An operator or a gate breaks its contract.
+    """A perturbation or a gate breaks its contract.
 
     Attributes:
         what: what is wrong, with what was seen.

@@ -1,4 +1,4 @@
-"""The suites: which checks an operator and a gate go through, in order."""
+"""The suites: which checks a perturbation and a gate go through, in order."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from perturbations.testing.report import PerturbationError
 _Checks = Iterator[tuple[str, Callable[[], None]]]
 
 
-def check_perturbation(operator: Perturbation | type[Perturbation] | str, **options: Any) -> None:
-    """Checks that an operator keeps the contract of :class:`perturbations.Perturbation`.
+def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: Any) -> None:
+    """Checks that a perturbation keeps the contract of :class:`perturbations.Perturbation`.
 
     Runs on a small synthetic model, in well under a second, on CPU.
 
     Args:
-        operator: an operator, its class, its registry name, ``./file.py:Name`` or ``package.module:Name``.
-        options: options to create it with; none where ``operator`` is already made.
+        perturbation: a perturbation, its class, its registry name, ``./file.py:Name`` or ``package.module:Name``.
+        options: options to create it with; none where ``perturbation`` is already made.
 
     Raises:
         PerturbationError: for the first broken promise.
-        ValueError: where the options are not the operator's, or nothing has this name.
+        ValueError: where the options are not the perturbation's, or nothing has this name.
     """
-    _raise_first(inspect(operator, "perturbation", **options))
+    _raise_first(inspect(perturbation, "perturbation", **options))
 
 
 def check_gate(gate: Gate | type[Gate] | str, **options: Any) -> None:
@@ -44,7 +44,7 @@ def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator
     """Runs one check after the other.
 
     Args:
-        target: an operator or a gate, its class, or its name.
+        target: a perturbation or a gate, its class, or its name.
         kind: ``perturbation`` or ``gate``.
         options: options to create it with; none where it is already made.
 
@@ -54,7 +54,7 @@ def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator
     Raises:
         ValueError: where the options are not its own, or nothing has this name.
     """
-    kept = registry.operators if kind == "perturbation" else registry.gates
+    kept = registry.perturbations if kind == "perturbation" else registry.gates
     cls, made = _class_of(target, kept, options)
     declared = _outcome(partial(check_class, kept, cls, kept.base_class()))
     yield "the class, and how its options are declared", declared
@@ -65,7 +65,7 @@ def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             made = cls(**options)
-    checks: _Checks = _operator_checks(made) if kind == "perturbation" else _gate_checks(made)
+    checks: _Checks = _perturbation_checks(made) if kind == "perturbation" else _gate_checks(made)
     for title, run in checks:
         yield title, _outcome(run)
 
@@ -87,16 +87,16 @@ def _shared_checks(made: Any) -> _Checks:
     yield "another process makes the same from its spec", partial(check_spec, made)
 
 
-def _operator_checks(operator: Perturbation) -> _Checks:
-    yield from _shared_checks(operator)
-    fits = partial(proposal.check_model, operator)
+def _perturbation_checks(perturbation: Perturbation) -> _Checks:
+    yield from _shared_checks(perturbation)
+    fits = partial(proposal.check_model, perturbation)
     yield "a small model that it fits", fits
     if _outcome(fits) is not None:
         return
-    if operator.module(1) is not None:
-        yield "its learned parameters", partial(proposal.check_module, operator)
-    for label, step in proposal.steps(proposal.vocabulary_for(operator)):
-        yield f"proposals for {label}", partial(proposal.check_step, operator, label, step)
+    if perturbation.module(1) is not None:
+        yield "its learned parameters", partial(proposal.check_module, perturbation)
+    for label, step in proposal.steps(proposal.vocabulary_for(perturbation)):
+        yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)
 
 
 def _gate_checks(gate: Gate) -> _Checks:

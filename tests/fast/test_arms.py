@@ -30,7 +30,7 @@ def test_options_after_colons_and_blanks() -> None:
     assert parse_arms("neighbor rate=0.2 variant=released") == [strategy]
 
 
-def test_an_operator_of_another_package_keeps_its_colon() -> None:
+def test_an_perturbation_of_another_package_keeps_its_colon() -> None:
     (strategy,) = parse_arms("perturbations.strategies.gaussian:Gaussian:sigma=0.5")
     assert strategy.spec is not None and strategy.spec["sigma"] == 0.5
 
@@ -91,7 +91,7 @@ def test_the_same_twice_and_rate_zero() -> None:
     assert [s.spec for s in strategies] == [None, None, None]
 
 
-def test_notes_are_the_operators_warnings() -> None:
+def test_notes_are_the_perturbations_warnings() -> None:
     (strategy,) = parse_arms(None, (), ["neighbor rate=1"])
     assert "greedy decoding" in strategy.notes[0]
 

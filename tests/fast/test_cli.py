@@ -121,7 +121,7 @@ class TestConfigFile:
         command = self.parse(tmp_path, "name: neighbor\nrate: 0.3\nk: 5\n", "--perturbation.rate 0.4")
         assert command.spec == create("neighbor", rate=0.4, k=5).spec()
 
-    def test_operator_flag_overrides_name(self, tmp_path: Path) -> None:
+    def test_perturbation_flag_overrides_name(self, tmp_path: Path) -> None:
         assert self.parse(tmp_path, "name: neighbor\nrate: 0.3\n", "--perturbation soft").spec["name"] == "soft"
 
     @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ class TestMain:
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
         assert "in-tree" in line and "2606.10768" in line
 
-    def test_help_lists_every_operator_and_option(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_lists_every_perturbation_and_option(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["train", "--help"]) == 0
         text = capsys.readouterr().out
         for part in (

@@ -123,7 +123,7 @@ def test_evaluation_and_diagnosis_follow_the_task() -> None:
     assert bare.evaluation is None and bare.diagnosis is None
 
 
-def test_evaluation_is_unperturbed_unless_the_operator_is_part_of_the_policy() -> None:
+def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy() -> None:
     made = plan("--perturbations", "neighbor,hrpo:k=4")
     neighbor, hrpo = (" ".join(eval_words(made, "model", Path("out"), arm)) for arm in made.arms)
     assert "--perturbation" not in neighbor

@@ -1,4 +1,4 @@
-"""Every operator keeps the contract; each way of breaking it is caught with words that mend it."""
+"""Every perturbation keeps the contract; each way of breaking it is caught with words that mend it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OPTIONS = {
 IN_TREE_AND_INSTALLED = sorted(registry.available())
 
 
-def test_the_operators_are_found() -> None:
+def test_the_perturbations_are_found() -> None:
     assert {"none", "neighbor", "gaussian", "gumbel", "soft"} <= set(IN_TREE_AND_INSTALLED)
     assert set(OPTIONS) < set(IN_TREE_AND_INSTALLED)
 
@@ -66,7 +66,7 @@ def test_the_operators_are_found() -> None:
     ("name", "options"),
     [(n, o) for n in IN_TREE_AND_INSTALLED for o in [{}, dict(entropy_min=1, every=2), *OPTIONS.get(n, [])]],
 )
-def test_every_operator_conforms(name: str, options: dict) -> None:
+def test_every_perturbation_conforms(name: str, options: dict) -> None:
     check_perturbation(name, **options)
 
 
@@ -80,7 +80,7 @@ def test_randomness_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-# --- a good operator of a third party, and broken ones that each spoil one thing ------------------
+# --- a good perturbation of a third party, and broken ones that each spoil one thing ------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Good(Perturbation):
         return Proposal(InputEdit(ids, torch.stack([1.0 - share, share], dim=-1)), step.sampled)
 
 
-def test_a_third_partys_operator_conforms_as_instance_class_and_address() -> None:
+def test_a_third_partys_perturbation_conforms_as_instance_class_and_address() -> None:
     check_perturbation(Good(most=0.2))
     check_perturbation(Good, most=0.9, mode="b")
     check_perturbation(f"{__name__}:Good", most=1.0)
@@ -113,7 +113,7 @@ def spoiled(cls: type, name: str) -> type:
 
 
 def breaks(change) -> type:
-    """An operator whose proposal is the good one, changed by ``change(step, ids, weights, tokens)``."""
+    """A perturbation whose proposal is the good one, changed by ``change(step, ids, weights, tokens)``."""
 
     def propose(self: Good, step: Step) -> Proposal:
         good = Good.propose(self, step)
@@ -346,7 +346,7 @@ def test_broken_declarations_are_caught(cls: type, words: list[str], monkeypatch
         assert word in str(error.value)
 
 
-def test_classes_that_are_not_operators() -> None:
+def test_classes_that_are_not_perturbations() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Local(Good):
         name = "local"

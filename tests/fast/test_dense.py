@@ -1,4 +1,4 @@
-"""Operators that return vectors: their records, their replay without gradient, their place in the rollout's store."""
+"""Perturbations that return vectors: their records, their replay without gradient, their place in the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope
 from tests.fast.test_replay import Embedder, small
-from tests.stack.operators import DenseShake
+from tests.stack.own_perturbations import DenseShake
 
 
 def a_record(vectors: np.ndarray | None) -> ReplayRecord:
@@ -102,7 +102,7 @@ def test_realise_by_hand() -> None:
     assert realise(on_top, lookup, None).tolist() == [[9, 11], [13, 15]]
 
 
-def test_a_dense_operator_conforms() -> None:
+def test_a_dense_perturbation_conforms() -> None:
     check_perturbation(DenseShake, strength=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Densities: hand-derived values, gradients by finite differences, and what operators take from their record."""
+"""Densities: hand-derived values, gradients by finite differences, and what perturbations take from their record."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def likely(rows: int, seed: int = 3) -> Tensor:
     return torch.softmax(torch.randn(rows, V, generator=generator(seed)), dim=-1)
 
 
-OPERATORS = [
+PERTURBATIONS = [
     create("gumbel", density="gumbel"),
     create("dirichlet", density="dirichlet", alpha=4.0),
     create("normal", density="normal"),
@@ -189,18 +189,18 @@ OPERATORS = [
 ]
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
-def test_gradient_of_each_operator_reaches_the_logits(operator: Perturbation) -> None:
+@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda o: o.name)
+def test_gradient_of_each_perturbation_reaches_the_logits(perturbation: Perturbation) -> None:
     """The whole of log_density against central differences in float64, at a policy other than the rollout's."""
     step = a_step(likely(6), temperature=0.7)
-    proposal = operator.propose(step)
+    proposal = perturbation.propose(step)
     base = step.logits.double() + 0.02 * torch.randn(6, V, dtype=torch.float64, generator=generator(11))
     lookup = step.embeddings.lookup
 
     def density(logits: Tensor) -> Tensor:
         seen = replayed(step, proposal, logits)
         wide = Replayed(**{**vars(seen), "lookup": lambda ids: lookup(ids).double()})
-        return operator.log_density(wide)
+        return perturbation.log_density(wide)
 
     assert torch.autograd.gradcheck(density, (base.clone().requires_grad_(),), eps=1e-6, atol=1e-5)
     moved = base.clone().requires_grad_()
@@ -210,31 +210,31 @@ def test_gradient_of_each_operator_reaches_the_logits(operator: Perturbation) ->
 
 def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_action() -> None:
     """d/dh of -‖e' - h‖²/(2σ²) is (e' - h)/σ² = ε/σ at the rollout's policy, times each token's weight."""
-    operator = create("gaussian", density="gaussian", base="soft", k=3, tau=1.0)
+    perturbation = create("gaussian", density="gaussian", base="soft", k=3, tau=1.0)
     step = a_step(likely(1))
-    proposal = operator.propose(step)
+    proposal = perturbation.propose(step)
     matrix = step.embeddings.lookup(torch.arange(V)).clone().requires_grad_()
     seen = replayed(step, proposal, step.logits)
     seen = Replayed(**{**vars(seen), "lookup": lambda ids: nn.functional.embedding(ids, matrix)})
-    operator.log_density(seen).sum().backward()
+    perturbation.log_density(seen).sum().backward()
     noise = streams.normal(seen.noise_keys, D)[0]
     want = torch.zeros(V, D)
     want[proposal.edit.ids[0]] = proposal.edit.weights[0].unsqueeze(-1) * noise / proposal.edit.sigma[0]
     torch.testing.assert_close(matrix.grad, want, rtol=1e-4, atol=1e-4)
 
 
-# --- operators: what was recorded is enough -------------------------------------------------------
+# --- perturbations: what was recorded is enough -------------------------------------------------------
 
 
-def by_kind(operator: Perturbation, step: Step, logits: Tensor) -> Tensor:
-    return operator.log_density(replayed(step, operator.propose(step), logits))
+def by_kind(perturbation: Perturbation, step: Step, logits: Tensor) -> Tensor:
+    return perturbation.log_density(replayed(step, perturbation.propose(step), logits))
 
 
 def test_gumbel_takes_its_noise_back_from_the_record() -> None:
     """Against the noise drawn again from its seed, for the rollout's policy and for another."""
-    operator = create("gumbel", density="gumbel", top_p=1.0)
+    perturbation = create("gumbel", density="gumbel", top_p=1.0)
     step = a_step(likely(500))
-    edit = operator.propose(step).edit
+    edit = perturbation.propose(step).edit
     keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
     g = streams.gumbel(keys, edit.ids).clamp(-1.5, 3.0).double()
     for logits in (step.logits, step.logits + 0.5 * torch.randn(500, V, generator=generator(2))):
@@ -243,19 +243,19 @@ def test_gumbel_takes_its_noise_back_from_the_record() -> None:
         noise = (g + old.log() - p.log()).clamp(-1.5, 3.0)
         used = p.log() > -3.0
         want = torch.where(used, -noise - torch.exp(-noise), 0.0).sum(-1) / used.sum(-1)
-        assert (by_kind(operator, step, logits).double() - want).abs().max() < 2e-5
+        assert (by_kind(perturbation, step, logits).double() - want).abs().max() < 2e-5
 
 
 def test_gumbel_with_weights_too_small_for_float32() -> None:
     """p = 1 - 1e-9, 1e-9 and τ = 0.1: the second weight is e^-180 = 0. Its y counts as unlikely, g clamped to -1.5."""
-    operator = create("gumbel", density="gumbel", k=2, top_p=1.0)
+    perturbation = create("gumbel", density="gumbel", k=2, top_p=1.0)
     step = a_step(torch.tensor([[1.0, 1e-9, 0.0]]))
-    edit = operator.propose(step).edit
+    edit = perturbation.propose(step).edit
     assert edit.weights[0, 1] < 1e-38
     half = torch.zeros(1, 3)
     g0 = (edit.normalizer[0] - math.log(0.5 + 1e-6)).clamp(-1.5, 3.0).item()  # y_0 = normalizer, since w_0 = 1
     want = (-g0 - math.exp(-g0) + 1.5 - math.exp(1.5)) / 2
-    assert by_kind(operator, step, half).item() == pytest.approx(want, abs=1e-4)
+    assert by_kind(perturbation, step, half).item() == pytest.approx(want, abs=1e-4)
 
 
 def by_hand(name: str, draws: list[float], p: list[float]) -> float:
@@ -279,10 +279,10 @@ def by_hand(name: str, draws: list[float], p: list[float]) -> float:
 @pytest.mark.parametrize("name", ["gumbel", "dirichlet", "normal"])
 def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) -> None:
     """Against the noise drawn again and the paper's formula in plain numbers; ids cut by top-p have no part in it."""
-    operator = create(name, density=name, top_p=top_p, **({"alpha": 4.0} if name == "dirichlet" else {}))
+    perturbation = create(name, density=name, top_p=top_p, **({"alpha": 4.0} if name == "dirichlet" else {}))
     step = a_step(likely(200))
     logits = step.logits + moved * torch.randn(200, V, generator=generator(2))
-    got = by_kind(operator, step, logits)
+    got = by_kind(perturbation, step, logits)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
     widths = set()
     for row, z in enumerate(step.logits.double()):
@@ -309,9 +309,9 @@ def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_gaussian_soft_is_the_paper_s(temperature: float) -> None:
     """−‖e' − h(θ)‖² / (2σ²) and the constant, h(θ) = Σ softmax(z/τ) E over the new policy's own top-k."""
-    operator = create("gaussian", density="gaussian", base="soft", k=4)
+    perturbation = create("gaussian", density="gaussian", base="soft", k=4)
     step = a_step(likely(50), temperature)
-    edit = operator.propose(step).edit
+    edit = perturbation.propose(step).edit
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     fed = realise(edit, step.embeddings.lookup, keys).double()
     sigma = edit.sigma.double()
@@ -320,29 +320,29 @@ def test_gaussian_soft_is_the_paper_s(temperature: float) -> None:
         shares = torch.softmax(values * temperature / 0.5, dim=-1).unsqueeze(-1)
         h = (step.embeddings.lookup(ids) * shares).sum(dim=1)
         want = -(fed - h).square().sum(-1) / (2 * sigma**2) - D * (sigma * math.sqrt(2 * math.pi)).log()
-        torch.testing.assert_close(by_kind(operator, step, logits).double(), want, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(by_kind(perturbation, step, logits).double(), want, rtol=1e-4, atol=1e-3)
 
 
 def test_gaussian_fuzzy_follows_the_argmax() -> None:
     with pytest.warns(UserWarning, match="argmax"):
-        operator = create("gaussian", density="gaussian", base="fuzzy")
+        perturbation = create("gaussian", density="gaussian", base="fuzzy")
     step = a_step(likely(20))
     moved = step.logits.clone()
     moved[:, 0] = 100.0
     same = step.logits.argmax(-1) == 0
-    change = by_kind(operator, step, moved) - by_kind(operator, step, step.logits)
+    change = by_kind(perturbation, step, moved) - by_kind(perturbation, step, step.logits)
     assert (change[~same] < -1.0).all() and (change[same] == 0.0).all()
 
 
 def test_gaussian_on_the_token_does_not_depend_on_the_logits() -> None:
     """The input's mean is E[x], in which the logits have no part: log N of the noise alone."""
-    operator = create("gaussian", density="gaussian", base="token")
+    perturbation = create("gaussian", density="gaussian", base="token")
     step = a_step(likely(20))
     noise = streams.normal(streams.keys(step.seeds, step.positions, streams.Stream.NOISE), D).double()
-    sigma = operator.propose(step).edit.sigma.double()
+    sigma = perturbation.propose(step).edit.sigma.double()
     want = -0.5 * noise.square().sum(-1) - D * (sigma * math.sqrt(2 * math.pi)).log()
     for logits in (step.logits, step.logits + torch.randn(20, V, generator=generator(2))):
-        torch.testing.assert_close(by_kind(operator, step, logits).double(), want, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(by_kind(perturbation, step, logits).double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_what_is_drawn_beside_the_input() -> None:
@@ -353,8 +353,8 @@ def test_what_is_drawn_beside_the_input() -> None:
         fuzzy = create("gaussian", density="gaussian", base="fuzzy")
     assert not fuzzy.draws_token and fuzzy.density_of_vector
     create("gaussian", base="fuzzy")  # as a plain perturbation its token's log-probability is in the loss: no warning
-    for operator in OPERATORS[:3]:
-        assert not operator.draws_token and not operator.density_of_vector
+    for perturbation in PERTURBATIONS[:3]:
+        assert not perturbation.draws_token and not perturbation.density_of_vector
     assert not create("gaussian").density_of_vector, "with density=token nothing is detached"
 
 
@@ -373,12 +373,12 @@ def test_options_that_do_not_go_together_are_refused(name: str, options: dict, w
         create(name, **options)
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
-def test_default_density_is_the_token(operator: Perturbation) -> None:
-    plain = create(operator.name)
-    assert not plain.has_density and operator.has_density
+@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda o: o.name)
+def test_default_density_is_the_token(perturbation: Perturbation) -> None:
+    plain = create(perturbation.name)
+    assert not plain.has_density and perturbation.has_density
 
 
-def test_an_operator_without_a_density_says_so() -> None:
+def test_an_perturbation_without_a_density_says_so() -> None:
     with pytest.raises(NotImplementedError, match="'soft' has no density"):
         create("soft").log_density(None)

@@ -37,7 +37,7 @@ class Warm(Gumbel):
         return super().log_density(replayed) + 3.0 * replayed.temperature
 
 
-OPERATOR = Warm()
+PERTURBATION = Warm()
 
 
 class Language(Model):
@@ -90,8 +90,8 @@ def training_step(self: Any, experience: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, list]:
-    run_with(monkeypatch, perturbation_spec=OPERATOR.spec())
-    tokens, mask, records = batch(OPERATOR)
+    run_with(monkeypatch, perturbation_spec=PERTURBATION.spec())
+    tokens, mask, records = batch(PERTURBATION)
     records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
@@ -104,7 +104,7 @@ def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs:
     kwargs, mask, records = inputs
     actor, reference = replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()
     old, base = actor.forward(**kwargs), reference.forward(**kwargs)
-    want, _ = run(actor.actor.model, OPERATOR, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
+    want, _ = run(actor.actor.model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
     torch.testing.assert_close(old, (want[:, :-1] * kwargs["action_mask"]).detach())
     assert torch.equal(old, base)
     (own,) = actor.token_log_probs()
@@ -127,12 +127,12 @@ def test_a_batch_without_a_perturbed_position_is_kept_too(inputs: tuple) -> None
     torch.testing.assert_close(old, (plain[:, :-1] * kwargs["action_mask"]).detach())
 
 
-@pytest.mark.parametrize("operator", [OPERATOR, create("gumbel")], ids=["density", "token"])
+@pytest.mark.parametrize("perturbation", [PERTURBATION, create("gumbel")], ids=["density", "token"])
 @pytest.mark.parametrize("missing", [None, [None] * 3, [0, None, 2], [0, 1]], ids=["all", "each", "one", "short"])
 def test_a_sample_without_its_record_is_an_error(
-    inputs: tuple, monkeypatch: pytest.MonkeyPatch, operator: Perturbation, missing: list | None
+    inputs: tuple, monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation, missing: list | None
 ) -> None:
-    run_with(monkeypatch, perturbation_spec=operator.spec())
+    run_with(monkeypatch, perturbation_spec=perturbation.spec())
     kwargs, _, _ = inputs
     rides = kwargs["mm_train_inputs_list"]
     given = {**kwargs, "mm_train_inputs_list": missing and [i if i is None else rides[i] for i in missing]}
@@ -152,11 +152,11 @@ class Bypassing(Language):
         return self.head(self.embedding.weight[tokens])
 
 
-@pytest.mark.parametrize("operator", [OPERATOR, create("gumbel")], ids=["density", "token"])
+@pytest.mark.parametrize("perturbation", [PERTURBATION, create("gumbel")], ids=["density", "token"])
 def test_a_replay_that_did_not_happen_is_an_error(
-    inputs: tuple, monkeypatch: pytest.MonkeyPatch, operator: Perturbation
+    inputs: tuple, monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation
 ) -> None:
-    run_with(monkeypatch, perturbation_spec=operator.spec())
+    run_with(monkeypatch, perturbation_spec=perturbation.spec())
     kwargs, _, _ = inputs
     for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
         made.actor.model = Bypassing()
@@ -183,11 +183,11 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
     assert result["metrics"]["perturbation/ratio_mean"].item() == 1.0
     got = actor.actor.model.head.weight.grad.clone()
     model = Language()
-    new, _ = run(model, OPERATOR, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
+    new, _ = run(model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
     (-(new[:, :-1] * kwargs["action_mask"]).sum()).backward()
     torch.testing.assert_close(got, model.head.weight.grad)
     assert got.abs().max() > 1e-3
-    given = run(model, OPERATOR, kwargs["sequences"], mask, records, temperature=TEMPERATURE)[0].detach()
+    given = run(model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)[0].detach()
     trainer.actor_loss_fn = seen = Seen(loss)
     replaying_training_step(training_step)(trainer, experience)
     torch.testing.assert_close(seen.log_probs, given[:, :-1] * kwargs["action_mask"])

@@ -1,4 +1,4 @@
-"""The conformance suite on operators whose density breaks a promise, and the driver's view of the tokens' own."""
+"""The conformance suite on perturbations whose density breaks a promise, and the driver's view of the tokens' own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fast.run import run_with
 
 
 def broken(**parts: Any) -> type[Perturbation]:
-    """SofT-GRPO's operator with something replaced."""
+    """SofT-GRPO's perturbation with something replaced."""
     namespace = {"name": "broken", "__module__": __name__, "__qualname__": "Broken", **parts}
     made = dataclass(frozen=True, kw_only=True)(type("Broken", (Gumbel,), namespace))
     globals()["Broken"] = made  # the suite makes it again from its address
@@ -86,7 +86,7 @@ def test_broken_densities_are_caught(parts: dict[str, Any], words: str | None) -
 
 
 def test_negative_weights_need_a_declaration() -> None:
-    """The operator of the tree passes as `affine`; the same one that says nothing is refused."""
+    """The perturbation of the tree passes as `affine`; the same one that says nothing is refused."""
     check_perturbation(Normal)
     globals()["Silent"] = silent = dataclass(frozen=True, kw_only=True)(
         type("Silent", (Normal,), {"name": "silent", "mixture": "convex", "__module__": __name__})
@@ -126,7 +126,7 @@ def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) 
     assert all((t == 0.0).all() for t in _token_log_probs(maker([]), experiences))
 
 
-def test_each_recipe_names_an_operator_and_its_options() -> None:
+def test_each_recipe_names_an_perturbation_and_its_options() -> None:
     lines = (ROOT / "examples/recipes/densities.txt").read_text().splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     made = []

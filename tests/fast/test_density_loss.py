@@ -19,11 +19,11 @@ from perturbations.edit import InputEdit
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
-from tests.fast.test_density import OPERATORS, D, V, a_step, generator, likely
+from tests.fast.test_density import PERTURBATIONS, D, V, a_step, generator, likely
 
 
-def record_of(operator: Perturbation, step: Step, prompt: int = 5) -> ReplayRecord:
-    edit = operator.propose(step).edit
+def record_of(perturbation: Perturbation, step: Step, prompt: int = 5) -> ReplayRecord:
+    edit = perturbation.propose(step).edit
     return ReplayRecord(
         int(step.seeds[0]),
         prompt,
@@ -72,20 +72,20 @@ def a_gaussian(base: str) -> Perturbation:
         return create("gaussian", density="gaussian", base=base)
 
 
-EVERY = [*OPERATORS, a_gaussian("token"), a_gaussian("fuzzy")]
+EVERY = [*PERTURBATIONS, a_gaussian("token"), a_gaussian("fuzzy")]
 
 
-def name_of(operator: Perturbation) -> str:
-    return "-".join([operator.name, *([operator.base] if operator.name == "gaussian" else [])])
+def name_of(perturbation: Perturbation) -> str:
+    return "-".join([perturbation.name, *([perturbation.base] if perturbation.name == "gaussian" else [])])
 
 
-def batch(operator: Perturbation) -> tuple[Tensor, Tensor, list[ReplayRecord | None]]:
+def batch(perturbation: Perturbation) -> tuple[Tensor, Tensor, list[ReplayRecord | None]]:
     """Three right-padded samples of 12, 9 and 7 tokens with 4, none and 3 perturbed positions, one of them cut off."""
     tokens = torch.randint(0, V, (3, 12), generator=generator())
     mask = torch.ones_like(tokens)
     mask[1, 9:], mask[2, 7:] = 0, 0
-    first = record_of(operator, a_step(likely(4)))
-    third = record_of(operator, a_step(likely(3), seed=5))
+    first = record_of(perturbation, a_step(likely(4)))
+    third = record_of(perturbation, a_step(likely(3), seed=5))
     return tokens, mask, [first, None, third]
 
 
@@ -96,7 +96,7 @@ def perturbed(record: ReplayRecord | None, mask: Tensor) -> list[tuple[int, int]
 
 def run(
     model: Model,
-    operator: Perturbation,
+    perturbation: Perturbation,
     tokens: Tensor,
     mask: Tensor,
     records: list,
@@ -106,7 +106,7 @@ def run(
     labels, shape = torch.roll(tokens, -1, 1), tokens.shape
     if packed:
         tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
-    scope = ReplayScope(model.embedding, operator=operator)
+    scope = ReplayScope(model.embedding, perturbation=perturbation)
     with scope(records, mask), densities(scope, temperature) as ours:
         result = hooked(model(tokens) / temperature, labels)
     if packed:
@@ -114,13 +114,13 @@ def run(
     return result, ours
 
 
-@pytest.mark.parametrize("operator", EVERY, ids=name_of)
+@pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, packed: bool) -> None:
+def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation, packed: bool) -> None:
     """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
     model = Model()
-    tokens, mask, records = batch(operator)
-    got, ours = run(model, operator, tokens, mask, records, packed)
+    tokens, mask, records = batch(perturbation)
+    got, ours = run(model, perturbation, tokens, mask, records, packed)
     with ReplayScope(model.embedding)(records, mask):
         logits = model(tokens)
     want = log_probs_of(logits, torch.roll(tokens, -1, 1))
@@ -137,25 +137,25 @@ def test_densities_stand_at_perturbed_positions_alone(operator: Perturbation, pa
             )
             row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
             alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding)
-            if not operator.density_of_vector:
-                want[sample, t - 1] = operator.log_density(alone)
-            elif not operator.draws_token:
+            if not perturbation.density_of_vector:
+                want[sample, t - 1] = perturbation.log_density(alone)
+            elif not perturbation.draws_token:
                 want[sample, t - 1] = 0.0
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
     changed = (got - plain).abs() > 1e-6
-    assert changed[mask.bool()].sum() == 0 if operator.draws_token else changed[mask.bool()].sum() >= 6
+    assert changed[mask.bool()].sum() == 0 if perturbation.draws_token else changed[mask.bool()].sum() >= 6
     own = token_log_probs(got[:, 4:-1].detach(), records, ours.tokens, mask)
     answers = mask[:, 5:].bool()
     torch.testing.assert_close(own[answers], plain[:, 4:-1].detach()[answers])
 
 
-@pytest.mark.parametrize("operator", EVERY[:-1], ids=name_of)
-def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(operator: Perturbation) -> None:
+@pytest.mark.parametrize("perturbation", EVERY[:-1], ids=name_of)
+def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(perturbation: Perturbation) -> None:
     model = Model()
-    tokens, mask, records = batch(operator)
+    tokens, mask, records = batch(perturbation)
     with torch.no_grad():
-        old, _ = run(model, operator, tokens, mask, records)
-    new, _ = run(model, operator, tokens, mask, records)
+        old, _ = run(model, perturbation, tokens, mask, records)
+    new, _ = run(model, perturbation, tokens, mask, records)
     assert torch.equal(old, new.detach())
     at = torch.zeros_like(mask, dtype=torch.bool)
     for sample, record in enumerate(records):
@@ -165,27 +165,27 @@ def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(opera
     assert model.head.weight.grad.abs().max() > 1e-4
     with torch.no_grad():
         model.head.weight += 0.1 * torch.randn(V, D, generator=generator())
-        moved, _ = run(model, operator, tokens, mask, records)
+        moved, _ = run(model, perturbation, tokens, mask, records)
     assert ((moved - old)[at].abs() > 1e-3).sum() >= 5
 
 
 def test_left_padding_and_cut_trajectories() -> None:
-    operator, model = OPERATORS[0], Model()
-    tokens, mask, records = batch(operator)
-    got, _ = run(model, operator, tokens, mask, records)
+    perturbation, model = PERTURBATIONS[0], Model()
+    tokens, mask, records = batch(perturbation)
+    got, _ = run(model, perturbation, tokens, mask, records)
     left = torch.roll(tokens[2], 5), torch.roll(mask[2], 5)
-    padded, _ = run(model, operator, left[0][None], left[1][None], [records[2]])
+    padded, _ = run(model, perturbation, left[0][None], left[1][None], [records[2]])
     torch.testing.assert_close(padded[0, 5:-1], got[2, :6])
-    cut, _ = run(model, operator, tokens[:1, :7], mask[:1, :7], records[:1])
+    cut, _ = run(model, perturbation, tokens[:1, :7], mask[:1, :7], records[:1])
     torch.testing.assert_close(cut[0, :6], got[0, :6])
 
 
-@pytest.mark.parametrize("operator", EVERY, ids=name_of)
-def test_a_batch_without_a_perturbed_position_is_left_alone(operator: Perturbation) -> None:
+@pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
+def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Perturbation) -> None:
     """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
     model = Model()
-    tokens, mask, records = batch(operator)
-    got, ours = run(model, operator, tokens, mask, [None if r is None else r.truncate(5) for r in records])
+    tokens, mask, records = batch(perturbation)
+    got, ours = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
     assert torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
     assert ours.tokens.shape == (0,)
     calls, seen = [], []
@@ -197,72 +197,72 @@ def test_a_batch_without_a_perturbed_position_is_left_alone(operator: Perturbati
 
     model.embedding.register_forward_hook(count)
     for given in (records, [None] * 3):
-        run(model, operator, tokens, mask, given)[0].sum().backward()
+        run(model, perturbation, tokens, mask, given)[0].sum().backward()
         seen.append(sorted(calls))
         calls.clear()
     assert seen[0] == seen[1], "as many lookups, forward and backward, as with perturbed positions"
 
 
-@pytest.mark.parametrize("operator", [o for o in EVERY if o.density_of_vector], ids=name_of)
-def test_a_vector_s_density_enters_as_reinforce(operator: Perturbation) -> None:
+@pytest.mark.parametrize("perturbation", [o for o in EVERY if o.density_of_vector], ids=name_of)
+def test_a_vector_s_density_enters_as_reinforce(perturbation: Perturbation) -> None:
     """Values are the token's, or 0 where none was drawn; the gradient is the density's and the token's."""
     model = Model()
-    tokens, mask, records = batch(operator)
+    tokens, mask, records = batch(perturbation)
     with torch.no_grad():
-        old, _ = run(model, operator, tokens, mask, records)
-    got, _ = run(model, operator, tokens, mask, records)
+        old, _ = run(model, perturbation, tokens, mask, records)
+    got, _ = run(model, perturbation, tokens, mask, records)
     assert torch.equal(old, got.detach())
     got.sum().backward()
-    scope = ReplayScope(model.embedding, operator=operator)
+    scope = ReplayScope(model.embedding, perturbation=perturbation)
     with scope(records, mask):
         logits = model(tokens)
         log_probs = log_probs_of(logits, torch.roll(tokens, -1, 1))
         seen, inside = scope.replayed(logits.flatten(0, 1), log_probs.flatten(), 1.0)
         plain = log_probs.flatten().index_fill(0, seen.rows[inside], 0.0).sum()
-        joint = operator.log_density(seen)[inside].sum() + plain
-        if operator.draws_token:
+        joint = perturbation.log_density(seen)[inside].sum() + plain
+        if perturbation.draws_token:
             joint = joint + seen.token_log_probs[inside].sum()
         want = torch.autograd.grad(joint, [model.embedding.weight, model.head.weight])
     torch.testing.assert_close(model.embedding.weight.grad, want[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.head.weight.grad, want[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("operator", EVERY, ids=name_of)
-def test_the_fed_vector_has_a_gradient_where_its_density_is_of_draws(operator: Perturbation) -> None:
+@pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
+def test_the_fed_vector_has_a_gradient_where_its_density_is_of_draws(perturbation: Perturbation) -> None:
     """Through the input alone: a vector that is itself the action is fixed, a mixture of draws is not."""
     model = Model()
-    tokens, mask, records = batch(operator)
-    with ReplayScope(model.embedding, operator=operator)(records, mask):
+    tokens, mask, records = batch(perturbation)
+    with ReplayScope(model.embedding, perturbation=perturbation)(records, mask):
         fed = model.embedding(tokens)
     at = [(s, t) for s, r in enumerate(records) for _, t in perturbed(r, mask[s])]
     sum(fed[s, t].sum() for s, t in at).backward()
-    assert model.embedding.weight.grad.any() != operator.density_of_vector
+    assert model.embedding.weight.grad.any() != perturbation.density_of_vector
 
 
 def test_a_forward_that_never_asks_for_log_probabilities_is_an_error() -> None:
-    operator, model = OPERATORS[0], Model()
-    tokens, mask, records = batch(operator)
-    scope = ReplayScope(model.embedding, operator=operator)
+    perturbation, model = PERTURBATIONS[0], Model()
+    tokens, mask, records = batch(perturbation)
+    scope = ReplayScope(model.embedding, perturbation=perturbation)
     error = pytest.raises(RuntimeError, match=r"was not computed.*--perturbation\.density token")
     with error, scope(records, mask), densities(scope, 1.0):
         log_probs_of(model(tokens), tokens)
 
 
 def test_logits_of_other_rows_are_an_error() -> None:
-    operator, model = OPERATORS[0], Model()
-    tokens, mask, records = batch(operator)
-    scope = ReplayScope(model.embedding, operator=operator)
+    perturbation, model = PERTURBATIONS[0], Model()
+    tokens, mask, records = batch(perturbation)
+    scope = ReplayScope(model.embedding, perturbation=perturbation)
     error = pytest.raises(RuntimeError, match="33 rows of logits for a replayed forward of 36 tokens")
     with error, scope(records, mask), densities(scope, 1.0):
         hooked(model(tokens)[:, :-1], tokens[:, :-1])
 
 
 def test_outside_a_scope_the_function_is_the_original() -> None:
-    operator, model = OPERATORS[0], Model()
-    tokens, mask, records = batch(operator)
-    run(model, operator, tokens, mask, records)
+    perturbation, model = PERTURBATIONS[0], Model()
+    tokens, mask, records = batch(perturbation)
+    run(model, perturbation, tokens, mask, records)
     assert torch.equal(hooked(model(tokens), tokens), log_probs_of(model(tokens), tokens))
-    scope = ReplayScope(model.embedding, operator=create("gumbel"))
+    scope = ReplayScope(model.embedding, perturbation=create("gumbel"))
     with scope(records, mask), densities(scope, 1.0) as ours:
         hooked(model(tokens), tokens)
     assert ours is None

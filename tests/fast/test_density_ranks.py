@@ -34,4 +34,4 @@ def test_two_ranks_call_alike() -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
     for output in outputs:
-        assert output.split() == [name_of(operator) for operator in EVERY]
+        assert output.split() == [name_of(perturbation) for perturbation in EVERY]

@@ -1,4 +1,4 @@
-"""The embedding map on a small embedding made by hand: no engine, real operators."""
+"""The embedding map on a small embedding made by hand: no engine, real perturbations."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ def made(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_neighbors_stay_related_and_noise_does_not(made: Any) -> None:
     found = made("none,neighbor:rate=0.1,neighbor:rate=0.9,gaussian:sigma=0.01,gaussian:sigma=30")
-    operators = {operator["strategy"]: operator for operator in found["operators"]}
+    perturbations = {perturbation["strategy"]: perturbation for perturbation in found["perturbations"]}
     # Strategies that differ in their gates alone are one; the unperturbed one is not drawn.
-    assert list(operators) == ["neighbor rate=0.1", "gaussian sigma=0.01", "gaussian sigma=30"]
-    assert operators["neighbor rate=0.1"]["unrelated_share"] == 0.0
-    assert operators["gaussian sigma=0.01"]["changed_share"] == 0.0
+    assert list(perturbations) == ["neighbor rate=0.1", "gaussian sigma=0.01", "gaussian sigma=30"]
+    assert perturbations["neighbor rate=0.1"]["unrelated_share"] == 0.0
+    assert perturbations["gaussian sigma=0.01"]["changed_share"] == 0.0
     # Pure noise is nearest to any of 96 tokens; 11 of them are the token and its ten nearest.
-    assert operators["gaussian sigma=30"]["unrelated_share"] == pytest.approx(85 / 96, abs=0.1)
-    assert operators["gaussian sigma=30"]["other_token_drawn"] == 0.0
+    assert perturbations["gaussian sigma=30"]["unrelated_share"] == pytest.approx(85 / 96, abs=0.1)
+    assert perturbations["gaussian sigma=30"]["other_token_drawn"] == 0.0
 
 
 def test_tokens_without_a_context_are_left_out(made: Any) -> None:
     found = made("gaussian")
     assert [token["id"] for token in found["tokens"]] == [0, MEMBERS]
     assert [token["contexts"] for token in found["tokens"]] == [2, 1]
-    assert {point["token"] for point in found["operators"][0]["points"]} == {0, 1}
-    assert len(found["operators"][0]["points"]) == 2 * embedding_map.COPIES
+    assert {point["token"] for point in found["perturbations"][0]["points"]} == {0, 1}
+    assert len(found["perturbations"][0]["points"]) == 2 * embedding_map.COPIES
     assert len(found["neighbors"]) == 2 * 8
 
 
@@ -90,7 +90,7 @@ def test_the_same_seed_gives_the_same_map(made: Any) -> None:
 
 
 def test_gumbel_draws_other_tokens_of_the_family(made: Any) -> None:
-    (gumbel,) = made("gumbel")["operators"]
+    (gumbel,) = made("gumbel")["perturbations"]
     # Twelve equally likely tokens, of which five are mixed: the likeliest is drawn about once in five.
     assert 0.5 < gumbel["other_token_drawn"] < 0.95
     assert gumbel["changed_share"] > 0.5
@@ -125,11 +125,11 @@ def test_the_probe_keeps_the_steps_that_were_asked_for(embedding: torch.Tensor) 
     step = Step(
         logits, sampled, torch.ones(4), torch.zeros(4, dtype=torch.int64), positions, matrix_embeddings(embedding)
     )
-    operator = create(probe.ADDRESS)
+    perturbation = create(probe.ADDRESS)
     probe.COLLECTION.start([5], 2)
-    proposal = operator.propose(step)
+    proposal = perturbation.propose(step)
     kept = probe.COLLECTION.stop()
     assert proposal.tokens.tolist() == sampled.tolist() and proposal.edit.ids.squeeze(-1).tolist() == sampled.tolist()
     assert [(float(row.max()), position) for row, position in kept[5]] == [(2.0, 10), (4.0, 12)] and list(kept) == [5]
-    operator.propose(step)
+    perturbation.propose(step)
     assert probe.COLLECTION.stop() == {}

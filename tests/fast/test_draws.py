@@ -19,8 +19,8 @@ from tests.fast.test_density_loss import record_of
 
 def test_recorded_noise_is_that_of_its_seed_to_float32_rounding() -> None:
     """Box-Muller over SplitMix64 in float64 numpy, from nothing but the record's bytes."""
-    operator = create("gaussian")
-    record = ReplayRecord.from_bytes(record_of(operator, a_step(likely(4), seed=123456789)).to_bytes())
+    perturbation = create("gaussian")
+    record = ReplayRecord.from_bytes(record_of(perturbation, a_step(likely(4), seed=123456789)).to_bytes())
     mask = (1 << 64) - 1
 
     def mixed(x: int) -> int:

@@ -479,11 +479,11 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
     from ngrpo.rollout.perturber import RolloutPerturber
     from ngrpo.rollout.trajectories import TrajectoryStore
 
-    operator = create("neighbor", rate=1.0, gate=EveryThird())
+    perturbation = create("neighbor", rate=1.0, gate=EveryThird())
     store = TrajectoryStore(2, 64)
-    gate = BoundGate(operator, lambda _: [15, 15, 15], list, 16, store.slots, "cpu")
+    gate = BoundGate(perturbation, lambda _: [15, 15, 15], list, 16, store.slots, "cpu")
     perturber = RolloutPerturber(
-        operator, store, gate, matrix_embeddings(torch.eye(16)), NoModel(), torch.device("cpu")
+        perturbation, store, gate, matrix_embeddings(torch.eye(16)), NoModel(), torch.device("cpu")
     )
     prompts = {"a": 5, "b": 8}
     for name, prompt in prompts.items():

@@ -151,16 +151,16 @@ def test_a_scaled_embedding() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    operator = create("hrpo")
-    module = operator.module(4)
+    perturbation = create("hrpo")
+    module = perturbation.module(4)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     module.to(torch.bfloat16)
-    assert not parameters_file.load_saved(operator.module(4), operator, str(tmp_path)), "nothing is there yet"
-    parameters_file.save(tmp_path, operator, module.state_dict())
+    assert not parameters_file.load_saved(perturbation.module(4), perturbation, str(tmp_path)), "nothing is there yet"
+    parameters_file.save(tmp_path, perturbation, module.state_dict())
     assert [p.name for p in tmp_path.iterdir()] == ["perturbation"], "nothing at the top, where vLLM reads every file"
-    again = operator.module(4)
-    assert parameters_file.load_saved(again, operator, str(tmp_path))
+    again = perturbation.module(4)
+    assert parameters_file.load_saved(again, perturbation, str(tmp_path))
     for name, value in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], value.float())
     with pytest.raises(ValueError, match=r"trained with start=0.99, this run has start=0.9\b.*saved value"):
@@ -168,7 +168,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trained with name='hrpo', this run has name='scaled'"):
         parameters_file.load_saved(Scale(4), Scaled(), str(tmp_path))
     with pytest.raises(ValueError, match=r"shape \(5,\), the saved one \(4,\).*another hidden size"):
-        parameters_file.load_saved(operator.module(5), operator, str(tmp_path))
+        parameters_file.load_saved(perturbation.module(5), perturbation, str(tmp_path))
 
 
 def test_names_that_are_not_the_modules() -> None:
@@ -200,14 +200,14 @@ def test_learning_rates_make_groups() -> None:
     rates = {id(b): 1e-3, id(c): 1e-4, id(d): 1e-3}
     result = separate(groups, rates)
     assert [(g.get("lr"), len(g["params"])) for g in result] == [(None, 1), (1e-3, 2), (1e-4, 1)]
-    operator = create("hrpo", gate_lr="none")
-    assert (operator.learning_rate("w_r"), operator.learning_rate("lambda_shift")) == (None, 1e-3)
+    perturbation = create("hrpo", gate_lr="none")
+    assert (perturbation.learning_rate("w_r"), perturbation.learning_rate("lambda_shift")) == (None, 1e-3)
 
 
 @register("scaled")
 @dataclass(frozen=True, kw_only=True)
 class Scaled(Perturbation):
-    """The operator with parameters of docs/hrpo.md."""
+    """The perturbation with parameters of docs/hrpo.md."""
 
     def propose(self, step: Step) -> Proposal:
         values, ids = step.logits.topk(8, dim=-1)
@@ -226,7 +226,7 @@ class Scale(nn.Module):
         return self.scale.float() * mixture
 
 
-def test_a_third_partys_operator_with_parameters_conforms() -> None:
+def test_a_third_partys_perturbation_with_parameters_conforms() -> None:
     check_perturbation(Scaled)
 
 

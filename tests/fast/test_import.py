@@ -43,8 +43,10 @@ def test_names_and_options_need_no_torch(use: str) -> None:
 
 def test_the_library_needs_only_torch_and_numpy() -> None:
     public = "import perturbations as p; [getattr(p, name) for name in p.__all__]"
-    operators = "from perturbations import registry; [registry.get(name) for name in registry.operators.in_tree()]"
-    _, modules = probe(f"{public}; {operators}")
+    perturbations = (
+        "from perturbations import registry; [registry.get(name) for name in registry.perturbations.in_tree()]"
+    )
+    _, modules = probe(f"{public}; {perturbations}")
     assert "torch" in modules
     assert not modules & (set(HEAVY) - {"torch"})
 

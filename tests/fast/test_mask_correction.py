@@ -138,16 +138,18 @@ def test_the_policy_gradient_of_a_truncated_bandit() -> None:
 @pytest.mark.parametrize("density", [False, True])
 def test_together_with_a_density(density: bool) -> None:
     """A density of the input stands as it is; where the token was drawn too, its log π is the one among those left."""
-    operator = create("gumbel", density="gumbel") if density else create("gaussian", base="token", density="gaussian")
+    perturbation = (
+        create("gumbel", density="gumbel") if density else create("gaussian", base="token", density="gaussian")
+    )
     model, (tokens, mask, _) = Model(), batch()
-    record = record_of(operator, a_step(likely(4)))  # perturbed positions of the first sample
+    record = record_of(perturbation, a_step(likely(4)))  # perturbed positions of the first sample
     at = int(record.positions[0])
     among = sorted({int(tokens[0, at]), 0, 1, 2})
     both = with_densities(hooked)
     found = []
     for left in ({at: among}, {}):
         sides = [carried(left, replay=record), carried({}), carried({})]
-        scope = ReplayScope(model.embedding, operator=operator)
+        scope = ReplayScope(model.embedding, perturbation=perturbation)
         with corrected(sides, mask), scope([record, None, None], mask), densities(scope, 1.0):
             logits = model(tokens)
             found.append(both(logits, torch.roll(tokens, -1, 1))[0, at - 1])

@@ -106,15 +106,15 @@ def test_several_loads_with_nothing_asked_between_are_one_sync() -> None:
 def test_the_scale_is_always_refreshed_and_mixtures_are_of_the_current_embeddings() -> None:
     """Anchor 0, kept neighbor 1: logits equal, so the mixture is (E[0] + E[1]) / 2: 0.5 at first, 10 after the sync."""
     embedding, embeddings = line()
-    operator = create("neighbor", metric="l2", k=2, refresh="never")
+    perturbation = create("neighbor", metric="l2", k=2, refresh="never")
     logits = torch.tensor([[2.0, 2.0, 0.0, 0.0, 0.0]])
     one = torch.ones(1)
     step = Step(logits, torch.tensor([0]), one, one.long(), one.long(), embeddings)
-    assert realise(operator.propose(step).edit, embeddings.lookup, None).item() == pytest.approx(0.5)
+    assert realise(perturbation.propose(step).edit, embeddings.lookup, None).item() == pytest.approx(0.5)
     rms = embeddings.rms().item()
     embedding[1] = AWAY
     embeddings.refresh()
-    proposal = operator.propose(step)
+    proposal = perturbation.propose(step)
     assert proposal.edit.ids.tolist() == [[0, 1]]
     assert realise(proposal.edit, embeddings.lookup, None).item() == pytest.approx(10.0)
     # Mean squares: (1 + 9 + 100 + 144) / 5 = 50.8, then (400 + 9 + 100 + 144) / 5 = 130.6

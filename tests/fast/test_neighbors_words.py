@@ -114,7 +114,7 @@ def test_rows_are_filtered_when_filled_and_not_when_asked(monkeypatch: pytest.Mo
     assert ids.tolist() == [[4, 2], [3, 5]]
 
 
-def test_through_the_geometry_and_the_operator() -> None:
+def test_through_the_geometry_and_the_perturbation() -> None:
     embeddings = matrix_embeddings(LINE, texts=TEXTS)
     assert embeddings.index("l2").query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
     assert embeddings.index("l2", skip_same_word=True).query(torch.tensor([0]), 2)[0].tolist() == [[3, 5]]

@@ -1,4 +1,4 @@
-"""Every bad input of registry and options gets a message that mends it; every good one finds its operator."""
+"""Every bad input of registry and options gets a message that mends it; every good one finds its perturbation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perturbations.base import Perturbation
 from perturbations.options import allowed, coerce, nearest, option
 from perturbations.registry import create
 
-OPERATOR = """
+PERTURBATION = """
 from dataclasses import dataclass
 from perturbations import Perturbation, Proposal, option, register
 from perturbations.edit import one_hot
@@ -34,9 +34,9 @@ class {name}(Perturbation):
 @pytest.fixture(autouse=True)
 def clean_registry(monkeypatch: pytest.MonkeyPatch):
     """What a test registers or imports is gone after it."""
-    for name in registry.operators.in_tree():
+    for name in registry.perturbations.in_tree():
         registry.get(name)
-    for kind in (registry.operators, registry.gates):
+    for kind in (registry.perturbations, registry.gates):
         monkeypatch.setattr(kind, "registered", dict(kind.registered))
     before = set(sys.modules)
     yield
@@ -45,8 +45,8 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch):
             del sys.modules[name]
 
 
-def write_module(folder: Path, name: str, operator: str = "Theirs", decorator: str = "") -> None:
-    (folder / f"{name}.py").write_text(OPERATOR.format(name=operator, decorator=decorator))
+def write_module(folder: Path, name: str, perturbation: str = "Theirs", decorator: str = "") -> None:
+    (folder / f"{name}.py").write_text(PERTURBATION.format(name=perturbation, decorator=decorator))
 
 
 def message(call) -> str:
@@ -131,10 +131,10 @@ def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: li
 )
 def test_k_beyond_the_vocabulary(name: str, k: int, vocabulary: int) -> None:
     extra = dict(base="soft") if name == "gaussian" else {}
-    operator = create(name, k=k, **extra)
-    text = message(lambda: operator.check_model(vocabulary))
+    perturbation = create(name, k=k, **extra)
+    text = message(lambda: perturbation.check_model(vocabulary))
     assert f"k={k}" in text and f", {vocabulary}]" in text
-    operator.check_model(k)
+    perturbation.check_model(k)
 
 
 def test_k_is_of_no_concern_to_gaussian_noise_on_a_token() -> None:
@@ -209,25 +209,25 @@ def test_available_lists_the_tree() -> None:
 def test_module_and_name_from_a_folder_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, "their_plain")
     monkeypatch.syspath_prepend(tmp_path)
-    operator = create("their_plain:Theirs", strength="0.25", rate=0.5)
-    assert (operator.strength, operator.rate) == (0.25, 0.5)
-    assert operator.spec()["name"] == "their_plain:Theirs"
-    assert create(**operator.spec()) == operator
+    perturbation = create("their_plain:Theirs", strength="0.25", rate=0.5)
+    assert (perturbation.strength, perturbation.rate) == (0.25, 0.5)
+    assert perturbation.spec()["name"] == "their_plain:Theirs"
+    assert create(**perturbation.spec()) == perturbation
     assert "strength=2" in message(lambda: create("their_plain:Theirs", strength=2))
 
 
-def test_a_registered_operator_elsewhere_is_found_by_another_process(
+def test_a_registered_perturbation_elsewhere_is_found_by_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_module(tmp_path, "their_registered", decorator='@register("theirs")')
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("their_registered")
-    operator = create("theirs")
+    perturbation = create("theirs")
     assert registry.available()["theirs"] == "their_registered"
     # Another process has not imported the module, so the spec must not rely on the short name.
-    assert operator.spec()["name"] == "their_registered:Theirs"
-    registry.operators.registered.pop("theirs")
-    assert create(**operator.spec()) == operator
+    assert perturbation.spec()["name"] == "their_registered:Theirs"
+    registry.perturbations.registered.pop("theirs")
+    assert create(**perturbation.spec()) == perturbation
 
 
 def install(folder: Path, package: str, entries: str) -> None:
@@ -235,7 +235,7 @@ def install(folder: Path, package: str, entries: str) -> None:
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.operators.group}]\n{entries}\n")
+    (info / "entry_points.txt").write_text(f"[{registry.perturbations.group}]\n{entries}\n")
 
 
 def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +244,8 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     assert registry.available()["wobble"] == "their_installed:Theirs"
     assert "their_installed" not in sys.modules  # listing names imports nothing
-    operator = create("wobble", strength=1)
-    assert operator.spec()["name"] == "wobble" and create(**operator.spec()) == operator
+    perturbation = create("wobble", strength=1)
+    assert perturbation.spec()["name"] == "wobble" and create(**perturbation.spec()) == perturbation
     assert "Did you mean 'wobble'?" in message(lambda: create("woble"))
     assert "their_missing" in message(lambda: create("broken"))
 
@@ -259,10 +259,10 @@ def test_a_subclass_without_a_name_is_not_taken_for_its_parent(tmp_path: Path, m
         "    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    operator = create("their_subclass:Softer")
-    assert operator.spec()["name"] == "their_subclass:Softer"
-    assert type(create(**operator.spec())) is type(operator)
-    assert type(operator)().spec() != create("soft").spec()
+    perturbation = create("their_subclass:Softer")
+    assert perturbation.spec()["name"] == "their_subclass:Softer"
+    assert type(create(**perturbation.spec())) is type(perturbation)
+    assert type(perturbation)().spec() != create("soft").spec()
     module = sys.modules["their_subclass"]
     del module.Softer.name  # as when it is made directly, not through the registry
     assert module.Softer().spec()["name"] == "their_subclass:Softer"
@@ -277,7 +277,7 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = message(lambda: importlib.import_module("their_second"))
     assert "'twice'" in text and "their_first.Theirs" in text and "another name" in text
     importlib.reload(first)  # the same class again is no duplicate
-    registry.operators.registered.pop("neighbor")  # even before ours was imported
+    registry.perturbations.registered.pop("neighbor")  # even before ours was imported
     text = message(lambda: importlib.import_module("their_clash"))
     assert "'neighbor'" in text and "their_clash.Theirs" in text
 
@@ -285,21 +285,21 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- specs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(registry.operators.in_tree()))
+@pytest.mark.parametrize("name", sorted(registry.perturbations.in_tree()))
 def test_spec_round_trip(name: str) -> None:
-    operator = create(name, seed=5, until="none", protect="1,2")
-    spec = operator.spec()
+    perturbation = create(name, seed=5, until="none", protect="1,2")
+    spec = perturbation.spec()
     assert spec["name"] == name and spec["seed"] == 5 and spec["until"] is None
     again = create(**spec)
-    assert again == operator and again.fingerprint() == operator.fingerprint()
-    assert create(name, seed=6).fingerprint() != operator.fingerprint()
+    assert again == perturbation and again.fingerprint() == perturbation.fingerprint()
+    assert create(name, seed=6).fingerprint() != perturbation.fingerprint()
 
 
-def test_operators_are_frozen_and_compare_by_value() -> None:
-    operator = create("neighbor", k=2)
-    assert operator == create("neighbor", k="2") != create("neighbor", k=3)
+def test_perturbations_are_frozen_and_compare_by_value() -> None:
+    perturbation = create("neighbor", k=2)
+    assert perturbation == create("neighbor", k="2") != create("neighbor", k=3)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        operator.k = 4
+        perturbation.k = 4
 
 
 def test_variant_sets_three_options_unless_they_are_set() -> None:
@@ -324,10 +324,10 @@ def test_greedy_combination_warns_and_no_other() -> None:
 
 
 def test_gate_and_activity_follow_the_options() -> None:
-    operator = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
-    assert (operator.rate, operator.every, operator.burn_in, operator.gate) == (0.2, 2, 3, None)
-    assert (operator.until, operator.entropy_min, operator.protect) == ("x", 1.0, "digits")
-    assert operator.active and not create("neighbor", rate=0).active and not create("none").active
+    perturbation = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
+    assert (perturbation.rate, perturbation.every, perturbation.burn_in, perturbation.gate) == (0.2, 2, 3, None)
+    assert (perturbation.until, perturbation.entropy_min, perturbation.protect) == ("x", 1.0, "digits")
+    assert perturbation.active and not create("neighbor", rate=0).active and not create("none").active
 
 
 def test_defaults_are_those_of_the_papers() -> None:

@@ -61,11 +61,11 @@ TWO_STEPS = torch.tensor(
 class Model(nn.Module):
     """Logits of a row follow from that row's input alone, so one sequence holds many independent episodes."""
 
-    def __init__(self, operator: Perturbation) -> None:
+    def __init__(self, perturbation: Perturbation) -> None:
         super().__init__()
         self.embedding = nn.Embedding.from_pretrained(EMBEDDING.clone(), freeze=False)
         self.head = nn.Parameter(HEAD.clone())
-        module = attach(self, operator)
+        module = attach(self, perturbation)
         if module is not None:
             drawn = torch.Generator().manual_seed(1)
             for parameter in module.parameters():
@@ -102,7 +102,7 @@ log_probs_from_logits = with_densities(plain_log_probs)
 
 
 @torch.no_grad()
-def rollout(model: Model, operator: Perturbation, steps: int, seed: int) -> tuple[Tensor, ReplayRecord, Tensor]:
+def rollout(model: Model, perturbation: Perturbation, steps: int, seed: int) -> tuple[Tensor, ReplayRecord, Tensor]:
     """One sequence of EPISODES × (prompt, token, …), its record, and each action's advantage, (1, T − 1)."""
     drawn = torch.Generator().manual_seed(seed)
     embeddings = matrix_embeddings(model.embedding.weight.detach(), model.head.detach())
@@ -115,7 +115,7 @@ def rollout(model: Model, operator: Perturbation, steps: int, seed: int) -> tupl
         logits = model.logits(inputs)
         sampled = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=drawn).squeeze(-1)
         positions, temperature = start + step, torch.full((EPISODES,), TEMPERATURE)
-        proposal = operator.propose(Step(logits, sampled, temperature, seeds, positions, embeddings))
+        proposal = perturbation.propose(Step(logits, sampled, temperature, seeds, positions, embeddings))
         keys = streams.keys(seeds, positions, streams.Stream.NOISE)
         inputs = realise(proposal.edit, model.embedding, keys, attached(model))
         tokens[:, step] = proposal.tokens
@@ -143,19 +143,19 @@ def rollout(model: Model, operator: Perturbation, steps: int, seed: int) -> tupl
     return tokens.view(1, -1), ReplayRecord.from_bytes(record.to_bytes()), advantages.view(1, -1)[:, 1:]
 
 
-def estimate(operator: Perturbation, steps: int) -> dict[str, Tensor]:
+def estimate(perturbation: Perturbation, steps: int) -> dict[str, Tensor]:
     """Gradients of J by name, (BATCHES, …): of independent batches."""
-    model, found = Model(operator), {}
+    model, found = Model(perturbation), {}
     mask = torch.ones(1, EPISODES * (steps + 1), dtype=torch.int64)
     action = (torch.arange(1, mask.shape[1]) % (steps + 1) > 0).unsqueeze(0)
 
     def log_probs(tokens: Tensor, record: ReplayRecord) -> Tensor:
-        scope = ReplayScope(model.embedding, module=attached(model), operator=operator)
+        scope = ReplayScope(model.embedding, module=attached(model), perturbation=perturbation)
         with scope([record], mask), densities(scope, TEMPERATURE):
             return log_probs_from_logits(model(tokens), torch.roll(tokens, -1, 1))[:, :-1] * action
 
     for batch in range(BATCHES):
-        tokens, record, advantages = rollout(model, operator, steps, SEED + 1000 * steps + batch)
+        tokens, record, advantages = rollout(model, perturbation, steps, SEED + 1000 * steps + batch)
         with torch.no_grad():
             old = log_probs(tokens, record)
         loss = policy_loss()(
@@ -210,28 +210,28 @@ def noisy(branches: Branches, sigma: Tensor) -> Branches:
     )
 
 
-def gaussian_truth(operator: Any) -> Callable[[Tensor, Tensor], Branches]:
+def gaussian_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
     def branches(z: Tensor, E: Tensor) -> Branches:
-        sigma = operator.sigma * E.detach().square().mean().sqrt()
-        if operator.base == "token":
+        sigma = perturbation.sigma * E.detach().square().mean().sqrt()
+        if perturbation.base == "token":
             return noisy(every_token(z, E.unsqueeze(0)), sigma)
-        values, ids = z.topk(operator.k, dim=-1)
-        weights = torch.softmax(values * TEMPERATURE / operator.tau, dim=-1)
-        weights = weights if operator.has_density else weights.detach()
+        values, ids = z.topk(perturbation.k, dim=-1)
+        weights = torch.softmax(values * TEMPERATURE / perturbation.tau, dim=-1)
+        weights = weights if perturbation.has_density else weights.detach()
         return noisy(every_token(z, (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)), sigma)
 
     return branches
 
 
-def fuzzy_truth(operator: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
+def fuzzy_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
     """A sample, since the next step's argmax has a kink: N(e'; h, σ²)/N(e'; h_old, σ²) of a fixed e', or E[x] + σ ε."""
 
     def branches(z: Tensor, E: Tensor) -> Branches:
-        sigma = operator.sigma * E.detach().square().mean().sqrt()
+        sigma = perturbation.sigma * E.detach().square().mean().sqrt()
         tokens = z.expand(SAMPLES, V).argmax(dim=-1, keepdim=True)
         noise = torch.randn(SAMPLES, 1, D, generator=generator, dtype=E.dtype)
         mean = E[tokens]
-        if not operator.has_density:
+        if not perturbation.has_density:
             return ratio(z.expand(SAMPLES, V), tokens), tokens, mean + sigma * noise
         fixed = (mean + sigma * noise).detach()
         exponent = -(fixed - mean).square().sum(-1) / (2 * sigma**2)
@@ -240,32 +240,32 @@ def fuzzy_truth(operator: Any, generator: torch.Generator) -> Callable[[Tensor, 
     return branches
 
 
-def soft_truth(operator: Any) -> Callable[[Tensor, Tensor], Branches]:
+def soft_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
     def branches(z: Tensor, E: Tensor) -> Branches:
-        values, ids = z.detach().topk(operator.k, dim=-1)
+        values, ids = z.detach().topk(perturbation.k, dim=-1)
         weights = torch.softmax(values, dim=-1).unsqueeze(-1)
         return every_token(z, (weights * E[ids]).sum(1, keepdim=True))
 
     return branches
 
 
-def neighbor_truth(operator: Any) -> Callable[[Tensor, Tensor], Branches]:
+def neighbor_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
     def branches(z: Tensor, E: Tensor) -> Branches:
         anchor = z.argmax(dim=-1)
         unit = nn.functional.normalize(E.detach(), dim=-1)
         similarity = (unit @ unit.T)[anchor].scatter(-1, anchor.unsqueeze(-1), torch.inf)
-        ids = similarity.topk(operator.k, dim=-1).indices
-        scores = z.detach() if operator.weights == "logits" else torch.softmax(z.detach(), dim=-1) / TEMPERATURE
+        ids = similarity.topk(perturbation.k, dim=-1).indices
+        scores = z.detach() if perturbation.weights == "logits" else torch.softmax(z.detach(), dim=-1) / TEMPERATURE
         weights = torch.softmax(scores.gather(-1, ids), dim=-1).unsqueeze(-1)
         fed = (weights * E[ids]).sum(1, keepdim=True)
-        if operator.realization == "sampled":
+        if perturbation.realization == "sampled":
             return every_token(z, fed)
         return ratio(z, anchor.unsqueeze(-1)), anchor.unsqueeze(-1), fed
 
     return branches
 
 
-def orthogonal_truth(operator: Any) -> Callable[[Tensor, Tensor], Branches]:
+def orthogonal_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
     """Of two candidates: e' = (1 − n a) E[c_1] + n E[c_2], n ~ N(0, 1), a = ⟨E[c_2], E[c_1]⟩ / ‖E[c_1]‖²."""
 
     def branches(z: Tensor, E: Tensor) -> Branches:
@@ -282,7 +282,7 @@ def orthogonal_truth(operator: Any) -> Callable[[Tensor, Tensor], Branches]:
     return branches
 
 
-def hrpo_truth(operator: Any, model: Model, parameters: dict[str, Tensor]) -> Callable[[Tensor, Tensor], Branches]:
+def hrpo_truth(perturbation: Any, model: Model, parameters: dict[str, Tensor]) -> Callable[[Tensor, Tensor], Branches]:
     """a = exp(−8 softplus(Λ) σ(W_r e)), e' = a e + sqrt(1 − a²) σ(W_i e) r, r = Σ p E / ‖p‖."""
     start = attached(model).lambda_start.double()
 
@@ -299,29 +299,29 @@ def hrpo_truth(operator: Any, model: Model, parameters: dict[str, Tensor]) -> Ca
     return branches
 
 
-def drawn_truth(operator: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
+def drawn_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
     """SofT-GRPO's three noises on the top-k after top-p, by a sample: one row, many draws; or one draw for each row."""
 
     def branches(z: Tensor, E: Tensor) -> Branches:
         z = z.expand(SAMPLES, V)
-        values, ids = z.topk(operator.k, dim=-1)
+        values, ids = z.topk(perturbation.k, dim=-1)
         share = torch.softmax(z.detach(), dim=-1).gather(-1, ids)
-        kept = share.cumsum(-1) - share < operator.top_p
+        kept = share.cumsum(-1) - share < perturbation.top_p
         p_old = share * kept / (share * kept).sum(-1, keepdim=True)
         p = torch.softmax(torch.where(kept, values, -torch.inf), dim=-1)
-        if operator.name == "gumbel":
+        if perturbation.name == "gumbel":
             g = -torch.log(torch.empty_like(p_old).exponential_(generator=generator))
-            clamped = g.clamp(-1.5, 3.0) if operator.clamp else g
+            clamped = g.clamp(-1.5, 3.0) if perturbation.clamp else g
             scores = torch.where(kept, (p_old + 1e-6).log() + clamped, -torch.inf)
-            weights = torch.softmax(scores / operator.tau, dim=-1)
+            weights = torch.softmax(scores / perturbation.tau, dim=-1)
             # What was clamped in the rollout has no gradient.
             noise = torch.where((g > -1.5) & (g < 3.0), scores.nan_to_num(neginf=0.0) - (p + 1e-6).log(), clamped)
             terms, likely = -noise - torch.exp(-noise), (p + 1e-6).log() > -3.0
-        elif operator.name == "dirichlet":
-            shape = torch.where(kept, operator.alpha * p_old, 1.0)
+        elif perturbation.name == "dirichlet":
+            shape = torch.where(kept, perturbation.alpha * p_old, 1.0)
             scores = torch.where(kept, torch._standard_gamma(shape, generator=generator), 0.0)
             weights = scores / scores.sum(-1, keepdim=True)
-            concentration, log_draws = torch.where(kept, operator.alpha * p, 1.0), scores.clamp_min(1e-300).log()
+            concentration, log_draws = torch.where(kept, perturbation.alpha * p, 1.0), scores.clamp_min(1e-300).log()
             terms = (concentration - 1.0) * log_draws - scores - torch.lgamma(concentration)
             terms, likely = terms.clamp(-5.0, 3.0), p > 0.05
         else:
@@ -332,20 +332,20 @@ def drawn_truth(operator: Any, generator: torch.Generator) -> Callable[[Tensor, 
         tokens = ids.gather(-1, scores.argmax(-1, keepdim=True))
         used = kept & likely
         density = torch.where(used, terms, 0.0).sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp_min(1)
-        factor = (density - density.detach()).exp() if operator.has_density else ratio(z, tokens)
+        factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, tokens)
         return factor, tokens, (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
 
     return branches
 
 
-def truth(operator: Any, steps: int) -> dict[str, Tensor]:
+def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
     """True gradients by name: (1, …) where they are exact, (CHUNKS, …) where they are means of independent samples."""
-    model, found = Model(operator), {}
+    model, found = Model(perturbation), {}
     parameters = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     E, head = parameters["embedding.weight"], parameters["head"]
     generator = torch.Generator().manual_seed(7)
-    fuzzy = getattr(operator, "base", None) == "fuzzy"
-    sampled = fuzzy or operator.name in ("gumbel", "dirichlet", "normal")
+    fuzzy = getattr(perturbation, "base", None) == "fuzzy"
+    sampled = fuzzy or perturbation.name in ("gumbel", "dirichlet", "normal")
     written = {
         "gaussian": gaussian_truth,
         "soft": soft_truth,
@@ -354,9 +354,9 @@ def truth(operator: Any, steps: int) -> dict[str, Tensor]:
         "hrpo": lambda o: hrpo_truth(o, model, parameters),
     }
     if sampled:
-        branches = (fuzzy_truth if fuzzy else drawn_truth)(operator, generator)
+        branches = (fuzzy_truth if fuzzy else drawn_truth)(perturbation, generator)
     else:
-        branches = written[operator.name](operator)
+        branches = written[perturbation.name](perturbation)
     for _ in range(CHUNKS if sampled else 1):
         value = torch.zeros((), dtype=torch.float64)
         for prompt in range(PROMPTS):
@@ -432,8 +432,8 @@ def directions(true: Tensor) -> Tensor:
 @pytest.mark.parametrize("steps", [1, 2], ids=["bandit", "two-steps"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_the_true_one(case: str, steps: int) -> None:
-    operator = CASES[case]
-    estimated, true = estimate(operator, steps), truth(operator, steps)
+    perturbation = CASES[case]
+    estimated, true = estimate(perturbation, steps), truth(perturbation, steps)
     assert estimated.keys() == true.keys()
     for name in estimated:
         got, want = estimated[name].flatten(1), true[name].flatten(1)

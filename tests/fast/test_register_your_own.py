@@ -1,4 +1,4 @@
-"""Operators and gates of a user: from a file, from an installed package, from a module; in this and other processes."""
+"""Perturbations and gates of a user: from a file, from an installed package, from a module; in any process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ngrpo.trainer.run_settings import RunSettings, current_run
 from perturbations import check_perturbation, create, create_gate, registry, user_files
 from tests.conftest import ROOT
 
-OPERATOR = '''
+PERTURBATION = '''
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Above(Gate):
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Each test in a folder of its own; what it loads or registers is gone after it."""
-    for kept in (registry.operators, registry.gates):
+    for kept in (registry.perturbations, registry.gates):
         for name in kept.in_tree():
             kept.get(name)
         monkeypatch.setattr(kept, "registered", dict(kept.registered))
@@ -77,7 +77,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def write(path: str, name: str = "Mine", decorator: str = "", default: str = "0.5", more: str = "") -> str:
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(OPERATOR.format(name=name, decorator=decorator, default=default) + more)
+    file.write_text(PERTURBATION.format(name=name, decorator=decorator, default=default) + more)
     return path
 
 
@@ -103,13 +103,13 @@ def elsewhere(code: str, given: str = "", path: str = "") -> str:
 @pytest.mark.parametrize("decorator", ["", '@register("mine")'])
 @pytest.mark.parametrize("suffix", [":Mine", ""])
 def test_a_file_with_and_without_decorator_and_name(decorator: str, suffix: str) -> None:
-    write("folder/my-operator.py", decorator=decorator)
-    operator = create(f"folder/my-operator.py{suffix}", strength="0.25", rate=0.5)
-    assert (operator.strength, operator.rate) == (0.25, 0.5)
-    spec = operator.spec()
-    assert spec["name"] == "my-operator.py:Mine" and create(**spec) == operator
-    assert operator.name == ("mine" if decorator else "my-operator.py:Mine")
-    check_perturbation(f"./folder/my-operator.py{suffix}", strength="none")
+    write("folder/my-perturbation.py", decorator=decorator)
+    perturbation = create(f"folder/my-perturbation.py{suffix}", strength="0.25", rate=0.5)
+    assert (perturbation.strength, perturbation.rate) == (0.25, 0.5)
+    spec = perturbation.spec()
+    assert spec["name"] == "my-perturbation.py:Mine" and create(**spec) == perturbation
+    assert perturbation.name == ("mine" if decorator else "my-perturbation.py:Mine")
+    check_perturbation(f"./folder/my-perturbation.py{suffix}", strength="none")
 
 
 def test_one_file_is_one_class_however_it_is_named(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_one_file_is_one_class_however_it_is_named(tmp_path: Path) -> None:
     for name in ("mine.py", str(tmp_path / "mine.py:Mine"), f"../{tmp_path.name}/mine.py:Mine", "mine"):
         assert registry.get(name) is cls
     assert registry.available()["mine"] == "mine.py"
-    assert registry.get("mine.py:Mine", registry.operators.source(cls)) is cls
+    assert registry.get("mine.py:Mine", registry.perturbations.source(cls)) is cls
 
 
 def test_an_edited_file_is_loaded_again() -> None:
@@ -128,20 +128,20 @@ def test_an_edited_file_is_loaded_again() -> None:
     write("mine.py", decorator='@register("mine")', default="0.75")
     new = create("mine.py")
     assert (old.strength, new.strength) == (0.5, 0.75) and type(old) is not type(new)
-    assert old.fingerprint() != create("mine.py", strength=0.5).fingerprint()  # another text is another operator
+    assert old.fingerprint() != create("mine.py", strength=0.5).fingerprint()  # another text is another perturbation
     write("other.py", decorator='@register("mine")')
     assert "'mine'" in message(lambda: create("other.py"))
 
 
 def test_the_files_second_class_may_be_a_helper() -> None:
-    base = OPERATOR.format(name="Base", decorator="", default="0.5")
+    base = PERTURBATION.format(name="Base", decorator="", default="0.5")
     Path("mine.py").write_text(
         base + '\n\n@register("mine")\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Base):\n    pass\n'
     )
     assert registry.get("mine.py").__name__ == "Mine"
 
 
-def test_an_operator_that_the_file_only_imports_is_itself() -> None:
+def test_an_perturbation_that_the_file_only_imports_is_itself() -> None:
     write("mine.py", more="\nfrom perturbations.strategies.soft import Soft\n")
     assert create("mine.py:Soft").spec() == create("soft").spec()
     assert registry.get("mine.py").__name__ == "Mine"
@@ -178,8 +178,8 @@ def test_bad_files(text: str | bytes | None, name: str, words: list[str]) -> Non
         assert word in said, said
 
 
-def test_several_operators_in_a_file_are_listed() -> None:
-    second = OPERATOR.format(name="Other", decorator='@register("other")', default="0.5").replace(
+def test_several_perturbations_in_a_file_are_listed() -> None:
+    second = PERTURBATION.format(name="Other", decorator='@register("other")', default="0.5").replace(
         "from __future__ import annotations", ""
     )
     write("two.py", decorator='@register("mine")', more=second)
@@ -212,24 +212,24 @@ from perturbations import check_perturbation, create
 sent = json.load(sys.stdin)
 made = [create(**spec) for spec in sent["specs"]]
 made += [pickle.loads(bytes.fromhex(text)) for text in sent.get("pickles", [])]
-for operator in made:
-    check_perturbation(operator)
-    print(operator.fingerprint())
+for perturbation in made:
+    check_perturbation(perturbation)
+    print(perturbation.fingerprint())
 """
 
 
-def test_a_process_without_the_files_makes_the_same_operator_and_gate() -> None:
+def test_a_process_without_the_files_makes_the_same_perturbation_and_gate() -> None:
     """From the spec as JSON, and from pickle; registered or not."""
     write("mine.py")
     write("named.py", name="Named", decorator='@register("named")')
     Path("gate.py").write_text(GATE)
     made = [create(f, strength=0.25, gate="gate.py", **{"gate.least": 7}) for f in ("mine.py", "named.py")]
-    specs = [operator.spec() for operator in made]
+    specs = [perturbation.spec() for perturbation in made]
     assert [spec["gate"] for spec in specs] == ["gate.py:Above"] * 2 and made[0].gate.least == 7
     for file in ("mine.py", "named.py", "gate.py"):
         Path(file).unlink()
-    sent = json.dumps({"specs": specs, "pickles": [pickle.dumps(operator).hex() for operator in made]})
-    assert elsewhere(REBUILD, sent).splitlines() == 2 * [operator.fingerprint() for operator in made]
+    sent = json.dumps({"specs": specs, "pickles": [pickle.dumps(perturbation).hex() for perturbation in made]})
+    assert elsewhere(REBUILD, sent).splitlines() == 2 * [perturbation.fingerprint() for perturbation in made]
 
 
 def test_a_traceback_elsewhere_shows_the_users_line() -> None:
@@ -251,7 +251,7 @@ except AttributeError:
 
 
 def test_a_script_is_its_own_file() -> None:
-    """An operator in the script that is run: workers make it from the script's text, under another module name."""
+    """A perturbation in the script that is run: workers make it from the script's text, under another module name."""
     write("script.py", decorator='@register("mine")')
     with Path("script.py").open("a") as file:
         file.write(
@@ -278,7 +278,7 @@ def test_ray_workers_get_the_source_in_their_environment(monkeypatch: pytest.Mon
 
 
 def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:
-    """Linux: 131,072 bytes for one variable; operator and gate may both come from files."""
+    """Linux: 131,072 bytes for one variable; perturbation and gate may both come from files."""
     assert 2 * user_files._LONGEST + 4096 < 131_072
 
 
@@ -322,12 +322,12 @@ def test_a_package_that_pip_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == 0, done.stderr
     site = str(tmp_path / "site")
     monkeypatch.syspath_prepend(site)
-    operator = create("wobble", strength=0.25, gate="above", **{"gate.least": "5"})
-    spec = operator.spec()
+    perturbation = create("wobble", strength=0.25, gate="above", **{"gate.least": "5"})
+    spec = perturbation.spec()
     assert (spec["name"], spec["gate"], spec["gate.least"]) == ("wobble", "above", 5) and "source" not in spec
     code = "from ngrpo.cli import main; main(['list'])\n" + REBUILD
     listed = elsewhere(code, json.dumps({"specs": [spec]}), path=site)
-    assert listed.splitlines()[-1] == operator.fingerprint()
+    assert listed.splitlines()[-1] == perturbation.fingerprint()
     assert [line.split()[:3] for line in listed.splitlines() if line.startswith(("wobble", "above"))] == [
         ["wobble", "package", "their-dist"],
         ["above", "package", "their-dist"],
@@ -351,15 +351,15 @@ def test_the_same_file_as_module_and_by_path(monkeypatch: pytest.MonkeyPatch, tm
 # --- the command line -------------------------------------------------------------------------------------
 
 
-def test_flags_of_an_operator_and_a_gate_in_files() -> None:
+def test_flags_of_an_perturbation_and_a_gate_in_files() -> None:
     write("mine.py")
     Path("gate.py").write_text(GATE)
     words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
     words += " --perturbation.gate ./gate.py:Above --perturbation.gate.least=9 --perturbation.gate.strict"
     command = flags.parse(words.split())
-    operator = create(**command.spec)
-    assert (operator.strength, operator.loud) == (0.25, True)
-    assert (operator.gate.least, operator.gate.strict) == (9, True)
+    perturbation = create(**command.spec)
+    assert (perturbation.strength, perturbation.loud) == (0.25, True)
+    assert (perturbation.gate.least, perturbation.gate.strict) == (9, True)
     assert command.openrlhf_args == ("--actor.x", "1")
     said = summary._describe(command.spec)
     assert said == "mine.py:Mine rate=1.0 gate=gate.py:Above strength=0.25 loud=True gate.least=9 gate.strict=True"
@@ -369,12 +369,12 @@ def test_flags_of_an_operator_and_a_gate_in_files() -> None:
     "text",
     ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"],
 )
-def test_yaml_of_an_operator_and_a_gate_in_files(text: str) -> None:
+def test_yaml_of_an_perturbation_and_a_gate_in_files(text: str) -> None:
     write("mine.py")
     Path("gate.py").write_text(GATE)
     Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
-    operator = create(**flags.parse(["--perturbation.config", "p.yaml"]).spec)
-    assert (operator.strength, operator.gate.least) == (0.25, 9)
+    perturbation = create(**flags.parse(["--perturbation.config", "p.yaml"]).spec)
+    assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ class TestCheck:
         assert says in said.out + said.err
 
 
-def test_a_gate_is_a_value_of_its_operator() -> None:
+def test_a_gate_is_a_value_of_its_perturbation() -> None:
     one, two = (create("soft", gate="top_margin", **{"gate.margin": m}) for m in (0.1, 0.2))
     assert one != two and one.fingerprint() != two.fingerprint()
     assert one == create("soft", gate=create_gate("top_margin", margin="0.1")) == create(**one.spec())
@@ -462,7 +462,7 @@ def test_a_gate_is_a_value_of_its_operator() -> None:
 
 
 def test_the_classes_in_the_docs_work() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
+    docs = Path(__file__).resolve().parents[2] / "docs" / "own_perturbation.md"
     blocks = [block.split("```", 1)[0] for block in docs.read_text().split("```python\n")[1:]]
     files = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
     for name in ("damp.py", "fading.py"):

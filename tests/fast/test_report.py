@@ -231,8 +231,8 @@ def test_missing_or_odd_parts_never_break_it(tmp_path: Path) -> None:
     """Only format, strategies and runs are needed; everything else may be absent or of another kind."""
     small = example(steps=2, seeds=2, strategies=("none", "neighbor rate=0.1"))
     small["diagnosis"]["samples"] = small["diagnosis"]["samples"][2:]
-    for operator in small["diagnosis"]["embedding_map"]["operators"]:
-        operator["points"] = operator["points"][:3]
+    for perturbation in small["diagnosis"]["embedding_map"]["perturbations"]:
+        perturbation["points"] = perturbation["points"][:3]
     small["diagnosis"]["embedding_map"]["tokens"] = small["diagnosis"]["embedding_map"]["tokens"][:2]
     seen = 0
     for label, changed in without_each(small):

@@ -1,4 +1,4 @@
-"""Each operator's formulas against numbers derived by hand from the papers (see the comments)."""
+"""Each perturbation's formulas against numbers derived by hand from the papers (see the comments)."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_neighbor_mix_temperature(temperature: float, shares: tuple[float, ...])
 def test_neighbor_paper_weights_do_not_see_the_sampling_temperature_twice() -> None:
     """The logits are scaled already, so the step's temperature must not enter again."""
     hot, cold = step_of(P, temperature=1.5), step_of(P, temperature=0.3)
-    operator = create("neighbor")
-    assert row(operator.propose(hot)) == row(operator.propose(cold)) == row(operator.propose(step_of(P)))
+    perturbation = create("neighbor")
+    assert row(perturbation.propose(hot)) == row(perturbation.propose(cold)) == row(perturbation.propose(step_of(P)))
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_neighbor_released() -> None:
 
 def test_neighbor_released_anchor_weight_is_between_a_half_and_0_731() -> None:
     """Temperature 1, k = 2: certain (p = 1, 0) gives e/(e + 1) = 0.731, equal p give 0.5."""
-    operator = create("neighbor", variant="released", k=2)
-    certain = row(operator.propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1]
+    perturbation = create("neighbor", variant="released", k=2)
+    certain = row(perturbation.propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1]
     assert certain == close(math.e / (math.e + 1), 1 / (math.e + 1))
-    assert row(operator.propose(step_of([0.5, 0.5, 0.0, 0.0, 0.0])))[1] == close(0.5, 0.5)
+    assert row(perturbation.propose(step_of([0.5, 0.5, 0.0, 0.0, 0.0])))[1] == close(0.5, 0.5)
     assert row(create("neighbor", k=2).propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1] == close(1.0, 0.0)
 
 
@@ -160,8 +160,8 @@ def test_neighbor_parts_are_independent(weights: str, realization: str, space: s
     From logits: 2/3, 1/3. From probabilities: e^(1/4) : 1.
     """
     p = [1 / 2, 1 / 4, 0.0, 0.0, 1 / 4]
-    operator = create("neighbor", k=2, weights=weights, realization=realization, space=space)
-    ids, got, token = row(operator.propose(step_of(p, sampled=1, embeddings=two_spaces())))
+    perturbation = create("neighbor", k=2, weights=weights, realization=realization, space=space)
+    ids, got, token = row(perturbation.propose(step_of(p, sampled=1, embeddings=two_spaces())))
     anchor = 2 / 3 if weights == "logits" else math.exp(0.25) / (math.exp(0.25) + 1)
     assert ids == [0, 1 if space == "input" else 4]
     assert got == close(anchor, 1 - anchor)
@@ -178,11 +178,11 @@ def test_neighbor_skips_special_tokens_only_if_asked() -> None:
 def test_neighbors_follow_the_weights_after_a_refresh() -> None:
     embedding = E.clone()
     embeddings = matrix_embeddings(embedding)
-    operator = create("neighbor", k=2)
-    assert row(operator.propose(step_of(P, embeddings=embeddings)))[0] == [0, 1]
+    perturbation = create("neighbor", k=2)
+    assert row(perturbation.propose(step_of(P, embeddings=embeddings)))[0] == [0, 1]
     embedding[4] = torch.tensor([1.0, 0.0])
     embeddings.refresh()
-    assert row(operator.propose(step_of(P, embeddings=embeddings)))[0] == [0, 4]
+    assert row(perturbation.propose(step_of(P, embeddings=embeddings)))[0] == [0, 4]
 
 
 # --- gaussian: STHT -------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ Q = [4 / 8, 2 / 8, 1 / 8, 1 / 8]
 
 
 def gaussian(temperature: float = 1.0, **options: object) -> tuple[list[int], list[float], int, float]:
-    operator = create("gaussian", **options)
-    proposal = operator.propose(step_of(Q, 3, temperature, matrix_embeddings(RMS2)))
+    perturbation = create("gaussian", **options)
+    proposal = perturbation.propose(step_of(Q, 3, temperature, matrix_embeddings(RMS2)))
     return (*row(proposal), proposal.edit.sigma.item())
 
 

@@ -50,9 +50,9 @@ class HalfEmbedding(nn.Module):
         return nn.functional.embedding(ids, Gather.apply(self.shard))
 
 
-def check(operator: Perturbation) -> None:
+def check(perturbation: Perturbation) -> None:
     """Batches in which rank 0, rank 1, neither and both have perturbed positions: no gradient first, then one."""
-    rank, full = dist.get_rank(), record_of(operator, a_step(likely(4)))
+    rank, full = dist.get_rank(), record_of(perturbation, a_step(likely(4)))
     for perturbed in ((True, False), (False, True), (False, False), (True, True)):
         records = [full if p else full.truncate(5) for p in perturbed]
         batches = [(torch.arange(12).view(1, 12) + other) % V for other in range(2)]
@@ -60,10 +60,10 @@ def check(operator: Perturbation) -> None:
         model, plain = Model(), Model()
         model.embedding = HalfEmbedding(plain.embedding.weight.detach())
         with torch.no_grad():
-            run(model, operator, batches[rank], mask, [records[rank]])
-        run(model, operator, batches[rank], mask, [records[rank]])[0].sum().backward()
+            run(model, perturbation, batches[rank], mask, [records[rank]])
+        run(model, perturbation, batches[rank], mask, [records[rank]])[0].sum().backward()
         for tokens, record in zip(batches, records):
-            run(plain, operator, tokens, mask, [record])[0].sum().backward()
+            run(plain, perturbation, tokens, mask, [record])[0].sum().backward()
         want = plain.embedding.weight.grad[:, rank * HALF :][:, :HALF]
         torch.testing.assert_close(model.embedding.shard.grad, want, rtol=1e-4, atol=1e-4)
 
@@ -72,9 +72,9 @@ def main(rank: int, port: str) -> None:
     torch.set_num_threads(1)
     store = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    for operator in EVERY:
-        check(operator)
-        print(name_of(operator), flush=True)
+    for perturbation in EVERY:
+        check(perturbation)
+        print(name_of(perturbation), flush=True)
     dist.barrier()
 
 

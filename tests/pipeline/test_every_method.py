@@ -29,7 +29,7 @@ def check(folder: Path, smollm2: str, *flags: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(registry.available()) - ELSEWHERE))
-def test_operator(name: str, tmp_path: Path, smollm2: str) -> None:
+def test_perturbation(name: str, tmp_path: Path, smollm2: str) -> None:
     check(tmp_path, smollm2, "--perturbation", name, "--algo.kl.init_coef", "0")
 
 

@@ -1,4 +1,4 @@
-"""Run by test_custom.py: operators and gates of a user, in engine and Ray processes that cannot see their files.
+"""Run by test_custom.py: perturbations and gates of a user, in engine and Ray processes that cannot see their files.
 
 Arguments: what to run, the model, where the result goes. The working directory holds their files, which are deleted
 once the specs are made. Results are pickled.
@@ -20,7 +20,7 @@ OPTIONS = {"rate": 0.8, "share": 0.4, "gate": GATE, "gate.half_life": 20.0}
 
 
 def spec_of_deleted_files() -> dict[str, Any]:
-    """The spec of an operator and a gate whose files are gone."""
+    """The spec of a perturbation and a gate whose files are gone."""
     from perturbations import create
 
     spec = create(OWN, **OPTIONS).spec()
@@ -29,7 +29,7 @@ def spec_of_deleted_files() -> dict[str, Any]:
 
 
 def in_engine(model: str) -> dict[str, Any]:
-    """An engine core with its worker in a fresh process; then the operator of an installed package, in the same one."""
+    """An engine core with its worker in a fresh process; then that of an installed package, in the same one."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM
@@ -63,7 +63,7 @@ def in_engine(model: str) -> dict[str, Any]:
 
 
 def in_ray(model: str) -> dict[str, Any]:
-    """An actor that makes the operator from the environment that a run's workers get."""
+    """An actor that makes the perturbation from the environment that a run's workers get."""
     import ray
 
     from ngrpo.hardware import profile_for
@@ -80,17 +80,17 @@ def in_ray(model: str) -> dict[str, Any]:
         def look(self, pickled: Any) -> dict[str, Any]:
             from perturbations.testing import check_perturbation
 
-            operator = engine_perturbation(3)
-            check_perturbation(operator)
-            return {"process": os.getpid(), "seen": operator.fingerprint(), "pickled": pickled.fingerprint()}
+            perturbation = engine_perturbation(3)
+            check_perturbation(perturbation)
+            return {"process": os.getpid(), "seen": perturbation.fingerprint(), "pickled": pickled.fingerprint()}
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
-    operator = create(**spec)
-    result = ray.get(Actor.remote().look.remote(operator))
+    perturbation = create(**spec)
+    result = ray.get(Actor.remote().look.remote(perturbation))
     ray.shutdown()
     os.environ["NGRPO_PERTURBATION"] = json.dumps(spec)
     result |= {"other process": result["process"] != os.getpid(), "expected": engine_perturbation(3).fingerprint()}
-    return {**result, "expected pickled": operator.fingerprint()}
+    return {**result, "expected pickled": perturbation.fingerprint()}
 
 
 if __name__ == "__main__":

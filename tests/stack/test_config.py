@@ -64,11 +64,11 @@ def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], option
 def test_refused_where_a_cpu_would_switch_it_off(smollm2: str, section: str, name: str, value: Any, says: str) -> None:
     """vLLM's CPU platform resets these, or wants more devices than there are: so they are set afterwards."""
     made = config(smollm2)
-    operator = create(**SPEC)
-    settings.check_engine(made, operator)
+    perturbation = create(**SPEC)
+    settings.check_engine(made, perturbation)
     setattr(getattr(made, section), name, value)
     with pytest.raises(UsageError, match=says):
-        settings.check_engine(made, operator)
+        settings.check_engine(made, perturbation)
 
 
 def test_the_sequence_parallel_pass_is_refused(smollm2: str) -> None:

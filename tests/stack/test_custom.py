@@ -1,4 +1,4 @@
-"""Operators and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
+"""Perturbations and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def actor(hf_model: Any) -> Iterator[Any]:
     module.log_probs_from_logits = original
 
 
-def forward(actor: Any, operator: Any, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
+def forward(actor: Any, perturbation: Any, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
     """Action log-probabilities as the trainer's, the tokens' own, and which actions are perturbed, (B, A) each."""
     longest = max(len(r.sequence) for r in rollouts)
     tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64)
@@ -52,7 +52,7 @@ def forward(actor: Any, operator: Any, rollouts: list[Rollout]) -> tuple[Tensor,
         action[row, len(r.prompt) : len(r.sequence)] = 1
         perturbed[row, r.record.positions.tolist()] = 1
     records = [r.record for r in rollouts]
-    scope = ReplayScope(actor.model.get_input_embeddings(), operator=operator)
+    scope = ReplayScope(actor.model.get_input_embeddings(), perturbation=perturbation)
     with scope(records, mask), densities(scope, actor.temperature) as ours:
         log_probs = actor(tokens, action[:, 1:], attention_mask=mask)
     own = token_log_probs(log_probs.detach(), records, ours.tokens, mask)
@@ -62,11 +62,11 @@ def forward(actor: Any, operator: Any, rollouts: list[Rollout]) -> tuple[Tensor,
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
 def test_density_on_real_rollouts(engine: Any, actor: Any, name: str, options: dict[str, str]) -> None:
     """Old and new are equal before an update; the tokens' own are the rollout's; gradient reaches the policy."""
-    operator = create(name, rate=0.7, **options)
+    perturbation = create(name, rate=0.7, **options)
     set_perturbation(engine, name, rate=0.7, **options)
     rollouts = sample(engine, chat_prompts(engine)[:3], max_tokens=24, temperature=TEMPERATURE)
     with torch.no_grad():
-        old, own, perturbed = forward(actor, operator, rollouts)
+        old, own, perturbed = forward(actor, perturbation, rollouts)
     assert 30 <= perturbed.sum() <= 70
     rolled = replay_log_probs(actor.model, rollouts, TEMPERATURE)
     for row, rollout in enumerate(rollouts):
@@ -81,7 +81,7 @@ def test_density_on_real_rollouts(engine: Any, actor: Any, name: str, options: d
     else:
         assert ((old - own)[perturbed].abs() > 1e-3).float().mean() > 0.9
     actor.model.zero_grad()
-    new, _, _ = forward(actor, operator, rollouts)
+    new, _, _ = forward(actor, perturbation, rollouts)
     assert torch.equal(new.detach(), old), "the ratio before an update is exactly 1"
     new[perturbed].sum().backward()
     inner = actor.model.model.layers[-1].mlp.down_proj.weight.grad
@@ -114,12 +114,12 @@ def test_gumbel_density_is_that_of_the_rollout_s_noise(engine: Any, actor: Any) 
 
 def test_density_with_gradient_checkpointing(engine: Any, actor: Any) -> None:
     set_perturbation(engine, "gaussian", density="gaussian", base="soft")
-    operator = create("gaussian", density="gaussian", base="soft")
+    perturbation = create("gaussian", density="gaussian", base="soft")
     rollouts = sample(engine, chat_prompts(engine)[:2], max_tokens=12, temperature=TEMPERATURE)
 
     def gradient() -> Tensor:
         actor.model.zero_grad()
-        forward(actor, operator, rollouts)[0].sum().backward()
+        forward(actor, perturbation, rollouts)[0].sum().backward()
         return actor.model.get_input_embeddings().weight.grad.clone()
 
     plain = gradient()

@@ -185,15 +185,20 @@ def test_embedding_map(made: Any) -> None:
     found = made[0]["embedding_map"]
     assert [token["text"].strip() for token in found["tokens"]] == WORDS.split(",")
     assert 0.0 < sum(found["explained_variance"]) <= 1.0
-    operators = {operator["strategy"]: operator for operator in found["operators"]}
-    assert list(operators) == ["neighbor rate=0.3", "gaussian", WILD, "gumbel"]
-    for operator in operators.values():
-        assert len(operator["points"]) == 3 * found["copies"]
-        shares = [sum(not p["related"] for p in operator["points"]), sum(p["changed"] for p in operator["points"])]
-        assert [operator["unrelated_share"], operator["changed_share"]] == [s / (3 * found["copies"]) for s in shares]
+    perturbations = {perturbation["strategy"]: perturbation for perturbation in found["perturbations"]}
+    assert list(perturbations) == ["neighbor rate=0.3", "gaussian", WILD, "gumbel"]
+    for perturbation in perturbations.values():
+        assert len(perturbation["points"]) == 3 * found["copies"]
+        shares = [
+            sum(not p["related"] for p in perturbation["points"]),
+            sum(p["changed"] for p in perturbation["points"]),
+        ]
+        assert [perturbation["unrelated_share"], perturbation["changed_share"]] == [
+            s / (3 * found["copies"]) for s in shares
+        ]
     # A mixture with its own nearest neighbors stays among them; noise of twenty times the embedding does not.
-    assert operators["neighbor rate=0.3"]["unrelated_share"] == 0.0
-    assert operators["gaussian"]["unrelated_share"] < 0.1 < 0.9 < operators[WILD]["unrelated_share"]
+    assert perturbations["neighbor rate=0.3"]["unrelated_share"] == 0.0
+    assert perturbations["gaussian"]["unrelated_share"] < 0.1 < 0.9 < perturbations[WILD]["unrelated_share"]
 
 
 def test_tokens_that_are_not_single_are_refused(engine: Any) -> None:

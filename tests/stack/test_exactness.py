@@ -1,4 +1,4 @@
-"""Rollout against replay on real SmolLM2 and real vLLM: every operator, and everything that could disturb it."""
+"""Rollout against replay on real SmolLM2 and real vLLM: every perturbation, and everything that could disturb it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-def test_every_operator_of_the_tree_is_here() -> None:
+def test_every_perturbation_of_the_tree_is_here() -> None:
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
     assert in_tree - {"none", "hrpo"} == set(OPTIONS)  # hrpo: test_hrpo.py, with its parameters
 

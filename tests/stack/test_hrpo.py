@@ -1,4 +1,4 @@
-"""An operator with parameters, and one with dense vectors, on the real engine: exact, synced, recomputed."""
+"""A perturbation with parameters, and one with dense vectors, on the real engine: exact, synced, recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sampl
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).resolve().parents[2]
-DENSE = "tests.stack.operators:DenseShake"
+DENSE = "tests.stack.own_perturbations:DenseShake"
 
 
 def shaken(module: torch.nn.Module) -> torch.nn.Module:
@@ -79,14 +79,14 @@ def test_the_checkpoint_carries_the_gate_and_stays_an_ordinary_model(gated: Any,
 
     module = shaken(parameters.attached(gated))
     detach(gated)
-    operator = create("hrpo")
-    parameters_file.attach(gated, operator, str(tmp_path))
+    perturbation = create("hrpo")
+    parameters_file.attach(gated, perturbation, str(tmp_path))
     parameters.load(parameters.attached(gated), dict(module.named_parameters()))
     gated.save_pretrained(tmp_path, state_dict=gated.state_dict())
     del gated.save_pretrained
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not report["unexpected_keys"] and not report["missing_keys"]
-    parameters_file.attach(loaded, operator, str(tmp_path))
+    parameters_file.attach(loaded, perturbation, str(tmp_path))
     for name, value in module.named_parameters():
         assert torch.equal(dict(parameters.attached(loaded).named_parameters())[name], value)
 

@@ -19,7 +19,7 @@ LONG = "Here are some numbers: " + ", ".join(str(n) for n in range(60)) + ". Whi
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]
 # Gumbel at rate 1 is left to test_exactness: its weights are a continuous function of the logits with gain 1/τ = 10,
 # fed back at every position, so the rounding of another batch's matrix product grows tenfold every few positions.
-OPERATORS = [
+PERTURBATIONS = [
     ("neighbor", {"rate": 0.3, "mix_temperature": 3.0}),
     ("gumbel", {"rate": 0.3}),
     ("gaussian", {"rate": 0.5}),
@@ -62,7 +62,7 @@ def assert_same(first: Sequence[Rollout], second: Sequence[Rollout]) -> None:
     assert flips <= len(first) // 8
 
 
-@pytest.mark.parametrize(("name", "options"), OPERATORS, ids=[name for name, _ in OPERATORS])
+@pytest.mark.parametrize(("name", "options"), PERTURBATIONS, ids=[name for name, _ in PERTURBATIONS])
 def test_batch_order_size_chunks_and_cache(
     engine: Any, plain_engine: Any, hf_model: Any, name: str, options: dict[str, Any]
 ) -> None:

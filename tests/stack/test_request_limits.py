@@ -24,7 +24,7 @@ EVERY = [
     {"name": "gumbel", "top_p": 1.0, "clamp": False, "entropy_min": 0.01, "gate": "top_margin", "gate.margin": 1.0},
     {"name": "dirichlet", "alpha": 0.01, "top_p": 1.0},
     {"name": "normal", "top_p": 1.0, "k": 10},
-    {"name": "tests.stack.operators:RunnerUp"},
+    {"name": "tests.stack.own_perturbations:RunnerUp"},
 ]
 
 
@@ -76,7 +76,7 @@ def test_every_answer_is_legal(limited: Any, spec: dict[str, Any]) -> None:
 
 def test_a_position_whose_proposal_is_excluded_is_an_ordinary_one(limited: Any) -> None:
     """`RunnerUp` proposes the second likeliest token: always there for top-k 2, never for top-k 1."""
-    spec = {"name": "tests.stack.operators:RunnerUp", "until": None}
+    spec = {"name": "tests.stack.own_perturbations:RunnerUp", "until": None}
     two, one, some = answers(limited, spec, [{"top_k": 2}, {"top_k": 1}, {"top_p": 0.8}])
     assert len(two[1]) == 12 and len(one[1]) == 0
     scores = [step[token].logprob for step, token in zip(one[0].logprobs, one[0].token_ids)]
@@ -96,7 +96,7 @@ def test_the_sampling_correction_is_finite(limited: Any) -> None:
     with during_import():
         from openrlhf.models.loss import PolicyLoss
 
-    spec = {"name": "tests.stack.operators:RunnerUp", "until": None}
+    spec = {"name": "tests.stack.own_perturbations:RunnerUp", "until": None}
     rows = answers(limited, spec, [{"top_p": 0.8}, {"top_k": 1}, {"min_p": 0.5}])
     rollout = torch.tensor([[s[t].logprob for s, t in zip(c.logprobs, c.token_ids)] for c, _, _ in rows])
     for kind, options in {

@@ -21,7 +21,7 @@ TRUNCATED = [
     ({"top_p": 0.8, "top_k": 10, "temperature": 1.3}, 0.1),
     ({"top_p": 0.999, "temperature": 1.5}, 5e-4),  # thousands of tokens are left at some positions
 ]
-OPERATORS = [
+PERTURBATIONS = [
     {"name": "none"},
     {"name": "neighbor", "rate": 0.3},
     {"name": "gumbel", "top_p": 1.0},
@@ -41,10 +41,10 @@ def recording(smollm2: str) -> Iterator[Any]:
     )
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator["name"])
-def test_rollout_and_trainer_agree(recording: Any, hf_model: Any, operator: dict[str, Any]) -> None:
-    set_perturbation(recording, **operator)
-    for params, effect in TRUNCATED if operator["name"] == "none" else TRUNCATED[:1]:
+@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda perturbation: perturbation["name"])
+def test_rollout_and_trainer_agree(recording: Any, hf_model: Any, perturbation: dict[str, Any]) -> None:
+    set_perturbation(recording, **perturbation)
+    for params, effect in TRUNCATED if perturbation["name"] == "none" else TRUNCATED[:1]:
         rollouts, masks = sample_with_masks(recording, chat_prompts(recording), **{"max_tokens": 40, **params})
         processed = torch.tensor([lp for r in rollouts for lp in r.engine_log_probs])
         ours = torch.from_numpy(np.concatenate([r.log_probs for r in rollouts]))
@@ -55,7 +55,7 @@ def test_rollout_and_trainer_agree(recording: Any, hf_model: Any, operator: dict
         assert (corrected - processed).abs().max() < 1e-4
         # π_S is never smaller than π, and the difference is what a trainer without the correction is off by.
         assert (corrected - plain).min() > -1e-5 and (plain - processed).abs().max() > effect
-        if operator["name"] != "none":
+        if perturbation["name"] != "none":
             assert sum(len(r.record) for r in rollouts) > 10
 
 

@@ -20,7 +20,7 @@ import torch
 from perturbations import create, parameters
 from tests.stack.harness import Rollout, gaps
 from tests.stack.test_invariance import assert_same
-from tests.stack.v2_cases import OPERATORS, SAMPLING, TOKENS
+from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, TOKENS
 
 pytestmark = pytest.mark.stack
 
@@ -56,18 +56,18 @@ def test_each_process_had_its_runner(v1: dict[str, Any], v2: dict[str, Any]) -> 
 
 @pytest.fixture
 def reference(hf_model: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The trainer's side; an operator with parameters has its module beside the model."""
-    operator = create(request.getfixturevalue("name"))
-    if operator.module(hf_model.config.hidden_size) is not None:
-        parameters.attach(hf_model, operator)
+    """The trainer's side; a perturbation with parameters has its module beside the model."""
+    perturbation = create(request.getfixturevalue("name"))
+    if perturbation.module(hf_model.config.hidden_size) is not None:
+        parameters.attach(hf_model, perturbation)
     yield hf_model
     if parameters.attached(hf_model) is not None:
         delattr(hf_model, parameters.NAME)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", PERTURBATIONS)
 def test_replay_equals_rollout(either: dict[str, Any], reference: Any, name: str) -> None:
-    rollouts = either["of_every_operator"][name]
+    rollouts = either["of_every_perturbation"][name]
     gap = gaps(reference, rollouts)
     assert len(gap) == 3 * TOKENS
     assert gap.max() <= 1e-4
@@ -77,13 +77,13 @@ def test_replay_equals_rollout(either: dict[str, Any], reference: Any, name: str
 
 def test_the_gap_is_small_on_average(either: dict[str, Any], hf_model: Any) -> None:
     """Over all perturbations: 18 tokens of one are too few, and their plain gap alone is 1.4e-5 at times."""
-    found = [gaps(hf_model, rollouts) for name, rollouts in either["of_every_operator"].items() if name != "hrpo"]
+    found = [gaps(hf_model, rollouts) for name, rollouts in either["of_every_perturbation"].items() if name != "hrpo"]
     assert torch.cat(found).mean() <= 1e-5
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", PERTURBATIONS)
 def test_both_runners_give_the_same_records(v1: dict[str, Any], v2: dict[str, Any], name: str) -> None:
-    assert_same(v1["of_every_operator"][name], v2["of_every_operator"][name])
+    assert_same(v1["of_every_perturbation"][name], v2["of_every_perturbation"][name])
 
 
 @pytest.mark.parametrize("name", [*SAMPLING, "switched off"])

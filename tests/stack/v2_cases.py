@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", "List three prime numbers and their sum."]
-OPERATORS: dict[str, dict[str, Any]] = {
+PERTURBATIONS: dict[str, dict[str, Any]] = {
     "neighbor": {"rate": 0.5, "mix_temperature": 3.0},
     "gaussian": {"rate": 1.0},
     "gumbel": {"rate": 0.5},
@@ -14,7 +14,7 @@ OPERATORS: dict[str, dict[str, Any]] = {
     "normal": {"rate": 1.0},
     "orthogonal": {"rate": 1.0},
     "hrpo": {},
-    "tests.stack.operators:DenseShake": {"rate": 0.5},
+    "tests.stack.own_perturbations:DenseShake": {"rate": 0.5},
 }
 # Sampling parameters that change which tokens are drawn, by the name of the case.
 SAMPLING: dict[str, dict[str, Any]] = {

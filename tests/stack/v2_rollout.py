@@ -22,16 +22,16 @@ if RUNNER == "V2":
     as_on_cuda.interpret_triton()
 
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
-from tests.stack.v2_cases import OPERATORS, QUESTIONS, SAMPLING, TOKENS  # noqa: E402
+from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, TOKENS  # noqa: E402
 
 
-def of_every_operator(llm: Any) -> dict[str, list[Rollout]]:
-    """Prefills in chunks of at most 64 tokens; the second operator and those after it find the prompts cached."""
+def of_every_perturbation(llm: Any) -> dict[str, list[Rollout]]:
+    """Prefills in chunks of at most 64 tokens; the second perturbation and those after it find the prompts cached."""
     from ngrpo.rollout import set_perturbation
 
     prompts = chat_prompts(llm, QUESTIONS)
     found = {}
-    for name, options in OPERATORS.items():
+    for name, options in PERTURBATIONS.items():
         set_perturbation(llm, name, **options)
         found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
     return found
@@ -125,7 +125,7 @@ def main(model: str, target: str) -> None:
         result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
         result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
-        parts = {part: llm for part in (of_every_operator, of_sampling_parameters, of_stops)}
+        parts = {part: llm for part in (of_every_perturbation, of_sampling_parameters, of_stops)}
         for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
             result[part.__name__] = part(subject)
             Path(target).write_bytes(pickle.dumps(result))

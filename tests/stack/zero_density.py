@@ -32,7 +32,7 @@ def tiny() -> Any:
     )
 
 
-def log_probs(model: Any, operator: Any, record: Any, tokens: Any) -> Any:
+def log_probs(model: Any, perturbation: Any, record: Any, tokens: Any) -> Any:
     """The log-probabilities of a replayed forward, as the trainer takes them, (1, T)."""
     from types import SimpleNamespace
 
@@ -43,13 +43,13 @@ def log_probs(model: Any, operator: Any, record: Any, tokens: Any) -> Any:
     from tests.fast.test_density_loss import hooked
 
     mask = torch.ones_like(tokens)
-    scope = replay_scope(SimpleNamespace(model=model), operator)
+    scope = replay_scope(SimpleNamespace(model=model), perturbation)
     with scope([record], mask), densities(scope, TEMPERATURE):
         logits = model(tokens, attention_mask=mask).logits.float() / TEMPERATURE
         return hooked(logits, torch.roll(tokens, -1, 1))
 
 
-def check(engine: Any, plain: Any, operator: Any) -> None:
+def check(engine: Any, plain: Any, perturbation: Any) -> None:
     """Batches in which rank 0, rank 1, neither and both have perturbed positions: no grad first, then a gradient.
 
     Ranks that make different calls would hang or abort; the gradient is the mean of both ranks', computed here
@@ -61,17 +61,17 @@ def check(engine: Any, plain: Any, operator: Any) -> None:
     from tests.fast.test_density import a_step, likely
     from tests.fast.test_density_loss import record_of
 
-    full = record_of(operator, a_step(likely(4)))
+    full = record_of(perturbation, a_step(likely(4)))
     for perturbed in ((True, False), (False, True), (False, False), (True, True)):
         records = [full if p else full.truncate(5) for p in perturbed]
         batches = [torch.arange(12).view(1, 12) + rank for rank in range(2)]
         with torch.no_grad():
-            old = log_probs(engine, operator, records[RANK], batches[RANK])
-            torch.testing.assert_close(old, log_probs(plain, operator, records[RANK], batches[RANK]))
-        engine.backward(-log_probs(engine, operator, records[RANK], batches[RANK])[:, :-1].mean())
+            old = log_probs(engine, perturbation, records[RANK], batches[RANK])
+            torch.testing.assert_close(old, log_probs(plain, perturbation, records[RANK], batches[RANK]))
+        engine.backward(-log_probs(engine, perturbation, records[RANK], batches[RANK])[:, :-1].mean())
         plain.zero_grad()
         for record, tokens in zip(records, batches):
-            (-log_probs(plain, operator, record, tokens)[:, :-1].mean() / 2).backward()
+            (-log_probs(plain, perturbation, record, tokens)[:, :-1].mean() / 2).backward()
         for (name, own), theirs in zip(engine.module.named_parameters(), plain.parameters()):
             got = safe_get_full_grad(own)
             torch.testing.assert_close(got, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
@@ -103,9 +103,9 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config, dist_init_required=False
     )
-    for operator in EVERY:
-        check(engine, plain, operator)
-        print(f"rank {RANK}: {name_of(operator)}", flush=True)
+    for perturbation in EVERY:
+        check(engine, plain, perturbation)
+        print(f"rank {RANK}: {name_of(perturbation)}", flush=True)
     torch.distributed.barrier()
     del kept
 

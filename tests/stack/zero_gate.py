@@ -48,10 +48,10 @@ def train(stage: int) -> None:
     )
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = LlamaForCausalLM(tiny)
-    operator = create("hrpo", k=1, gate_lr=0.02, lambda_lr=1.0)
-    parameters_file.attach(model, operator, TARGET)
+    perturbation = create("hrpo", k=1, gate_lr=0.02, lambda_lr=1.0)
+    parameters_file.attach(model, perturbation, TARGET)
     module = parameters.attached(model)
-    rates = {id(p): operator.learning_rate(name) for name, p in module.named_parameters()}
+    rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters()}
     engine, optimizer, *_ = deepspeed.initialize(
         model=model,
         model_parameters=separate([{"params": list(model.parameters())}], rates),
@@ -64,7 +64,7 @@ def train(stage: int) -> None:
     seen = []
     for perturbed in (RANK == 0, RANK == 1, False, True):
         record = small([2, 5]).truncate(8) if perturbed else None
-        with replay_scope(SimpleNamespace(model=engine), operator)([record], torch.ones_like(tokens)):
+        with replay_scope(SimpleNamespace(model=engine), perturbation)([record], torch.ones_like(tokens)):
             logits = engine(tokens, attention_mask=torch.ones_like(tokens)).logits.float()
             engine.backward(-logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).mean())
         engine.step()
@@ -88,8 +88,8 @@ def train(stage: int) -> None:
     if RANK == 0:
         folder = os.path.join(TARGET, f"zero-{stage}")
         model.save_pretrained(folder, state_dict=state)
-        again = operator.module(16)
-        assert parameters_file.load_saved(again, operator, folder)
+        again = perturbation.module(16)
+        assert parameters_file.load_saved(again, perturbation, folder)
         assert all(torch.equal(p, seen[-1][name]) for name, p in again.named_parameters())
     torch.distributed.barrier()
     del kept

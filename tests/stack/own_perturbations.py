@@ -1,4 +1,4 @@
-"""Operators for the stack tests, found by their address."""
+"""Perturbations for the stack tests, found by their address."""
 
 from __future__ import annotations
 
