@@ -30,7 +30,7 @@ def test_options_after_colons_and_blanks() -> None:
     assert parse_arms("neighbor rate=0.2 variant=released") == [strategy]
 
 
-def test_an_perturbation_of_another_package_keeps_its_colon() -> None:
+def test_a_perturbation_of_another_package_keeps_its_colon() -> None:
     (strategy,) = parse_arms("perturbations.strategies.gaussian:Gaussian:sigma=0.5")
     assert strategy.spec is not None and strategy.spec["sigma"] == 0.5
 

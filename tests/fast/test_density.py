@@ -379,6 +379,6 @@ def test_default_density_is_the_token(perturbation: Perturbation) -> None:
     assert not plain.has_density and perturbation.has_density
 
 
-def test_an_perturbation_without_a_density_says_so() -> None:
+def test_a_perturbation_without_a_density_says_so() -> None:
     with pytest.raises(NotImplementedError, match="'soft' has no density"):
         create("soft").log_density(None)

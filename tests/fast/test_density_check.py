@@ -126,7 +126,7 @@ def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) 
     assert all((t == 0.0).all() for t in _token_log_probs(maker([]), experiences))
 
 
-def test_each_recipe_names_an_perturbation_and_its_options() -> None:
+def test_each_recipe_names_a_perturbation_and_its_options() -> None:
     lines = (ROOT / "examples/recipes/densities.txt").read_text().splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     made = []

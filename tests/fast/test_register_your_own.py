@@ -141,7 +141,7 @@ def test_the_files_second_class_may_be_a_helper() -> None:
     assert registry.get("mine.py").__name__ == "Mine"
 
 
-def test_an_perturbation_that_the_file_only_imports_is_itself() -> None:
+def test_a_perturbation_that_the_file_only_imports_is_itself() -> None:
     write("mine.py", more="\nfrom perturbations.strategies.soft import Soft\n")
     assert create("mine.py:Soft").spec() == create("soft").spec()
     assert registry.get("mine.py").__name__ == "Mine"
@@ -351,7 +351,7 @@ def test_the_same_file_as_module_and_by_path(monkeypatch: pytest.MonkeyPatch, tm
 # --- the command line -------------------------------------------------------------------------------------
 
 
-def test_flags_of_an_perturbation_and_a_gate_in_files() -> None:
+def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
     write("mine.py")
     Path("gate.py").write_text(GATE)
     words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
@@ -369,7 +369,7 @@ def test_flags_of_an_perturbation_and_a_gate_in_files() -> None:
     "text",
     ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"],
 )
-def test_yaml_of_an_perturbation_and_a_gate_in_files(text: str) -> None:
+def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
     write("mine.py")
     Path("gate.py").write_text(GATE)
     Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")

@@ -75,7 +75,7 @@ def examples_on_the_path() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("examples_on_the_path")
-def test_an_perturbation_from_outside_the_package(engine: Any, hf_model: Any) -> None:
+def test_a_perturbation_from_outside_the_package(engine: Any, hf_model: Any) -> None:
     set_perturbation(engine, "custom_perturbation:RunnerUp", rate=0.5, share=0.4)
     rollouts = sample(engine, chat_prompts(engine), max_tokens=24)
     assert sum(len(r.record) for r in rollouts) > 20
