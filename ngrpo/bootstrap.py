@@ -29,11 +29,8 @@ def interval(table: np.ndarray) -> Interval:
         ``value``, ``low``, ``high``; the bounds are None where a single number leaves nothing to resample.
     """
     table = np.atleast_2d(np.asarray(table, dtype=np.float64))
-    value = float(table.mean())
-    if table.size == 1:
-        return {"value": value, "low": None, "high": None}
-    low, high = bounds(_replicates(table))
-    return {"value": value, "low": low, "high": high}
+    low, high = (None, None) if table.size == 1 else bounds(_replicates(table))
+    return {"value": float(table.mean()), "low": low, "high": high}
 
 
 def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:

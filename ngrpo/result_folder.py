@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,6 +208,11 @@ class ResultFolder:
     def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes a whole file of JSON lines in place of the old one."""
         write_text(self.path / name, json_lines(rows))
+
+
+def folder_for(given: str | None, name: str) -> Path:
+    """The folder that the user gave, or a new one: ``runs/<time>-<name>``."""
+    return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}").expanduser()
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

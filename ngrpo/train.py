@@ -42,6 +42,7 @@ from pathlib import Path
 from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.result_folder import folder_for
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
@@ -64,7 +65,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     hardware = profile_for(command.hardware).name
     for note in (*command.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
-    folder = _run_folder(command)
+    folder = folder_for(command.run_dir, "none" if command.spec is None else command.spec["name"].rpartition(":")[2])
     preflight.check_output("--run-dir", folder, folder=True)
     if command.log_file is not None:
         preflight.check_output("--log-file", command.log_file, folder=False)
@@ -120,13 +121,6 @@ def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report:
         report(f"training failed: {error}")
         return 1
     return 0
-
-
-def _run_folder(command: flags.TrainCommand) -> Path:
-    if command.run_dir is not None:
-        return Path(command.run_dir).expanduser()
-    name = "none" if command.spec is None else command.spec["name"].rpartition(":")[2]
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
 def _hardware_notes(hardware: str) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 from ngrpo.arms import parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of
+from ngrpo.result_folder import folder_for
 from perturbations.errors import UsageError
 
 _EXAMPLES = """\
@@ -68,7 +67,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
 
     if len(problems) < given.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")
-    out = Path(given.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-diagnose").expanduser()
+    out = folder_for(given.out, "diagnose")
     result = diagnose(
         given.model,
         problems,

@@ -142,8 +142,11 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
     set_perturbation(llm, ADDRESS)
     COLLECTION.start([token for token, _ in tokens], COPIES)
     try:
-        for asked, length in ((_sentences(tokenizer, tokens), _LENGTH), (_repeated(tokens), _MORE)):
-            prompts = [prompt for token, prompt in asked if len(COLLECTION.rows[token]) < _FEW]
+        sentences = {token: _sentences(tokenizer, text) for token, text in tokens}
+        # Any model goes on with a word that stands there again and again; of last resort, since it is so sure of it.
+        repeated = {token: [token] * _REPEATED for token, _ in tokens}
+        for asked, length in ((sentences, _LENGTH), (repeated, _MORE)):
+            prompts = [prompt for token, prompt in asked.items() if len(COLLECTION.rows[token]) < _FEW]
             jobs = [
                 (prompt, streams.trajectory_seed(seed, "map", i), member)
                 for i, prompt in enumerate(prompts)
@@ -155,20 +158,12 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
     return found
 
 
-def _sentences(tokenizer: Any, tokens: Sequence[tuple[int, str]]) -> list[tuple[int, list[int]]]:
-    result = []
-    for token, text in tokens:
-        request = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
-        if getattr(tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": request}]
-            request = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        result.append((token, _encode(tokenizer, request)))
-    return result
-
-
-def _repeated(tokens: Sequence[tuple[int, str]]) -> list[tuple[int, list[int]]]:
-    """Any model goes on with a word that stands there again and again; of last resort, since it is so sure of it."""
-    return [(token, [token] * _REPEATED) for token, _ in tokens]
+def _sentences(tokenizer: Any, word: str) -> list[int]:
+    request = f"Write a few sentences about anything. Use the word {word.strip()} in every sentence."
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": request}]
+        request = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return _encode(tokenizer, request)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

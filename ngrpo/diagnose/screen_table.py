@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.report.values import dig, figure
 from ngrpo.text_table import aligned
 
 if TYPE_CHECKING:
@@ -37,13 +38,8 @@ def table(diagnosis: dict[str, Any]) -> str:
     head = ["", *(heading.format(group=group) for heading, _, _ in _COLUMNS)]
     rows = [head]
     for strategy in diagnosis["strategies"]:
-        cells = [strategy["name"]]
-        for _, path, digits in _COLUMNS:
-            value: Any = strategy
-            for key in path:
-                value = value[key.format(group=group)]
-            cells.append("–" if value is None else f"{value:.{digits}f}")
-        rows.append(cells)
+        found = (dig(strategy, *(key.format(group=group) for key in path)) for _, path, _ in _COLUMNS)
+        rows.append([strategy["name"], *(figure(value, digits) for value, (_, _, digits) in zip(found, _COLUMNS))])
     return "\n".join(aligned(rows))
 
 

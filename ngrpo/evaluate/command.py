@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.command_parser import CommandParser, checked_model, problems_of
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.result_folder import folder_for
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         if result is None:
             return 1
     else:
-        folder = Path(given.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-eval").expanduser()
+        folder = folder_for(given.out, "eval")
         result = _evaluate(given, command, folder, engine_options, report)
     print(table(result, folder), flush=True)
     return 0

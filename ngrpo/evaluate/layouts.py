@@ -7,11 +7,11 @@ import random
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ngrpo.answers import last_boxed
 from ngrpo.datafiles import Row
+from ngrpo.evaluate.problem import Problem
 from perturbations.errors import UsageError
 
 BOXED = "Reason step by step and put the final answer in \\boxed{}."
@@ -25,23 +25,10 @@ _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A row, understood.
-
-    Attributes:
-        messages: the chat.
-        answer: the reference, or "" where the row has none.
-        scorer: what ``auto`` stands for here.
-        instruction: what a bare question needs to be told about the answer's form; "" where the row is a prompt.
-        meta: for :class:`ngrpo.evaluate.Problem`.
-    """
-
-    messages: tuple[dict[str, str], ...]
-    answer: str
-    scorer: str
-    instruction: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
+# A row as a problem without an id, its scorer being what ``auto`` stands for here and its answer "" where the row has
+# none; and what a bare question needs to be told about the answer's form, "" where the row is a prompt.
+Asked = tuple[Problem, str]
+Messages = tuple[dict[str, str], ...]
 
 
 def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> tuple[str, Callable[[Row], Asked]]:
@@ -76,17 +63,6 @@ def layout_of(row: Row, input_key: str = "input", label_key: str = "label") -> t
     )
 
 
-def listed_options(question: str) -> bool:
-    """Whether a question lists options A and B itself."""
-    return {"A", "B"} <= set(_LISTED.findall(question))
-
-
-def lettered(question: str, options: Sequence[str]) -> str:
-    """A question with its options, one per line: ``A) …``."""
-    lines = [f"{letter}) {option}" for letter, option in zip(string.ascii_uppercase, options)]
-    return "\n".join([question.strip(), "", *lines])
-
-
 def _verl(row: Row) -> Asked:
     truth = _mapping(row["reward_model"]).get("ground_truth")
     if isinstance(truth, dict):
@@ -95,7 +71,7 @@ def _verl(row: Row) -> Asked:
     meta = {key: row[key] for key in ("data_source", "level", "type") if isinstance(row.get(key), str)}
     messages = _messages(row["prompt"])
     answer = _reference(truth)
-    return Asked(messages, answer, _guess(messages[-1]["content"], answer), meta=meta)
+    return Problem("", messages, answer, _guess(messages, answer), meta), ""
 
 
 def _openrlhf(row: Row, input_key: str, label_key: str) -> Asked:
@@ -104,8 +80,8 @@ def _openrlhf(row: Row, input_key: str, label_key: str) -> Asked:
     messages, answer = _messages(row[input_key]), _reference(row[label_key])
     label = _mapping(answer) if answer.startswith("{") else {}
     if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
-        return Asked(messages, str(label["entry"].get("answer") or ""), "reasoning_gym", meta={"label": answer})
-    return Asked(messages, answer, _guess(messages[-1]["content"], answer))
+        return Problem("", messages, str(label["entry"].get("answer") or ""), "reasoning_gym", {"label": answer}), ""
+    return Problem("", messages, answer, _guess(messages, answer)), ""
 
 
 def _procedural(row: Row) -> Asked:
@@ -114,13 +90,14 @@ def _procedural(row: Row) -> Asked:
     entry = {**row, "metadata": _mapping(row["metadata"])}
     name = entry["metadata"]["source_dataset"]
     meta = {"label": reasoning_gym.label_of(name, entry)}
-    return Asked(_messages(row["question"]), str(row["answer"] or ""), "reasoning_gym", reasoning_gym.INSTRUCTION, meta)
+    problem = Problem("", _messages(row["question"]), str(row["answer"] or ""), "reasoning_gym", meta)
+    return problem, reasoning_gym.INSTRUCTION
 
 
 def _gpqa(row: Row) -> Asked:
     question, right = str(row["Question"]), str(row["Correct Answer"] or "").strip()
     if not right:
-        return Asked(_messages(question), "", "choice")
+        return Problem("", _messages(question), "", "choice"), ""
     options = [right, *(str(row[key]).strip() for key in _GPQA[2:])]
     # The right option comes first in the file: shuffled by the question alone, so alike in every run.
     random.Random(question).shuffle(options)
@@ -148,8 +125,10 @@ def _options(row: Row) -> Asked:
 
 
 def _choice(question: str, options: Sequence[str], answer: str) -> Asked:
-    messages = _messages(lettered(question, options))
-    return Asked(messages, answer, "choice", LETTER, {"options": list(options)})
+    """A question with its options, one per line: ``A) …``."""
+    lines = [f"{letter}) {option}" for letter, option in zip(string.ascii_uppercase, options)]
+    messages = _messages("\n".join([question.strip(), "", *lines]))
+    return Problem("", messages, answer, "choice", {"options": list(options)}), LETTER
 
 
 def _question(row: Row) -> Asked:
@@ -160,19 +139,21 @@ def _question(row: Row) -> Asked:
         answer = answer.rpartition("####")[2].strip()
     elif column == "solution":  # MATH: the solution, its result boxed
         answer = last_boxed(answer) or answer
-    scorer = _guess(messages[-1]["content"], answer)
-    return Asked(messages, answer, scorer, LETTER if scorer == "choice" else BOXED)
+    problem = Problem("", messages, answer, _guess(messages, answer))
+    return problem, LETTER if problem.scorer == "choice" else BOXED
 
 
-def _guess(question: str, answer: str) -> str:
-    return "choice" if re.fullmatch(r"\(?[A-J]\)?", answer) and listed_options(question) else "math"
+def _guess(messages: Messages, answer: str) -> str:
+    """``choice`` where the answer is a letter and the question itself lists options A and B, else ``math``."""
+    listed = {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
+    return "choice" if listed and re.fullmatch(r"\(?[A-J]\)?", answer) else "math"
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _messages(value: Any) -> tuple[dict[str, str], ...]:
+def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages as it is."""
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)

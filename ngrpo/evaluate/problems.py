@@ -163,22 +163,23 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
 
 def _problem(where: str, name: str, asked: Asked, scorer: str, instruction: str | None) -> Problem | None:
     """The problem of a row; None where it has no answer."""
-    chosen = asked.scorer if scorer == "auto" else scorer
-    if not asked.answer and chosen != "reasoning_gym":
+    problem, form = asked
+    problem = replace(problem, id=name, scorer=problem.scorer if scorer == "auto" else scorer)
+    if not problem.answer and problem.scorer != "reasoning_gym":
         return None
-    answer = asked.answer
-    if chosen == "choice":
-        answer = answer.strip("().").upper()
-        letters = string.ascii_uppercase[: len(asked.meta.get("options", string.ascii_uppercase))]
-        if len(answer) != 1 or answer not in letters:
+    if problem.scorer == "choice":
+        letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
+        letter = problem.answer.strip("().").upper()
+        if len(letter) != 1 or letter not in letters:
             raise UsageError(
-                f"{where}: the answer {asked.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
+                f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice"
+                " needs."
             )
-    if chosen == "reasoning_gym" and "label" not in asked.meta:
+        problem = replace(problem, answer=letter)
+    if problem.scorer == "reasoning_gym" and "label" not in problem.meta:
         raise UsageError(f"{where} was not made by reasoning-gym: its metadata has no source_dataset.")
-    add = asked.instruction if instruction is None else instruction
-    messages = asked.messages
+    add = form if instruction is None else instruction
     if add:
-        last = messages[-1]
-        messages = (*messages[:-1], {**last, "content": f"{last['content'].rstrip()}\n\n{add}"})
-    return Problem(name, messages, answer, chosen, asked.meta)
+        *before, last = problem.messages
+        problem = replace(problem, messages=(*before, {**last, "content": f"{last['content'].rstrip()}\n\n{add}"}))
+    return problem

@@ -39,10 +39,6 @@ _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
         "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know; leave it out",
     ),
     ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
-    ("--ds.packing_samples", lambda v: True, "OpenRLHF packs only with FlashAttention 2; leave it out"),
-    ("--train.dynamic_batch_enable", lambda v: True, "it needs packed samples, which need FlashAttention 2"),
-    ("--ds.ring_attn_size", lambda v: v != "1", "ring attention needs FlashAttention 2; use 1"),
-    ("--ds.attn_implementation", lambda v: "flash" in v, "FlashAttention needs CUDA; use sdpa or eager"),
     ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
     ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
     ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; use bf16"),
@@ -126,7 +122,6 @@ PROFILE = Profile(
         # Compilation costs half a minute at start and gains little on a small model.
         "--vllm.enforce_eager": None,
         "--vllm.sync_backend": "gloo",
-        "--ds.attn_implementation": "sdpa",
         "--ds.adam_offload": None,
     },
     ray_init=ray_init,

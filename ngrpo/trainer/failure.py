@@ -16,6 +16,8 @@ _GRACE_SECONDS = 5.0
 _MOST_SHOWN = 5
 # Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
 _MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
+# What Python says of OpenRLHF's import, and transformers 5.15 of an attention that is not there.
+_FLASH_ATTN = re.compile(r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used")
 _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 
 
@@ -49,6 +51,18 @@ def memory_ran_out(error: BaseException) -> str | None:
         f" a process of this run.{most} End other programs, or ask for less: a smaller --train.micro_batch_size,"
         " --rollout.batch_size or --rollout.max_new_tokens, less memory for vLLM (--vllm.gpu_memory_utilization; on a"
         " CPU VLLM_CPU_KVCACHE_SPACE), or a smaller model."
+    )
+
+
+def flash_attn_missing(error: BaseException) -> str | None:
+    """What an error means where one node of a cluster lacks flash-attn; None for any other error."""
+    found = next((text for text in map(str, _chain(error)) if _FLASH_ATTN.search(text)), None)
+    if found is None:
+        return None
+    return (
+        "a node of the cluster has no flash-attn that works, but the run was started where flash-attn is installed, so"
+        " that OpenRLHF counts on it everywhere. Install the same flash-attn on every node (docs/install.md), or remove"
+        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {found.strip()}"
     )
 
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from ngrpo.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
 from ngrpo.trainer.seams import IMPORT, Seam, active
 
 CONDITIONS = "NGRPO_CONDITIONS"
@@ -26,7 +27,10 @@ CONDITIONS = "NGRPO_CONDITIONS"
 
 def in_worker() -> None:
     """Ray's `worker_process_setup_hook`: runs in every worker before any of its tasks or actors."""
-    install(os.environ[CONDITIONS].split(","))
+    conditions = os.environ[CONDITIONS].split(",")
+    if not has_flash_attn():  # Nodes of a cluster may differ: the driver found out about its own only.
+        conditions.append(WITHOUT_FLASH_ATTN)
+    install(conditions)
 
 
 def install(conditions: Iterable[str]) -> None:

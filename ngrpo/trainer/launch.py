@@ -2,7 +2,7 @@
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser; what is ours is in place
 before it starts: the seams in this process, and in every Ray worker through `worker_process_setup_hook`.
-Without a perturbation and on CUDA there is nothing of ours at all: that is stock OpenRLHF.
+Without a perturbation, on CUDA and with flash-attn there is nothing of ours at all: that is stock OpenRLHF.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from ngrpo.hardware import Profile, profile_for
+from ngrpo.hardware import Profile, attention, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.failure import RUN_ID, end_processes, memory_ran_out, root_cause
+from ngrpo.trainer.failure import RUN_ID, end_processes, flash_attn_missing, memory_ran_out, root_cause
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import check
@@ -55,9 +55,12 @@ def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str
     profile = profile_for(hardware)
     flags = Flags(openrlhf_args).with_defaults(profile.default_flags)
     profile.check(flags)
+    conditions = conditions_for(profile, settings)
+    if attention.WITHOUT_FLASH_ATTN in conditions:
+        flags = flags.with_defaults(attention.DEFAULT_FLAGS)
+        attention.check(flags, profile.name)
     if flags.added:
         print(f"[hardware {profile.name}] default flags: {shlex.join(flags.added)}", flush=True)
-    conditions = conditions_for(profile, settings)
     check(conditions)
     for name, value in profile.env.items():
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
@@ -65,14 +68,19 @@ def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str
         print(f"removed {lock}: an earlier run was killed while it compiled {lock.parent.name}", flush=True)
     os.environ[RUN_ID] = uuid4().hex
     if conditions:
-        _start_ray(profile, flags, conditions, settings)
+        if not flags.has("--help"):
+            _start_ray(profile, flags, conditions, settings)
         install(conditions)
     _run(flags.words)
 
 
 def conditions_for(profile: Profile, settings: RunSettings) -> tuple[str, ...]:
     """Returns the conditions of `ngrpo.trainer.seams` that hold; none means stock OpenRLHF."""
-    return (*(("cpu",) if profile.name == "cpu" else ()), *settings.conditions)
+    held = {
+        "cpu": profile.name == "cpu",
+        attention.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not attention.has_flash_attn(),
+    }
+    return (*(name for name, holds in held.items() if holds), *settings.conditions)
 
 
 def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSettings) -> dict[str, str]:
@@ -108,7 +116,7 @@ def _run(flags: Sequence[str]) -> None:
         runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
         finished = True
     except Exception as error:
-        explained = memory_ran_out(error)
+        explained = memory_ran_out(error) or flash_attn_missing(error)
         if explained is None:
             traceback.print_exc()
         raise TrainingFailed((explained or root_cause(error)) + _log_folder()) from None

@@ -74,10 +74,6 @@ SEAMS: tuple[Seam, ...] = (
         "torch_dist_barrier_and_cuda_sync waits for the device",
     ),
     Seam(
-        "openrlhf.models.ring_attn_utils", IMPORT, "ngrpo.hardware.flash_attn_cpu:during_import", "cpu",
-        "import", "openrlhf 0.11.2", "imports flash_attn, which has no CPU build, at module level",
-    ),
-    Seam(
         "openrlhf.utils.deepspeed.deepspeed", "init_device_mesh", f"{_CPU}:device_mesh", "cpu",
         "import", "openrlhf 0.11.2", 'asks for a device mesh on "cuda" by name',
     ),
@@ -94,6 +90,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "deepspeed.comm.torch", "build_shm_op", f"{_CPU}:shared_memory_op", "cpu", "()", "deepspeed 0.19.6",
         "compiles an all-reduce kernel for half a minute, also for a group of one process",
+    ),
+    # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
+    Seam(
+        "openrlhf.models.ring_attn_utils", IMPORT, "ngrpo.hardware.flash_attn_stand_in:during_import",
+        "without_flash_attn", "import", "openrlhf 0.11.2", "imports flash_attn at module level, packing or not",
     ),
     # ---- weight sync without NCCL -----------------------------------------------------------------
     Seam(

@@ -444,8 +444,8 @@ class TestWords:
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RunSettings(advantage_spec={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
     conditions = launch.conditions_for(CPU, settings)
-    assert conditions == ("cpu", "advantage", "sampling")
-    assert launch.conditions_for(CPU, RunSettings()) == ("cpu",)
+    assert conditions == ("cpu", "without_flash_attn", "advantage", "sampling")
+    assert launch.conditions_for(CPU, RunSettings()) == ("cpu", "without_flash_attn")
     env = launch.worker_env(CPU, conditions, settings)
     for name in env:
         monkeypatch.setenv(name, env[name])

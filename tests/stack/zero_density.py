@@ -6,6 +6,7 @@ import os
 import sys
 from copy import deepcopy
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 RANK, PORT = int(sys.argv[1]), sys.argv[2]
@@ -80,14 +81,14 @@ def check(engine: Any, plain: Any, perturbation: Any) -> None:
 
 def main() -> None:
     import deepspeed
-    import deepspeed.comm.torch
     import torch
     from transformers.integrations import HfDeepSpeedConfig
 
     from tests.fast.test_density_loss import EVERY, name_of
 
-    # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without. The attribute
+    # deepspeed.comm.torch is torch itself, so the module of that name is looked up.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     torch.set_num_threads(1)
     # Ranks that do not call alike fail after a minute and a half, and do not wait for the test to end them.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 RANK, PORT, TARGET = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, RANK=str(RANK), WORLD_SIZE="2")
@@ -96,11 +97,11 @@ def train(stage: int) -> None:
 
 
 def main() -> None:
-    import deepspeed.comm.torch
     import torch
 
-    # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without. The attribute
+    # deepspeed.comm.torch is torch itself, so the module of that name is looked up.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for stage in (2, 3):

@@ -1,4 +1,4 @@
-"""Stand-in for the five names that OpenRLHF 0.11.2 imports from flash_attn, which has no CPU build.
+"""Stand-in for the five names that OpenRLHF 0.11.2 imports from flash_attn, needed or not.
 
 Only `openrlhf.models.ring_attn_utils` sees them (the modules are in `sys.modules` while it is being
 imported and gone afterwards), so no other library takes flash_attn for installed. The padding helpers
@@ -46,7 +46,7 @@ def pad_input(rows: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 
 def all_gather(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Only ring attention calls it."""
-    raise NotImplementedError("Ring attention needs flash_attn and CUDA; use --ds.ring_attn_size 1 on CPU.")
+    raise NotImplementedError("Ring attention needs flash-attn; use --ds.ring_attn_size 1.")
 
 
 def _modules() -> dict[str, ModuleType]:

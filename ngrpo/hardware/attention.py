@@ -1,0 +1,60 @@
+"""Training with flash-attn and without it.
+
+OpenRLHF 0.11.2 pins flash-attn 2.8.3, which PyPI has as source only, but needs it for packed samples alone. Where it
+is missing, five names that OpenRLHF imports have a stand-in (a row of `ngrpo.trainer.seams`), the trainer's attention
+is PyTorch's own, and what packs is refused. Where it is there, nothing of this holds.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ngrpo.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError
+
+WITHOUT_FLASH_ATTN = "without_flash_attn"
+"""The condition of the stand-in's row in `ngrpo.trainer.seams`."""
+
+DEFAULT_FLAGS: dict[str, Default] = {"--ds.attn_implementation": "sdpa"}
+"""OpenRLHF flags that are added without flash-attn; OpenRLHF's default is flash_attention_2."""
+
+_INSTALL = "install flash-attn, for which docs/install.md names prebuilt wheels"
+
+
+def has_flash_attn() -> bool:
+    """Whether flash-attn 2 is installed in this Python environment; nothing is imported to find out."""
+    spec = find_spec("flash_attn")
+    # FlashAttention 4 puts flash_attn.cute alone into a folder of that name, which has no __init__.py.
+    return spec is not None and spec.origin is not None
+
+
+def check(flags: Flags, hardware: str) -> None:
+    """Refuses what needs flash-attn, for a run without it.
+
+    Args:
+        flags: The final OpenRLHF flags.
+        hardware: ``"cpu"``, where flash-attn is of no use, or ``"cuda"``, where it is not installed.
+
+    Raises:
+        UsageError: With the flag, the reason and what to do.
+    """
+    for name in ("--ds.packing_samples", "--train.dynamic_batch_enable", "--ds.ring_attn_size"):
+        value = flags.value(name)
+        if value is not None and not (name == "--ds.ring_attn_size" and value == "1"):
+            _refuse(
+                name, value, hardware, "OpenRLHF packs samples for it, and packs only with flash-attn", "leave it out"
+            )
+    value = flags.value("--ds.attn_implementation") or ""
+    # transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
+    if "flash" in value and (hardware == "cpu" or (value == "flash_attention_2" and find_spec("kernels") is None)):
+        _refuse("--ds.attn_implementation", value, hardware, "it is computed by flash-attn", "use sdpa or eager")
+
+
+def _refuse(name: str, value: str, hardware: str, reason: str, instead: str) -> None:
+    given = f"{name} {value}".rstrip()
+    if hardware == "cpu":
+        raise UsageError(f"{given} cannot be used with --hardware cpu: {reason}, and that needs CUDA. Fix: {instead}.")
+    raise UsageError(
+        f"{given} cannot be used here: {reason}, and that is not installed where the run starts. Fix: {instead}, or"
+        f" {_INSTALL}."
+    )
