@@ -14,10 +14,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from perturbations.errors import UsageError
 from perturbations.options import nearest
+
+if TYPE_CHECKING:
+    from perturbations.base import Perturbation
 
 _PREFIX = "perturbation."
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
@@ -229,18 +232,24 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
     )
 
 
-def _made(arm: Arm) -> Arm:
+def created(name: str, options: Mapping[str, Any]) -> tuple[Perturbation, tuple[str, ...]]:
+    """A perturbation, and what it warns of."""
     from perturbations import registry
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = registry.create(arm.name, **arm.options)
+        made = registry.create(name, **options)
+    return made, tuple(str(warning.message) for warning in caught)
+
+
+def _made(arm: Arm) -> Arm:
+    made, notes = created(arm.name, arm.options)
     return replace(
         arm,
         id=" ".join([arm.perturbation, *_pairs(arm.training)]),
         spec=made.spec() if made.active else None,
         paper=made.paper,
-        notes=tuple(str(warning.message) for warning in caught),
+        notes=notes,
     )
 
 

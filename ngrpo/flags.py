@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
-from ngrpo.arms import option_fields
+from ngrpo.arms import created, option_fields
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
@@ -209,17 +208,13 @@ def _perturbation(
                 " (see: ngrpo list)."
             )
         return None, []
-    from perturbations import registry
-
     options |= dict.fromkeys(_switches(str(name), options, [key for key in given if given[key] is None]), True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            made = registry.create(str(name), **options)
-        except UsageError as error:
-            origin = f" (options from {config} and the command line)" if config else ""
-            raise UsageError(f"{error}{origin}") from None
-    return (made.spec() if made.active else None), [str(warning.message) for warning in caught]
+    try:
+        made, notes = created(str(name), options)
+    except UsageError as error:
+        origin = f" (options from {config} and the command line)" if config else ""
+        raise UsageError(f"{error}{origin}") from None
+    return (made.spec() if made.active else None), list(notes)
 
 
 def _switches(name: str, options: Mapping[str, Any], alone: Sequence[str]) -> list[str]:

@@ -20,6 +20,8 @@ from ngrpo.hardware.profile import Profile
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
+_ROLES = ("actor", "ref", "reward", "critic")
+
 # (flag, whether its value is refused, the reason and what to do)
 _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
@@ -74,7 +76,7 @@ def ray_init(flags: Flags) -> dict[str, Any]:
         return int(flags.value(name) or default)
 
     units = count("--vllm.num_engines", 1)
-    for role in ("actor", "ref", "reward", "critic"):
+    for role in _ROLES:
         units += count(f"--{role}.num_nodes", 1) * count(f"--{role}.num_gpus_per_node", 1)
     return {
         "num_gpus": units,
@@ -114,10 +116,7 @@ PROFILE = Profile(
     name="cpu",
     env=_env(),
     default_flags={
-        "--actor.num_gpus_per_node": "1",
-        "--ref.num_gpus_per_node": "1",
-        "--reward.num_gpus_per_node": "1",
-        "--critic.num_gpus_per_node": "1",
+        **{f"--{role}.num_gpus_per_node": "1" for role in _ROLES},
         "--vllm.num_engines": "1",
         # Compilation costs half a minute at start and gains little on a small model.
         "--vllm.enforce_eager": None,

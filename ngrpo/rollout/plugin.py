@@ -11,7 +11,10 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ngrpo.rollout.attach import AttachedPerturbation
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
@@ -38,8 +41,12 @@ def register() -> None:
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
     _wrap("vllm.config.vllm", "VllmConfig.use_v2_model_runner", _v1_when_perturbed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", _then_forget)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", _then_refresh)
+    # The V2 runner warms up on CUDA with requests like real ones; nobody will ask for their records.
+    forget = _then(lambda attached: attached.requests.take(None))
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", forget)
+    # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
+    refresh = _then(lambda attached: attached.perturber.weights_changed())
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
     _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
@@ -125,29 +132,20 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
     return load_model
 
 
-def _then_forget(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The V2 runner warms up on CUDA with requests like real ones; nobody will ask for their records."""
+def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """After a worker's method, what its perturbation has to do, where it has one."""
 
-    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attached = getattr(self, "perturbation", None)
-        if attached is not None:
-            attached.requests.take(None)
-        return result
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            attached = getattr(self, "perturbation", None)
+            if attached is not None:
+                act(attached)
+            return result
 
-    return compile_or_warm_up_model
+        return method
 
-
-def _then_refresh(original: Callable[..., None]) -> Callable[..., None]:
-    """Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``."""
-
-    def finish_weight_update(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        attached = getattr(self, "perturbation", None)
-        if attached is not None:
-            attached.perturber.weights_changed()
-
-    return finish_weight_update
+    return make
 
 
 def _with_length(original: Callable[..., None]) -> Callable[..., None]:
@@ -256,9 +254,5 @@ def _extend_workers() -> None:
 
         self.perturbation.replace(registry.create(**spec))
 
-    WorkerBase.perturbation_drift = drift
-    WorkerBase.perturbation_fingerprint = fingerprint
-    WorkerBase.perturbation_replace = replace
-    WorkerBase.perturbation_runner = runner
-    WorkerBase.perturbation_take = take
-    WorkerBase.perturbation_drop = drop
+    for method in (fingerprint, runner, take, drop, drift, replace):
+        setattr(WorkerBase, f"perturbation_{method.__name__}", method)

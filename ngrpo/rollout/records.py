@@ -48,11 +48,10 @@ def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dic
     Returns:
         Key to record and (generated,) float32.
     """
-    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
     front = llm.llm_engine.output_processor
     unfinished = list(front.request_states)
     wanted = None if request_ids is None else list(request_ids)
-    taken = llm.llm_engine.collective_rpc("perturbation_take", args=(wanted, unfinished))[0]
+    taken = _ask(llm, "take", wanted, unfinished)
     lengths = vars(front).get(LENGTHS, {})
     return {external_id(name): parse(pair, lengths.pop(name, None)) for name, pair in taken.items()}
 
@@ -77,8 +76,7 @@ def sampling_mask(taken: Sequence[bytes]) -> SamplingMask | None:
 
 def drop_records(llm: Any, request_ids: Sequence[str]) -> None:
     """Forgets the records of aborted requests, by ``RequestOutput.request_id``."""
-    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    llm.llm_engine.collective_rpc("perturbation_drop", args=(list(request_ids),))
+    _ask(llm, "drop", list(request_ids))
 
 
 def set_perturbation(llm: Any, name: str, **options: Any) -> None:
@@ -93,9 +91,7 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
         ValueError: for a bad spec.
         RuntimeError: where the engine has no perturbation installed.
     """
-    perturbation = registry.create(name, **options)
-    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    llm.llm_engine.collective_rpc("perturbation_replace", args=(perturbation.spec(),))
+    _ask(llm, "replace", registry.create(name, **options).spec())
 
 
 def model_runner(llm: Any) -> str:
@@ -104,8 +100,7 @@ def model_runner(llm: Any) -> str:
     Raises:
         RuntimeError: where the engine has no perturbation installed.
     """
-    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    return llm.llm_engine.collective_rpc("perturbation_runner")[0]
+    return _ask(llm, "runner")
 
 
 def neighbor_drift(llm: Any) -> Drift | None:
@@ -123,9 +118,14 @@ def neighbor_drift(llm: Any) -> Drift | None:
     """
     from perturbations.neighbors import Drift
 
-    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    counts = llm.llm_engine.collective_rpc("perturbation_drift")[0]
+    counts = _ask(llm, "drift")
     return None if counts is None else Drift(*counts)
+
+
+def _ask(llm: Any, what: str, *args: Any) -> Any:
+    """The first worker's answer, once every worker is known to have a perturbation."""
+    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:

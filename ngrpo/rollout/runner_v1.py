@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
     """Wraps the methods of a runner. Which perturber acts is looked up at each step, since it can be replaced."""
-    runner._update_states = _update_states(runner._update_states, perturbation)
+    runner._update_states = with_requests(runner._update_states, perturbation)
     runner._preprocess = _preprocess(runner._preprocess, runner, perturbation)
     runner.sampler.sample = _sample(runner.sampler.sample, runner.sampler, perturbation)
 
 
-def _update_states(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    def update_states(scheduler_output: Any) -> Any:
+def with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    """The method by which a runner, this one or V2's, learns which requests come and go."""
+
+    def update(scheduler_output: Any) -> Any:
         result = original(scheduler_output)
         perturbation.requests.update(scheduler_output)
         return result
 
-    return update_states
+    return update
 
 
 def _preprocess(original: Callable[..., Any], runner: Any, perturbation: AttachedPerturbation) -> Callable[..., Any]:

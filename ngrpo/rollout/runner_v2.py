@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.rollout.runner_v1 import with_requests
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,20 +34,10 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
             f"perturbation: {type(runner.get_model()).__name__} brings a sampler of its own"
             f" ({type(runner.sampler).__name__}), which draws tokens unseen. Use another model."
         )
-    runner.add_requests = _add_requests(runner.add_requests, perturbation)
+    # A request that was preempted comes back as a new one; the store still has it, and its records with it.
+    runner.add_requests = with_requests(runner.add_requests, perturbation)
     runner.prepare_inputs = _prepare_inputs(runner.prepare_inputs, perturbation)
     runner.sampler.sample = _sample(runner.sampler, perturbation)
-
-
-def _add_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    """A request that was preempted comes back as a new one; the store still has it, and its records with it."""
-
-    def add_requests(scheduler_output: Any) -> Any:
-        result = original(scheduler_output)
-        perturbation.requests.update(scheduler_output)
-        return result
-
-    return add_requests
 
 
 def _prepare_inputs(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:

@@ -56,202 +56,109 @@ class Seam:
         return f"{self.module}.{self.attribute}"
 
 
-_CPU, _SYNC = "ngrpo.hardware.cpu", "ngrpo.trainer.weight_sync"
-_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+_OPENRLHF = "openrlhf 0.11.2"
+_ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
+_SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
+_MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
+
+
+def _seam(
+    module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
+) -> Seam:
+    """A row; ``ours`` without the package's name."""
+    return Seam(module, attribute, ours and f"ngrpo.{ours}", when, upstream, checked, why)
+
 
 SEAMS: tuple[Seam, ...] = (
     # ---- a machine without CUDA -------------------------------------------------------------------
-    Seam(
-        "torch.cuda", "current_device", f"{_CPU}:cuda_current_device", "cpu", "()", "torch 2.13.0",
-        "OpenRLHF moves batches to torch.cuda.current_device()",
-    ),
-    Seam(
-        "torch.cuda", "set_device", f"{_CPU}:cuda_do_nothing", "cpu", "(device)", "torch 2.13.0",
-        "DeepspeedStrategy.setup_distributed chooses a CUDA device",
-    ),
-    Seam(
-        "torch.cuda", "synchronize", f"{_CPU}:cuda_do_nothing", "cpu", "(device)", "torch 2.13.0",
-        "torch_dist_barrier_and_cuda_sync waits for the device",
-    ),
-    Seam(
-        "openrlhf.utils.deepspeed.deepspeed", "init_device_mesh", f"{_CPU}:device_mesh", "cpu",
-        "import", "openrlhf 0.11.2", 'asks for a device mesh on "cuda" by name',
-    ),
-    Seam(
-        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.moving_average", f"{_CPU}:moving_average",
-        "cpu", "(self, model, model_ema, beta, device)", "openrlhf 0.11.2",
-        'the actor passes the device "cuda" by name (--train.enable_ema)',
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__",
-        f"{_CPU}:replay_buffer_init", "cpu", "sha:ee37108b4b5d", "openrlhf 0.11.2",
-        'its target device is "cuda:{index}"',
-    ),
-    Seam(
-        "deepspeed.comm.torch", "build_shm_op", f"{_CPU}:shared_memory_op", "cpu", "()", "deepspeed 0.19.6",
-        "compiles an all-reduce kernel for half a minute, also for a group of one process",
-    ),
+    _seam("torch.cuda", "current_device", "hardware.cpu:cuda_current_device", "cpu", "()",
+        "OpenRLHF moves batches to torch.cuda.current_device()", "torch 2.13.0"),
+    _seam("torch.cuda", "set_device", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
+        "DeepspeedStrategy.setup_distributed chooses a CUDA device", "torch 2.13.0"),
+    _seam("torch.cuda", "synchronize", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
+        "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
+    _seam(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
+        'asks for a device mesh on "cuda" by name'),
+    _seam(_DEEPSPEED, "DeepspeedStrategy.moving_average", "hardware.cpu:moving_average", "cpu",
+        "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
+    _seam("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
+        "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
+    _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:shared_memory_op", "cpu", "()",
+        "compiles an all-reduce kernel for half a minute, also for a group of one process", "deepspeed 0.19.6"),
     # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
-    Seam(
-        "openrlhf.models.ring_attn_utils", IMPORT, "ngrpo.hardware.flash_attn_stand_in:during_import",
-        "without_flash_attn", "import", "openrlhf 0.11.2", "imports flash_attn at module level, packing or not",
-    ),
+    _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
+        "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
     # ---- weight sync without NCCL -----------------------------------------------------------------
-    Seam(
-        _ACTOR, "ActorPPOTrainer._init_vllm_sync_group", f"{_SYNC}:no_sync_group", "cpu",
-        "sha:2af981ae42b8",
-        "openrlhf 0.11.2", "opens an NCCL group between the trainer and the engines",
-    ),
-    Seam(
-        _ACTOR, "ActorPPOTrainer.broadcast_to_vllm", f"{_SYNC}:hand_over_weights", "cpu",
-        "sha:a7ed79f664d6",
-        "openrlhf 0.11.2", "broadcasts parameters over NCCL; ours hands them over in shared memory",
-    ),
-    Seam(
-        "openrlhf.trainer.ray.vllm_engine", "RolloutRayActor", f"{_SYNC}:engine_with_file_sync", "cpu",
-        "sha:6bda23ee4983",
-        "openrlhf 0.11.2", "gains the method that takes those weights",
-    ),
-    Seam(
-        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
-        "(self, weights_iterator, weights_path, is_checkpoint_format)", "vllm 0.29.0",
-        "takes the weights; plain load_weights fails on CPU, where linear weights are repacked",
-    ),
+    _seam(_ACTOR, "ActorPPOTrainer._init_vllm_sync_group", "trainer.weight_sync:no_sync_group", "cpu",
+        "sha:2af981ae42b8", "opens an NCCL group between the trainer and the engines"),
+    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "trainer.weight_sync:hand_over_weights", "cpu",
+        "sha:a7ed79f664d6", "broadcasts parameters over NCCL; ours hands them over in shared memory"),
+    _seam(_ENGINE, "RolloutRayActor", "trainer.weight_sync:engine_with_file_sync", "cpu", "sha:6bda23ee4983",
+        "gains the method that takes those weights"),
+    _seam("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
+        "(self, weights_iterator, weights_path, is_checkpoint_format)",
+        "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
     # ---- perturbed rollouts and their replay ------------------------------------------------------
-    Seam(
-        "openrlhf.trainer.ray.vllm_engine", "RolloutRayActor",
-        "ngrpo.trainer.rollout_actor:perturbed_engine", "perturbation or reproducible or sampling_mask",
-        "sha:6bda23ee4983",
-        "openrlhf 0.11.2", "gives vLLM the spec, requests their seeds, and each response its record",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator",
-        "ngrpo.trainer.rollout_actor:plain_evaluation", "perturbation", "sha:11458b2545a7",
-        "openrlhf 0.11.2", "evaluation rollouts are not perturbed",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator",
-        "ngrpo.trainer.reproducible:whole_batches", "reproducible", "sha:11458b2545a7",
-        "openrlhf 0.11.2", "batches start whole and keep their order",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_trainer", "prepare_datasets",
-        "ngrpo.trainer.reproducible:seeded_prompt_order", "reproducible", "(strategy, tokenizer)",
-        "openrlhf 0.11.2", "the order of the prompts follows the seed",
-    ),
-    Seam(
-        _ACTOR, "ActorPPOTrainer.ppo_train",
-        "ngrpo.trainer.reproducible:seeded_training_order", "reproducible", "(self, kl_ctl)",
-        "openrlhf 0.11.2", "the order of training follows the seed and the step",
-    ),
-    Seam(
-        "openrlhf.models.actor", "Actor.__init__", "ngrpo.trainer.model_actors:with_parameters", "perturbation",
-        "sha:ed617cb47dde",
-        "openrlhf 0.11.2", "a perturbation's learned parameters join the model before DeepSpeed wraps it",
-    ),
-    Seam(
-        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy._get_model_parameters",
-        "ngrpo.trainer.model_actors:with_learning_rates", "perturbation", "sha:c6c4dad36a87",
-        "openrlhf 0.11.2", "those parameters may have learning rates of their own",
-    ),
-    Seam(
-        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.save_model", None, "perturbation",
-        "sha:14c67be849f9",
-        "openrlhf 0.11.2", "saves by save_pretrained, which writes those parameters to a file of their own",
-    ),
-    Seam(
-        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.mask_correction:with_sampling_masks",
-        "sampling_mask", "import", "openrlhf 0.11.2", "log-probabilities are among the tokens that sampling left",
-    ),
-    Seam(
-        "openrlhf.models.actor", "log_probs_from_logits", "ngrpo.trainer.density_loss:with_densities", "perturbation",
-        "import", "openrlhf 0.11.2", "at perturbed positions a perturbation's density takes the token's place",
-    ),
-    Seam(
-        "openrlhf.models.actor", "Actor.forward", None, "perturbation or sampling_mask", "sha:65d2a2a0e02a",
-        "openrlhf 0.11.2", "calls it once, on all rows of the logits, divided by the temperature",
-    ),
-    Seam(
-        _ACTOR, "PolicyModelActor", "ngrpo.trainer.model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
-        "openrlhf 0.11.2", "its log-probabilities are of the replayed history",
-    ),
-    Seam(
-        "openrlhf.trainer.ray.launcher", "ReferenceModelActor",
-        "ngrpo.trainer.model_actors:replaying_reference", "perturbation", "sha:871e4cda19c1",
-        "openrlhf 0.11.2", "likewise, through its own embedding",
-    ),
-    Seam(
-        _ACTOR, "ActorPPOTrainer.training_step", "ngrpo.trainer.model_actors:replaying_training_step",
-        "perturbation", "sha:783a57970a6a",
-        "openrlhf 0.11.2", "the forward that is differentiated replays",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience_batch",
-        "ngrpo.trainer.metrics:measured_experience", "perturbation or sampling_mask", "sha:b5693a55753f",
-        "openrlhf 0.11.2", "measures rollout against replay before the update",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_trainer", "PPOTrainer", "ngrpo.trainer.metrics:reporting_trainer",
-        "perturbation or advantage or sampling_mask", "sha:74b355e75a15",
-        "openrlhf 0.11.2", "the measures join the step's log",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_trainer_async", "TrainingActor", "ngrpo.trainer.metrics:reporting_trainer",
-        "perturbation or advantage or sampling_mask", "sha:ad079d89d655",
-        "openrlhf 0.11.2", "likewise, in asynchronous training",
-    ),
-    Seam(
-        "openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
+    _seam(_ENGINE, "RolloutRayActor", "trainer.rollout_actor:perturbed_engine",
+        "perturbation or reproducible or sampling_mask", "sha:6bda23ee4983",
+        "gives vLLM the spec, requests their seeds, and each response its record"),
+    _seam(_SAMPLES, "SamplesGenerator", "trainer.rollout_actor:plain_evaluation", "perturbation", "sha:11458b2545a7",
+        "evaluation rollouts are not perturbed"),
+    _seam(_SAMPLES, "SamplesGenerator", "trainer.reproducible:whole_batches", "reproducible", "sha:11458b2545a7",
+        "batches start whole and keep their order"),
+    _seam("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer.reproducible:seeded_prompt_order",
+        "reproducible", "(strategy, tokenizer)", "the order of the prompts follows the seed"),
+    _seam(_ACTOR, "ActorPPOTrainer.ppo_train", "trainer.reproducible:seeded_training_order", "reproducible",
+        "(self, kl_ctl)", "the order of training follows the seed and the step"),
+    _seam(_MODEL, "Actor.__init__", "trainer.model_actors:with_parameters", "perturbation", "sha:ed617cb47dde",
+        "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
+    _seam(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "trainer.model_actors:with_learning_rates",
+        "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
+    _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
+        "saves by save_pretrained, which writes those parameters to a file of their own"),
+    _seam(_MODEL, "log_probs_from_logits", "trainer.mask_correction:with_sampling_masks", "sampling_mask", "import",
+        "log-probabilities are among the tokens that sampling left"),
+    _seam(_MODEL, "log_probs_from_logits", "trainer.density_loss:with_densities", "perturbation", "import",
+        "at perturbed positions a perturbation's density takes the token's place"),
+    _seam(_MODEL, "Actor.forward", None, "perturbation or sampling_mask", "sha:65d2a2a0e02a",
+        "calls it once, on all rows of the logits, divided by the temperature"),
+    _seam(_ACTOR, "PolicyModelActor", "trainer.model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
+        "its log-probabilities are of the replayed history"),
+    _seam(_LAUNCHER, "ReferenceModelActor", "trainer.model_actors:replaying_reference", "perturbation",
+        "sha:871e4cda19c1", "likewise, through its own embedding"),
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "trainer.model_actors:replaying_training_step", "perturbation",
+        "sha:783a57970a6a", "the forward that is differentiated replays"),
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "trainer.metrics:measured_experience",
+        "perturbation or sampling_mask", "sha:b5693a55753f", "measures rollout against replay before the update"),
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer.metrics:reporting_trainer",
+        "perturbation or advantage or sampling_mask", "sha:74b355e75a15", "the measures join the step's log"),
+    _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer.metrics:reporting_trainer",
+        "perturbation or advantage or sampling_mask", "sha:ad079d89d655", "likewise, in asynchronous training"),
+    _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask", "sha:e557741c5553",
-        "openrlhf 0.11.2", "calls generate() once per turn and returns mm_train_inputs in its response",
-    ),
+        "calls generate() once per turn and returns mm_train_inputs in its response"),
     # ---- --advantage ------------------------------------------------------------------------------
-    Seam(
-        "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.compute_advantages_and_returns",
-        "ngrpo.trainer.advantage_seams:own_advantages", "advantage", "sha:1ca04eaeb719",
-        "openrlhf 0.11.2", "our advantages take the place of the estimator's, once penalties are applied",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.experience_maker", "compute_reward",
-        "ngrpo.trainer.advantage_seams:own_reward", "advantage", "import",
-        "openrlhf 0.11.2", "takes each micro batch's values of the estimator",
-    ),
-    Seam(
-        "openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
-        "openrlhf 0.11.2", "what it does with them: clip, KL penalty, the answer's last token",
-    ),
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.compute_advantages_and_returns", "trainer.advantage_seams:own_advantages",
+        "advantage", "sha:1ca04eaeb719",
+        "our advantages take the place of the estimator's, once penalties are applied"),
+    _seam(_EXPERIENCE, "compute_reward", "trainer.advantage_seams:own_reward", "advantage", "import",
+        "takes each micro batch's values of the estimator"),
+    _seam("openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
+        "what it does with them: clip, KL penalty, the answer's last token"),
     # ---- --sampling.* -----------------------------------------------------------------------------
-    Seam(
-        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.generate_samples",
-        "ngrpo.trainer.rollout_sampling:masked_rollouts", "sampling", "sha:6d3b87ed46f6",
-        "openrlhf 0.11.2", "training rollouts, and not evaluation, are drawn with top-k and min-p",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.samples_generator", "SamplingParams",
-        "ngrpo.trainer.rollout_sampling:masked_params", "sampling", "import",
-        "openrlhf 0.11.2", "has no flag for top-k and min-p",
-    ),
-    Seam(
-        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator._dispatch_prompts_to_vllm",
-        None, "sampling", "sha:a5b0d5d17e1a",
-        "openrlhf 0.11.2", "makes the SamplingParams, by keywords",
-    ),
+    _seam(_SAMPLES, "SamplesGenerator.generate_samples", "trainer.rollout_sampling:masked_rollouts", "sampling",
+        "sha:6d3b87ed46f6", "training rollouts, and not evaluation, are drawn with top-k and min-p"),
+    _seam(_SAMPLES, "SamplingParams", "trainer.rollout_sampling:masked_params", "sampling", "import",
+        "has no flag for top-k and min-p"),
+    _seam(_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", None, "sampling", "sha:a5b0d5d17e1a",
+        "makes the SamplingParams, by keywords"),
     # ---- --sampling.correct_mask (and a row beside the density's) ---------------------------------
-    Seam(
-        _ACTOR, "PolicyModelActor", "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask",
-        "sha:8d664f8c8592",
-        "openrlhf 0.11.2", "hands each batch's sampling masks to log_probs_from_logits",
-    ),
-    Seam(
-        "openrlhf.trainer.ray.launcher", "ReferenceModelActor",
-        "ngrpo.trainer.mask_correction:correcting_model", "sampling_mask", "sha:871e4cda19c1",
-        "openrlhf 0.11.2", "likewise",
-    ),
-    Seam(
-        _ACTOR, "ActorPPOTrainer.training_step", "ngrpo.trainer.mask_correction:correcting_training_step",
-        "sampling_mask", "sha:783a57970a6a",
-        "openrlhf 0.11.2", "likewise",
-    ),
+    _seam(_ACTOR, "PolicyModelActor", "trainer.mask_correction:correcting_model", "sampling_mask", "sha:8d664f8c8592",
+        "hands each batch's sampling masks to log_probs_from_logits"),
+    _seam(_LAUNCHER, "ReferenceModelActor", "trainer.mask_correction:correcting_model", "sampling_mask",
+        "sha:871e4cda19c1", "likewise"),
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "trainer.mask_correction:correcting_training_step", "sampling_mask",
+        "sha:783a57970a6a", "likewise"),
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,10 +95,7 @@ class ExactIndex(TableIndex):
         error_out, error = self._rounding()
         norms, own = self._norms.float(), self._norms[tokens].float().unsqueeze(-1)
         if self.metric == "l1":
-            bounds = torch.empty(len(tokens), self._size, device=self._device)
-            for start in range(0, self._size, self._rows):
-                part = self._embedding[start : start + self._rows].float()
-                bounds[:, start : start + self._rows] = torch.cdist(self._embedding[tokens].float(), part, p=1)
+            bounds = self._in_blocks(tokens, partial(torch.cdist, p=1))
             bounds.mul_(error - 1.0)
         else:
             bounds = self._products(tokens)
@@ -120,11 +118,16 @@ class ExactIndex(TableIndex):
             return (own @ self._embedding.T).float()
         if self._embedding.dtype == torch.float32:
             return own @ self._embedding.T
-        products = torch.empty(len(tokens), self._size, device=self._device)
+        return self._in_blocks(tokens, lambda own, part: own @ part.T)
+
+    def _in_blocks(self, tokens: Tensor, values: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What ``values`` gives for tokens (Q, D) and all others (V, D), in float32 and a block at a time: (Q, V)."""
+        own = self._embedding[tokens].float()
+        found = torch.empty(len(tokens), self._size, device=self._device)
         for start in range(0, self._size, self._rows):
-            part = self._embedding[start : start + self._rows].float()
-            products[:, start : start + self._rows] = own.float() @ part.T
-        return products
+            part = slice(start, start + self._rows)
+            found[:, part] = values(own, self._embedding[part].float())
+        return found
 
     def _rounding(self) -> tuple[float, float]:
         """Error bounds of a product: relative to its own size, and to the product of the norms."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
@@ -61,12 +61,7 @@ class Drift:
     changed: int
 
     def __add__(self, other: Drift) -> Drift:
-        return Drift(
-            self.tokens + other.tokens,
-            self.changed_since_start + other.changed_since_start,
-            self.compared + other.compared,
-            self.changed + other.changed,
-        )
+        return Drift(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def shares(self) -> dict[str, float]:
         """``neighbors_changed`` and ``neighbors_changed_since_start`` in [0, 1]; what cannot be said is left out."""

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from perturbations.gates.base import Gate
 from perturbations.step import GateStep, Positions, Step
-from perturbations.testing.proposal import ORDER, of_rows, unchanged
-from perturbations.testing.report import PerturbationError, check_tensor, differing, global_random_state
+from perturbations.testing.report import PerturbationError, answered, check_answers, check_tensor, global_random_state
 
 _TRAJECTORIES = ((1, 5), (-9, 0), (2**47, 300))  # seed, prompt's length
 
@@ -51,12 +50,7 @@ def check_plan(gate: Gate) -> None:
 
 
 def _plan(gate: Gate, positions: Positions) -> np.ndarray:
-    try:
-        planned = gate.plan(positions)
-    except Exception as error:
-        raise PerturbationError(
-            f"{gate.name}: plan() raises {type(error).__name__}: {error}", "It must answer for any positions."
-        ) from error
+    planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must answer for any positions.")
     if not isinstance(planned, np.ndarray) or planned.dtype != bool or planned.shape != positions.positions.shape:
         seen = type(planned).__name__
         if isinstance(planned, np.ndarray):
@@ -72,31 +66,12 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
     """One answer per row, its own, the same each time, and without asking the device."""
     where = f"{gate.name}, {label}:"
     seen = GateStep.of(step, torch.arange(len(step.logits)))
-    opened = unchanged(seen, lambda: _open(gate, seen, where), f"{where} open()")
-    again = differing("it", opened, _open(gate, seen, where))
-    if again:
-        raise PerturbationError(
-            f"{where} open() gives two results for the same step.",
-            "Use no randomness but the step's, and keep no state between calls.",
-        )
-    order = torch.tensor(ORDER)
-    for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
-        if differing("it", opened[rows], _open(gate, of_rows(seen, rows), where)):
-            raise PerturbationError(
-                f"{where} {what} open() gives another result.",
-                "Each row must depend on that row alone, since it is an accident which trajectories share a batch: no"
-                " mean, sort or random draw over the first dimension.",
-            )
+    check_answers(where, "open()", lambda some: _open(gate, some, where), seen)
     _check_synchronisation(gate, seen, where)
 
 
 def _open(gate: Gate, step: GateStep, where: str) -> Tensor:
-    try:
-        opened = gate.open(step)
-    except Exception as error:
-        raise PerturbationError(
-            f"{where} open() raises {type(error).__name__}: {error}", "It must answer for any logits."
-        ) from error
+    opened = answered(f"{where} open()", lambda: gate.open(step))
     check_tensor(f"{where} what open() returns", opened, (len(step.logits),), torch.bool, step.logits.device)
     return opened
 

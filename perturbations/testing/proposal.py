@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,21 +12,24 @@ from torch import Tensor
 
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal
-from perturbations.density_check import density_problem
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.replay import ReplayRecord
 from perturbations.step import Step
-from perturbations.testing.report import CLOSE, PerturbationError, check_tensor, differing, global_random_state
+from perturbations.testing.density_check import check_density
+from perturbations.testing.report import (
+    CLOSE,
+    EVERY_ROW,
+    PerturbationError,
+    answered,
+    check_answers,
+    check_tensor,
+    differing,
+)
 
 ROWS, _DIMENSION = 7, 8
 _SIZES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
-ORDER = (4, 0, 6, 2, 1, 5, 3)
 _log = logging.getLogger(__name__)
-_EVERY_ROW = (
-    "Each row must depend on that row alone, since it is an accident which trajectories share a batch: no mean, sort or"
-    " random draw over the first dimension."
-)
 
 
 def check_model(perturbation: Perturbation) -> None:
@@ -81,70 +83,28 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     ]
 
 
-def of_rows(step: Step, rows: Tensor) -> Step:
-    """A step with some of its rows, in a given order."""
-    parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
-    return type(step)(**{name: part[rows] if isinstance(part, Tensor) else part for name, part in parts.items()})
-
-
-def unchanged(step: Step, call: Callable[[], object], label: str) -> object:
-    """The result of a call that must leave the step and the global generators alone."""
-    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "embeddings"}
-    state = global_random_state()
-    result = call()
-    if global_random_state() != state:
-        raise PerturbationError(
-            f"{label} draws from a global random generator (torch's, numpy's or Python's).",
-            "Draw with step.uniform, step.gumbel or step.normal: the same numbers wherever the position is computed.",
-        )
-    for name, tensor in before.items():
-        if not torch.equal(tensor, getattr(step, name)):
-            raise PerturbationError(
-                f"{label} changes step.{name} in place, which others read after it.",
-                "Work on a copy: step.logits.clone(), or methods without a trailing underscore.",
-            )
-    return result
-
-
 def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     """The proposals for one step: valid, repeatable, and each row's own."""
     where = f"{perturbation.name}, {label}:"
-    proposal = unchanged(step, lambda: _propose(perturbation, step, where), f"{where} propose()")
-    _check_proposal(perturbation, step, proposal, where)
-    difference = _difference(proposal, _propose(perturbation, step, where), exact=True)
-    if difference:
-        raise PerturbationError(
-            f"{where} the same step gives two results, {difference}.",
-            "Use no randomness but the step's, and keep no state between calls.",
-        )
-    order = torch.tensor(ORDER)
-    for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
-        difference = _difference(_rows(proposal, rows), _propose(perturbation, of_rows(step, rows), where))
-        if difference:
-            raise PerturbationError(f"{where} {what} the result differs, {difference}.", _EVERY_ROW)
+    proposal = check_answers(where, "propose()", lambda some: _propose(perturbation, some, where), step)
     if label == "ordinary logits":
         other = dataclasses.replace(step, seeds=step.seeds + 1)
-        same = _difference(proposal, _propose(perturbation, other, where), exact=True) is None
+        same = differing(proposal, _propose(perturbation, other, where), exact=True) is None
         drawn = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
         _log.info("%s %s", perturbation.name, drawn)
     _check_record(step, proposal, where)
-    problem = density_problem(perturbation, step, proposal) if perturbation.has_density else None
-    if problem is not None:
-        raise PerturbationError(f"{where} {problem[0]}.", problem[1])
+    if perturbation.has_density:
+        check_density(perturbation, step, proposal, where)
 
 
 def _propose(perturbation: Perturbation, step: Step, where: str) -> Proposal:
-    try:
-        proposal = perturbation.propose(step)
-    except Exception as error:
-        raise PerturbationError(
-            f"{where} propose() raises {type(error).__name__}: {error}", "It must answer for any logits."
-        ) from error
+    proposal = answered(f"{where} propose()", lambda: perturbation.propose(step))
     if not isinstance(proposal, Proposal) or not isinstance(proposal.edit, InputEdit):
         raise PerturbationError(
             f"{where} propose() returns {type(proposal).__name__}.",
             "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token that stands in the text.",
         )
+    _check_proposal(perturbation, step, proposal, where)
     return proposal
 
 
@@ -241,11 +201,11 @@ def check_module(perturbation: Perturbation) -> None:
                 "It must compute in float32 whatever its parameters are: write self.w.float() in forward().",
             )
         alone = torch.cat([made(rows[i : i + 1], rows.flip(0)[i : i + 1]) for i in range(5)])
-        difference = differing("its output", whole.detach(), alone.detach())
+        difference = differing(whole.detach(), alone.detach(), name="its output")
         if difference:
             raise PerturbationError(
                 f"{label}: a row alone gives another result, {difference}.",
-                f"It must treat each row alone. {_EVERY_ROW}",
+                f"It must treat each row alone. {EVERY_ROW}",
             )
         check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
     whole = perturbation.module(_DIMENSION).requires_grad_()
@@ -260,34 +220,11 @@ def check_module(perturbation: Perturbation) -> None:
             )
 
 
-def _difference(one: Proposal, two: Proposal, exact: bool = False) -> str | None:
-    """Where two proposals differ, in words; None where they do not."""
-    pairs = [("tokens", one.tokens, two.tokens)]
-    for field in dataclasses.fields(InputEdit):
-        a, b = getattr(one.edit, field.name), getattr(two.edit, field.name)
-        if a is not None and b is not None:
-            pairs.append((f"edit.{field.name}", a, b))
-    return next((words for name, a, b in pairs if (words := differing(name, a, b, exact))), None)
-
-
-def _rows(proposal: Proposal, rows: Tensor) -> Proposal:
-    parts = {f.name: getattr(proposal.edit, f.name) for f in dataclasses.fields(InputEdit)}
-    edit = InputEdit(**{name: None if part is None else part[rows] for name, part in parts.items()})
-    return Proposal(edit, proposal.tokens[rows])
-
-
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:
     """The edits survive being written to a record, to bytes and back."""
-    edit = proposal.edit
-    parts = {
-        "positions": step.positions.to(torch.int32).numpy(),
-        "ids": edit.ids.to(torch.int32).numpy(),
-        "weights": edit.weights.numpy(),
-        "sigma": None if edit.sigma is None else edit.sigma.numpy(),
-        "agreed": (proposal.tokens == step.sampled).numpy(),
-        "vectors": None if edit.vectors is None else edit.vectors.numpy(),
-        "normalizer": None if edit.normalizer is None else edit.normalizer.numpy(),
-    }
+    parts = {name: None if part is None else part.numpy() for name, part in vars(proposal.edit).items()}
+    parts |= {"positions": step.positions.to(torch.int32).numpy(), "ids": proposal.edit.ids.to(torch.int32).numpy()}
+    parts["agreed"] = (proposal.tokens == step.sampled).numpy()
     record = ReplayRecord(seed=1, prompt_tokens=1, num_tokens=int(step.positions[-1]) + 1, **parts)
     again = ReplayRecord.from_bytes(record.to_bytes())
     for name, value in parts.items():

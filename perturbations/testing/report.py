@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,11 @@ import torch
 from torch import Tensor
 
 CLOSE = 1e-5
+_ORDER = (4, 0, 6, 2, 1, 5, 3)
+EVERY_ROW = (
+    "Each row must depend on that row alone, since it is an accident which trajectories share a batch: no mean, sort or"
+    " random draw over the first dimension."
+)
 
 
 class PerturbationError(AssertionError):
@@ -45,8 +52,22 @@ def check_tensor(label: str, tensor: Any, shape: tuple[int, ...], dtype: torch.d
         )
 
 
-def differing(name: str, one: Tensor, two: Tensor, exact: bool = False) -> str | None:
-    """Where two tensors differ, in words; None where they do not."""
+def answered(label: str, ask: Callable[[], Any], fix: str = "It must answer for any logits.") -> Any:
+    """What a call gives; raises in words where it fails. ``label`` names owner and method."""
+    try:
+        return ask()
+    except Exception as error:
+        raise PerturbationError(f"{label} raises {type(error).__name__}: {error}", fix) from error
+
+
+def differing(one: Any, two: Any, exact: bool = False, name: str = "it") -> str | None:
+    """Where two tensors, or two dataclasses of tensors, differ, in words; None where they do not."""
+    if one is None or two is None:
+        return None
+    if dataclasses.is_dataclass(one):
+        names = [(field.name, f"{name}.{field.name}".removeprefix("it.")) for field in dataclasses.fields(one)]
+        found = (differing(getattr(one, part), getattr(two, part), exact, label) for part, label in names)
+        return next(filter(None, found), None)
     if one.shape != two.shape:
         return f"{name} has shape {tuple(one.shape)} and {tuple(two.shape)}"
     if one.dtype == torch.bool:
@@ -54,6 +75,52 @@ def differing(name: str, one: Tensor, two: Tensor, exact: bool = False) -> str |
     tolerance = CLOSE if one.is_floating_point() and not exact else 0.0
     different = (one - two).abs() > tolerance * (1.0 + one.abs())
     return f"{name} is {one[different][0].item()} and {two[different][0].item()}" if different.any() else None
+
+
+def of_rows(whole: Any, rows: Tensor) -> Any:
+    """Some of the rows, in a given order, of a tensor or of a dataclass of tensors, such as a step."""
+    if isinstance(whole, Tensor):
+        return whole[rows]
+    if not dataclasses.is_dataclass(whole):
+        return whole
+    return type(whole)(**{f.name: of_rows(getattr(whole, f.name), rows) for f in dataclasses.fields(whole)})
+
+
+def check_answers(where: str, method: str, ask: Callable[[Any], Any], step: Any) -> Any:
+    """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
+
+    Args:
+        where: owner and step, for messages.
+        method: its name, for messages.
+        ask: gives the answer, a tensor or a dataclass of tensors, to a step.
+        step: a step or a gate's step of 7 rows.
+    """
+    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "embeddings"}
+    state = global_random_state()
+    answer = ask(step)
+    if global_random_state() != state:
+        raise PerturbationError(
+            f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
+            "Draw with step.uniform, step.gumbel or step.normal: the same numbers wherever the position is computed.",
+        )
+    for name, tensor in before.items():
+        if not torch.equal(tensor, getattr(step, name)):
+            raise PerturbationError(
+                f"{where} {method} changes step.{name} in place, which others read after it.",
+                "Work on a copy: step.logits.clone(), or methods without a trailing underscore.",
+            )
+    found = differing(answer, ask(step), exact=True)
+    if found:
+        raise PerturbationError(
+            f"{where} {method} gives two results for the same step, {found}.",
+            "Use no randomness but the step's, and keep no state between calls.",
+        )
+    order = torch.tensor(_ORDER)
+    for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
+        found = differing(of_rows(answer, rows), ask(of_rows(step, rows)))
+        if found:
+            raise PerturbationError(f"{where} {what} {method} gives another result, {found}.", EVERY_ROW)
+    return answer
 
 
 def global_random_state() -> tuple[Any, ...]:

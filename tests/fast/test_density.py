@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from perturbations import density as d
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
-from perturbations.density_check import replayed
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
+from perturbations.testing.density_check import replayed
 
 V, D = 12, 6
 

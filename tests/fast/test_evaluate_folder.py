@@ -44,7 +44,8 @@ class MadeUp:
     def llm_engine(self) -> Any:
         answers = {"perturbation_fingerprint": ["{}"], "perturbation_runner": ["V2"]}
         config = type("Config", (), {"model": "made-up"})
-        return type("Engine", (), {"model_config": config, "collective_rpc": staticmethod(answers.__getitem__)})
+        ask = staticmethod(lambda method, args=(): answers[method])
+        return type("Engine", (), {"model_config": config, "collective_rpc": ask})
 
     def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
         for place, (tokens, _, sample) in enumerate(jobs):

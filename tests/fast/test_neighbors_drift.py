@@ -69,7 +69,7 @@ def test_a_plain_engine_hands_it_over() -> None:
 
     def engine(answer: Any) -> Any:
         answers = {"perturbation_fingerprint": ["{}"], "perturbation_drift": [answer]}
-        return SimpleNamespace(llm_engine=SimpleNamespace(collective_rpc=answers.__getitem__))
+        return SimpleNamespace(llm_engine=SimpleNamespace(collective_rpc=lambda method, args=(): answers[method]))
 
     assert engine_drift(engine(dataclasses.astuple(drift))) == drift
     assert engine_drift(engine(None)) is None
