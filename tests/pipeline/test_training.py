@@ -35,7 +35,8 @@ def check(steps: list[dict[str, Any]], plain_gap: float, rate: float) -> None:
     for step in (first, second):
         # bfloat16 rounds at 2^-9; the mean over a hundred tokens scatters by about a third.
         assert step["gap_perturbed_mean"] <= 2.0 * plain_gap
-        assert step["gap_plain_mean"] <= 2.0 * plain_gap
+        if rate < 1.0:  # at rate 1 the only plain tokens are the answers' first ones, too few for a mean
+            assert step["gap_plain_mean"] <= 2.0 * plain_gap
 
 
 def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
