@@ -1,4 +1,4 @@
-"""Every perturbation keeps the contract; each way of breaking it is caught with words that mend it."""
+"""Every perturbation keeps the contract; each way of breaking it is caught with words that say how to fix it."""
 
 from __future__ import annotations
 

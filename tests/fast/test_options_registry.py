@@ -1,4 +1,4 @@
-"""Every bad input of registry and options gets a message that mends it; every good one finds its perturbation."""
+"""Every bad input of registry and options gets a message with the fix; every good one finds its perturbation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every problem that can be known before a model loads is one message with its mend."""
+"""Every problem that can be known before a model loads is one message with its fix."""
 
 from __future__ import annotations
 

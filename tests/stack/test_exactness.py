@@ -26,6 +26,8 @@ CASES = [
         name,
         {**options, "rate": rate},
         id=f"{name}-{rate}-{'-'.join(map(str, options.values())) or 'default'}",
+        # At rate 1 every position has the inputs of the perturbation; plain ones between them are the same for all.
+        marks=[pytest.mark.slow] if rate < 1.0 and name != "neighbor" else [],
     )
     for name, choices in OPTIONS.items()
     for options in choices
