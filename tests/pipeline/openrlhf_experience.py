@@ -30,7 +30,7 @@ def main() -> None:
     from ngrpo.trainer import seams
     from ngrpo.trainer.install import _apply, install
 
-    install(["cpu"])
+    install(["cpu", "without_flash_attn"])
     import torch
     from openrlhf.trainer.ppo_utils import experience_maker, samples_generator
     from openrlhf.trainer.ppo_utils.experience import Experience
