@@ -43,6 +43,7 @@ from ngrpo import flags, models, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
+from ngrpo.rollout import used_runner
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
@@ -71,6 +72,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
     began = time.time()
+    used_runner.watch(folder / summary.RUNNERS)
     status = _launch(args, command, hardware, report)
     if status == 0:
         text = summary.finish(folder, args, command.settings, hardware=hardware, began=began)

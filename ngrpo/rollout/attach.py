@@ -77,7 +77,8 @@ class AttachedPerturbation:
             perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks
         )
         self._buffer.drop(self._buffer.names())
-        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer)
+        rank = runner.vllm_config.parallel_config.data_parallel_index
+        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
 
     def _wrap(self) -> None:
         runner = self._runner

@@ -114,8 +114,6 @@ def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
         "pipeline_parallel_size": "only the first stage embeds. Set it to 1 and use tensor parallelism",
         "decode_context_parallel_size": "the rows of a step are split over ranks. Set it to 1",
         "prefill_context_parallel_size": "the rows of a prefill are split over ranks. Set it to 1",
-        "data_parallel_size": "its ranks draw alike for the samples of one prompt, and only the first one's records"
-        " come back. Set it to 1 and start an engine for each rank",
     }.items():
         yield above_one(name), f"{name}={getattr(parallel, name, 1)}: {reason}"
     yield (

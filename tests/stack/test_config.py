@@ -103,19 +103,21 @@ def test_a_quantised_embedding_is_refused() -> None:
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_the_model_runner_is_v1_unless_v2_is_asked_for(
+def test_the_model_runner_is_the_one_that_stock_vllm_has(
     smollm2: str, monkeypatch: pytest.MonkeyPatch, triton: bool
 ) -> None:
     import vllm.config.vllm as vllm_config
 
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
-    assert config(smollm2, None).use_v2_model_runner is triton, "what vLLM chooses"
-    assert config(smollm2).use_v2_model_runner is False
+    specs = (None, {"name": "none"}, SPEC)
+    assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [triton] * 3
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is False
+    assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [False] * 3
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    if triton:
-        assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is True
-    else:
-        with pytest.raises(ValueError, match="requires Triton"):
-            config(smollm2)
+    for spec in specs:
+        if triton:
+            assert config(smollm2, spec).use_v2_model_runner
+        else:
+            with pytest.raises(ValueError, match="requires Triton"):
+                config(smollm2, spec)
