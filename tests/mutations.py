@@ -357,7 +357,86 @@ SAMPLING = [
     ),
 ]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES, *SAMPLING]
+_MIXTURES = "test_strategies_mixtures.py"
+
+MIXTURES = [
+    *_of(
+        "perturbations/strategies/multiplex.py",
+        _MIXTURES,
+        (
+            "torch.softmax(step.logits.gather(-1, ids), dim=-1)",
+            "torch.full_like(ids, 1 / 3.0, dtype=torch.float32)",
+            "multiplex: the weights do not know the probabilities",
+        ),
+        ("1.0 / self.k", "1.0 / 3.5", "multiplex: the average is over more draws than there are"),
+        ("self.k * (replayed.token_log_probs", "(replayed.token_log_probs", "multiplex: one normaliser for all draws"),
+        ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
+    ),
+    *_of(
+        "perturbations/step.py",
+        _MIXTURES,
+        ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
+        ("tokens + j * len(tokens)", "tokens + 0 * j", "further draws are all the same"),
+        (
+            "(z - streams.exponential(keys, counters).log())",
+            "(z + streams.gumbel(keys, counters).clamp(max=4.0))",
+            "further draws: a tail is cut off",
+        ),
+    ),
+    *_of(
+        "perturbations/strategies/moi.py",
+        _MIXTURES,
+        ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
+        ("/ math.log(everything.shape[-1])", "", "moi: the entropy is not normalised"),
+        ("/ math.log(self.k)", "/ math.log(step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
+        ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
+    ),
+    *_of(
+        "perturbations/strategies/selar.py",
+        _MIXTURES,
+        ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
+        ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
+        ("/ math.log(self.k)", "", "selar: the entropy is not normalised"),
+        ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
+    ),
+    *_of(
+        "perturbations/strategies/lepo.py",
+        _MIXTURES,
+        ("scores / self.tau", "scores", "lepo: τ is missing"),
+        (
+            "dim=-1)), ids[:, 0])",
+            "dim=-1)), ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0])",
+            "lepo: the text follows the noise",
+        ),
+        ("(weights * log_probs).sum(dim=-1)", "log_probs.mean(dim=-1)", "lepo: the weights are missing in the density"),
+        ("step.gumbel(ids)", "step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
+    ),
+    *_of(
+        "perturbations/strategies/latent.py",
+        _MIXTURES,
+        (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
+        (
+            "step.logits * step.temperature.unsqueeze(-1)",
+            "step.logits.clone()",
+            "latent: p at another temperature",
+        ),
+        ("kept[:, : self.k] = True", "kept[:, :1] = True", "latent: fewer than k tokens"),
+        ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
+        ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
+        (
+            "scores - replayed.log_probs(edit.ids, temperature=1.0)",
+            "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
+            "latent: clamped in training",
+        ),
+    ),
+    *_of(
+        "perturbations/gates/first.py",
+        _MIXTURES,
+        ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
+    ),
+]
+
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *SAMPLING, *MIXTURES]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:
