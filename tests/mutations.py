@@ -310,6 +310,50 @@ ADVANTAGES = [
     ),
 ]
 
+_BEST = "test_advantages_best_of_k.py"
+
+BEST_OF_K = [
+    *_of(
+        "ngrpo/advantages/pass_at_k.py",
+        _BEST,
+        ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
+        (
+            "comb(n - c - 1, k - 1) / comb(n - 1, k - 1)",
+            "comb(n - c, k - 1) / comb(n, k - 1)",
+            "pass_at_k: wrong ones",
+        ),
+        ("(missed * (1.0 - missed)) ** 0.5", "missed * (1.0 - missed)", "pass_at_k: divided by the variance"),
+        ("(1.0 - share) * _table(size, 1)", "share * _table(size, 1)", "pass_at_k: the combination's weights"),
+        (
+            "if deviation else [0.0, 0.0]",
+            "if missed < 2 else [0.0, 0.0]",
+            "pass_at_k: 0 / 0 where all are right",
+        ),
+    ),
+    *_of(
+        "ngrpo/advantages/pkpo.py",
+        _BEST,
+        ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
+        ("rank = j - (j > i)", "rank = j", "pkpo: the answer itself is among the others"),
+        (
+            "k / (n - 1) * comb(rank, k - 1)",
+            "k / n * comb(rank, k - 1)",
+            "pkpo: the weight of the baseline of k",
+        ),
+        ("k / n * comb(rank, k - 2)", "comb(rank, k - 2)", "pkpo: the weight of the baseline of k - 1"),
+        ("(rewards.shape[1] if self.scaled else 1.0)", "1.0", "pkpo: not scaled by the group's size"),
+        ("scatter(-1, order, values)", "scatter(-1, order.argsort(-1), values)", "pkpo: values by rank, not by answer"),
+        ("wide = wide - wide[:, :1]", "wide = wide * 1.0", "pkpo: equal rewards leave a rounding"),
+    ),
+    *_of(
+        "ngrpo/advantages/base.py",
+        _BEST,
+        ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
+        ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
+        ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
+    ),
+]
+
 _LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
@@ -436,7 +480,7 @@ MIXTURES = [
     ),
 ]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES, *SAMPLING, *MIXTURES]
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *SAMPLING, *MIXTURES]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:

@@ -109,8 +109,9 @@ def reporting_trainer(plain: type) -> type:
     """
 
     class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
-        def train_step(self, *args: Any, **kwargs: Any) -> Any:
-            status, global_step = plain.train_step(self, *args, **kwargs)
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            self.experience_maker.training_step = global_step  # from 0, and from a checkpoint's where one is resumed
+            status, global_step = plain.train_step(self, rollout_samples, global_step)
             add_measures(status, self.experience_maker.step_measures)
             self.experience_maker.step_measures = {}
             if current_run().perturbation is not None:

@@ -61,6 +61,12 @@ def test_copo_counts_over_steps(found: dict[str, Any]) -> None:
     assert found["copo_metrics"]["advantage/outcomes"] == 3 + 2 + 1
 
 
+def test_k_follows_the_step(found: dict[str, Any]) -> None:
+    first, later = found["pass_at_k"]
+    check_tokens(first, compute("pass_at_k", GROUPS, k=2))
+    check_tokens(later, compute("pass_at_k", GROUPS, k=1))
+
+
 def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
     """Places 2, 5, 8, 11 have three tokens, of which one lies in the buffer of two: they lose 1/2."""
     rewards = torch.tensor([reward - 0.5 * (place % 3 == 2) for place, reward in enumerate(REWARDS)])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 GAP = 0.1
 ELSEWHERE = {"none", "neighbor", "gumbel", "hrpo"}
 DENSITIES = {"dirichlet": "dirichlet", "normal": "normal", "multiplex": "joint", "lepo": "lepo", "latent": "latent"}
-ADVANTAGES = ["psr", "nsr", "w_reinforce", "copo"]
+ADVANTAGES = ["psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo"]
 
 
 def check(folder: Path, smollm2: str, *flags: str) -> None:

@@ -26,13 +26,15 @@ OPTIONS = {
     "lepo": [{"gate": "none"}],
     "latent": [{}],
 }
+OFTEN = ("gaussian", "gumbel", "soft", "multiplex")
 CASES = [
     pytest.param(
         name,
         {**options, "rate": rate},
         id=f"{name}-{rate}-{'-'.join(map(str, options.values())) or 'default'}",
         # At rate 1 every position has the inputs of the perturbation; plain ones between them are the same for all.
-        marks=[pytest.mark.slow] if rate < 1.0 and name != "neighbor" else [],
+        # Those of the other names are in test_v2.py as well, on short answers, in both runners.
+        marks=[] if name == "neighbor" or (rate == 1.0 and name in OFTEN) else [pytest.mark.slow],
     )
     for name, choices in OPTIONS.items()
     for options in choices
