@@ -354,6 +354,43 @@ BEST_OF_K = [
     ),
 ]
 
+CREDITS = [
+    *_of(
+        "ngrpo/credits/top_entropy.py",
+        "test_credits.py",
+        ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
+        ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
+        ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
+        ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
+    ),
+    *_of(
+        "ngrpo/credits/entropy_bonus.py",
+        "test_credits.py",
+        (
+            "torch.minimum(self.alpha * entropies, advantages.abs() / self.kappa)",
+            "self.alpha * entropies",
+            "entropy_bonus: no bound",
+        ),
+        ("self.alpha * entropies,", "entropies,", "entropy_bonus: α is missing"),
+        (
+            "advantages.abs() / self.kappa",
+            "advantages / self.kappa",
+            "entropy_bonus: the bound of a negative advantage",
+        ),
+        ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
+    ),
+    *_of(
+        "ngrpo/trainer/credit_seams.py",
+        "test_credits.py",
+        (
+            "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
+            "torch.cat([h.flatten() for h in entropies])[: len(before)]",
+            "padding is counted among the tokens",
+        ),
+        ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
+    ),
+]
+
 _LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
@@ -480,7 +517,7 @@ MIXTURES = [
     ),
 ]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *SAMPLING, *MIXTURES]
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *CREDITS, *SAMPLING, *MIXTURES]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:

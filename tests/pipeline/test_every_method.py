@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ngrpo import credits
 from perturbations import registry
 from tests.pipeline.harness import LOUD, steps_of
 
@@ -46,3 +47,8 @@ def test_the_method_as_released(tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_advantage(advantage: str, tmp_path: Path, smollm2: str) -> None:
     check(tmp_path, smollm2, "--perturbation", "neighbor", "--advantage", advantage, "--preset", "grpo")
+
+
+@pytest.mark.parametrize("credit", sorted(credits.available()))
+def test_credit(credit: str, tmp_path: Path, smollm2: str) -> None:
+    check(tmp_path, smollm2, "--perturbation", "neighbor", "--credit", credit, "--preset", "dapo")
