@@ -8,6 +8,9 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --perturbation.<option> VALUE  an option of the perturbation, see below; a switch may stand alone
   --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
   --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
+  --perturbation.gap_limit X     warn once where log-probabilities of rollout and trainer differ more than X times as
+                                 much after perturbed inputs as at plain positions [10]; docs/metrics.md
+  --perturbation.strict          end the run there instead
   --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
                                  ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
   --advantage.<option> VALUE     an option of the advantage

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from perturbations import FinishedTrajectory, ReplayRecord, UsageError, registry, replaying
-from perturbations.replay.scope import flat_rows
+from perturbations.replay.scope import ReplayScope, flat_rows
 from perturbations.streams import Stream, keys, normal
 
 
@@ -220,6 +220,19 @@ def test_substitution_by_hand() -> None:
     assert stats.mean_shift() == pytest.approx((72 / 221) ** 0.5)
     assert stats.count() == 1
     assert model(tokens)[0, 1].tolist() == [10, 11], "the hooks are gone after the scope"
+
+
+def test_inputs_that_left_their_anchor() -> None:
+    """Of (4, 5), half of (2, 3) and half of (6, 7), the cosine with (4, 5) itself is largest: token 2, not 1 or 3.
+
+    A weight of 0 on all but the anchor leaves it where it is, and a position that was cut off does not count.
+    """
+    embedding, tokens = Embedder().get_input_embeddings(), torch.tensor([[0, 5, 6]])
+    still = dataclasses.replace(small([1, 2, 3]), weights=np.array([[1, 0], [0.5, 0.5], [0.5, 0.5]], np.float32))
+    for most, looked_at, left in ((8, 2, 1), (1, 1, 1), (0, 0, 0)):
+        with ReplayScope(embedding, look_up=most)([still], None) as stats:
+            embedding(tokens)
+        assert (int(sum(stats.looked_at)), int(sum(stats.left_anchor))) == (looked_at, left)
 
 
 def test_noise_is_drawn_again_from_the_seed() -> None:
