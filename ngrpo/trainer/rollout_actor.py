@@ -5,7 +5,6 @@ The functions at the end are rows of `ngrpo.trainer.seams`.
 
 from __future__ import annotations
 
-from collections import Counter
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed
-from ngrpo.rollout.settings import KEY, SAMPLING_MASKS, SEEDED_DRAWS
+from ngrpo.rollout.settings import KEY, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
@@ -30,14 +30,14 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._asked: Counter[str] = Counter()
+        self._numbers = AnswerNumbers()
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
-        # Counted before anything is awaited: answer i of a group has the same draws in every run.
-        prompt = str(kwargs.get("prompt"))
-        conversation = Conversation(self._asked[prompt])
-        self._asked[prompt] += 1
+        # Numbered before anything is awaited: answer i of a group has the same draws in every run.
+        arguments = dict(request_arguments(kwargs.get("sampling_params")))
+        number = self._numbers.next(str(kwargs.get("prompt")), arguments.pop("round", 0))
+        conversation = Conversation({"sample": number, **arguments})
         token = _conversation.set(conversation)
         try:
             response = await self._executor.execute(**kwargs)
@@ -76,9 +76,11 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
 
     conversation = _conversation.get()
     params, name = deepcopy(sampling_params), random_uuid()
-    arguments = dict((params.extra_args or {}).get(KEY) or {})
+    arguments = dict(request_arguments(params))
+    arguments.pop("round", None)
     if conversation is not None:
-        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": conversation.number, **arguments}
+        # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
+        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), **arguments, **conversation.arguments}
         conversation.go_on(prompt)
         if conversation.record is not None:
             arguments["record"] = conversation.record.replay.to_bytes()
@@ -122,46 +124,3 @@ def perturbed_engine(plain: type) -> type:
             return (await self.llm.collective_rpc("perturbation_drift"))[0]
 
     return PerturbedRolloutRayActor
-
-
-class _WithoutPerturbation:
-    """Stands for an engine's handle while evaluation samples are requested."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.get_num_unfinished_requests = engine.get_num_unfinished_requests
-        self.generate_responses = self
-
-    def remote(self, *, sampling_params: Any, **kwargs: Any) -> Any:
-        """``engine.generate_responses.remote`` with the perturbation switched off for the request."""
-        params = deepcopy(sampling_params)
-        params.extra_args = {**(params.extra_args or {}), KEY: {"enabled": False}}
-        return self._engine.generate_responses.remote(sampling_params=params, **kwargs)
-
-
-def plain_evaluation(plain: type) -> type:
-    """`SamplesGenerator` that never perturbs evaluation rollouts, unless ``perturb_eval`` asks for it."""
-
-    class PlainEvaluationSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        _evaluating = False
-
-        def generate_eval_samples(self, **kwargs: Any) -> Any:
-            self._evaluating = not current_run().perturbation.perturb_eval
-            try:
-                return super().generate_eval_samples(**kwargs)
-            finally:
-                self._evaluating = False
-
-        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
-            if not self._evaluating:
-                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            engines, self.vllm_engines = (
-                self.vllm_engines,
-                [_WithoutPerturbation(e) for e in self.vllm_engines],
-            )
-            try:
-                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            finally:
-                self.vllm_engines = engines
-
-    return PlainEvaluationSamplesGenerator

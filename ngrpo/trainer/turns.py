@@ -8,7 +8,7 @@ neither the engine nor the trainer may put an old edit on another token.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,12 @@ class Conversation:
     """What has been recorded of one trajectory of OpenRLHF.
 
     Attributes:
-        number: how many answers to the same prompt were asked for before this one.
+        arguments: what each of its requests says to the engine.
         record: of all turns so far; None before the first.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
         self.record: TrajectoryRecord | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
 

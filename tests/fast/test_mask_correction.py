@@ -177,7 +177,7 @@ def test_a_sample_carries_its_mask() -> None:
 
 def test_the_turns_of_a_trajectory_are_joined() -> None:
     """The masks of earlier turns stay, also where the last turn cut nothing."""
-    conversation = Conversation(0)
+    conversation = Conversation({})
     for prompt, answer, left in (([1, 2], [3, 4], {2: [3, 8], 3: [4]}), ([1, 2, 3, 4, 9], [5], {})):
         sample = carried(left, len(prompt) + len(answer))
         log_probs = np.zeros(len(answer), np.float32).tobytes()

@@ -28,7 +28,7 @@ def taken(positions: list[int], prompt: int, log_probs: list[float]) -> tuple[by
 
 def first_turn() -> Conversation:
     """Prompt of 3 tokens, answer of 4, edits at positions 3, 4 and 6."""
-    conversation = Conversation(0)
+    conversation = Conversation({})
     conversation.go_on(FIRST)
     conversation.add(taken([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, ANSWER)
     return conversation
@@ -77,6 +77,6 @@ def test_the_response_carries_what_fits_its_tokens_and_the_log_counts_the_rest()
 
 
 def test_nothing_recorded_is_nothing_to_keep() -> None:
-    conversation = Conversation(3)
+    conversation = Conversation({"sample": 3})
     conversation.go_on(FIRST)
-    assert conversation.record is None and conversation.number == 3
+    assert conversation.record is None and conversation.arguments == {"sample": 3}

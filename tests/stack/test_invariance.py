@@ -180,7 +180,7 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     encode = plain_engine.get_tokenizer().encode
     (prompt,) = chat_prompts(plain_engine, QUESTIONS[:1])
-    first_prompt, conversation = len(prompt), Conversation(0)
+    first_prompt, conversation = len(prompt), Conversation({})
     for turn in range(3):
         if turn == 2:
             del prompt[first_prompt + 8 : first_prompt + 16]
