@@ -1,6 +1,6 @@
 """Reports: one HTML file that opens offline, made from ``results.json`` or ``diagnosis.json`` alone.
 
-The page is rendered from templates, its charts as SVG; a little JavaScript adds reading values, neighbor sets and hiding
+The page is rendered from templates, charts as SVG; a little JavaScript adds reading values, neighbor sets and hiding
 strategies. The same result gives the same bytes.
 """
 
