@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed, parse, sampling_mask
-from ngrpo.rollout.settings import KEY, SAMPLING_MASKS, SEEDED_DRAWS
+from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations import registry
@@ -128,6 +128,7 @@ def perturbed_engine(plain: type) -> type:
                 KEY: perturbation.spec(),
                 SEEDED_DRAWS: run.reproducible,
                 SAMPLING_MASKS: run.corrects_sampling,
+                REPLAY_BUFFER: run.replay_buffer_spec,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
