@@ -14,6 +14,7 @@ from ngrpo.arms import created, option_fields
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
+from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -25,6 +26,7 @@ REPRODUCIBLE = "--reproducible"
 GAP_LIMIT = f"{PERTURBATION}.gap_limit"
 STRICT = f"{PERTURBATION}.strict"
 CONFIG = f"{PERTURBATION}.config"
+REPLAY_BUFFER = f"{PERTURBATION}.replay_buffer"
 MODEL_FLAG = "model_name_or_path"
 # A setting of the run, which is also taken where the options of the perturbation stand.
 _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
@@ -103,9 +105,12 @@ def parse(words: Sequence[str]) -> TrainCommand:
     reproducible = _switch(REPRODUCIBLE, setting(REPRODUCIBLE, "reproducible", False))
     strict = _switch(STRICT, setting(STRICT, "strict", False))
     gap_limit = _gap_limit(setting(GAP_LIMIT, "gap_limit", RunSettings.gap_limit))
+    buffer = _replay_buffer(ours, options)
     spec, notes = _perturbation(ours, options, config)
     if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
+    if buffer is not None and spec is None and not {PERTURBATION, CORRECT_MASK} & ours.keys():
+        raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
     model = f"--actor.{MODEL_FLAG}"
     if "--model" in ours:
         if Flags(rest).has(model):
@@ -118,6 +123,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         reproducible=reproducible,
         gap_limit=gap_limit,
         strict=strict,
+        replay_buffer_spec=buffer,
     )
     return TrainCommand(
         settings,
@@ -196,6 +202,20 @@ def _advantage(ours: dict[str, Any]) -> dict[str, Any] | None:
     from ngrpo import advantages
 
     return advantages.create(ours[ADVANTAGE], **options).spec()
+
+
+def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
+    """The replay buffer's spec, taken out of the options; a flag goes before the same line of the file."""
+    given: dict[str, Any] = {}
+    for source, prefix in ((options, REPLAY_BUFFER.removeprefix(f"{PERTURBATION}.")), (ours, REPLAY_BUFFER)):
+        found = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
+        given |= {key[len(prefix) + 1 :]: source.pop(key) for key in found}
+    if not given:
+        return None
+    name = given.pop("", None)
+    if not isinstance(name, str):
+        raise UsageError(f"{REPLAY_BUFFER} needs a name ({', '.join(registry.buffers.available())} or ./file.py:Name).")
+    return registry.buffers.create(name, **given).spec()
 
 
 def _switch(flag: str, value: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed
-from ngrpo.rollout.settings import KEY, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
@@ -108,6 +108,7 @@ def perturbed_engine(plain: type) -> type:
                 KEY: perturbation.spec(),
                 SEEDED_DRAWS: run.reproducible,
                 SAMPLING_MASKS: run.corrects_sampling,
+                REPLAY_BUFFER: run.replay_buffer_spec,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)

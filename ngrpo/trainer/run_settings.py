@@ -25,6 +25,7 @@ _VARIABLES = {
     "reproducible": "NGRPO_REPRODUCIBLE",
     "gap_limit": "NGRPO_GAP_LIMIT",
     "strict": "NGRPO_STRICT",
+    "replay_buffer_spec": "NGRPO_REPLAY_BUFFER",
 }
 
 
@@ -39,6 +40,8 @@ class RunSettings:
         reproducible: whether the same seed gives the same rollouts from run to run.
         gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
         strict: whether a larger one ends the run.
+        replay_buffer_spec: ``perturbations.registry.buffers.create(**spec)``, for each rollout worker; None for the one
+            in its memory.
     """
 
     perturbation_spec: Mapping[str, Any] | None = None
@@ -47,6 +50,7 @@ class RunSettings:
     reproducible: bool = False
     gap_limit: float = 10.0
     strict: bool = False
+    replay_buffer_spec: Mapping[str, Any] | None = None
 
     @cached_property
     def perturbation(self) -> Perturbation | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pickle
 from pathlib import Path
@@ -167,6 +168,41 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(UsageError, match=says):
             read_buffer({REPLAY_BUFFER: wrong})
+
+
+def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
+    from ngrpo import flags
+    from ngrpo.compare import arguments, runs
+    from ngrpo.rollout.settings import read_buffer
+    from ngrpo.trainer.rollout_actor import perturbed_engine
+
+    monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
+    (tmp_path / "mine.py").write_text(BUFFER)
+    ours = ["--perturbation.replay_buffer", f"{tmp_path}/mine.py:Counting", "--perturbation.replay_buffer.most", "5"]
+    shared = ["--model", "smollm2-135m", "--task", "arithmetic", *ours]
+    plan, _ = arguments.parse(["--perturbations", "none,neighbor", *shared])
+    built: list[dict[str, Any]] = []
+
+    class Plain:
+        llm, executor = None, None
+
+        async def __init__(self, **kwargs: Any) -> None:
+            built.append(kwargs["additional_config"])
+
+    async def confirm(actor: Any, perturbation: Any) -> None:
+        return None
+
+    monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
+    for run in plan.runs():
+        settings = flags.parse(runs.train_words(plan, run, tmp_path)).settings
+        for name, value in settings.env().items():
+            monkeypatch.setenv(name, value)
+        actor = object.__new__(perturbed_engine(Plain))
+        asyncio.run(actor.__init__(seed=1))
+        buffer = read_buffer(built[-1])
+        assert type(buffer).__name__ == "Counting" and buffer.most == 5
+        assert settings.perturbation is None or built[-1]["perturbation"]["name"] == "neighbor"
 
 
 def test_rows_by_hand() -> None:
