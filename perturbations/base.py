@@ -76,6 +76,9 @@ class Replayed:
             return torch.cat([self.logits[part].topk(k, dim=-1).indices for part in self.rows.split(256)])
 
 
+_LAST_SEED = 2**63 - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Perturbation(GateOptions, ABC):
     """A perturbation with its options. Subclasses are frozen dataclasses whose fields come from :func:`option`.
@@ -93,7 +96,7 @@ class Perturbation(GateOptions, ABC):
     """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
-    seed: int = option(0, "seed of the gate, the noise and the token draws")
+    seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=_LAST_SEED)
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:

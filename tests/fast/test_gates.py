@@ -288,7 +288,7 @@ def test_protect_ids_and_digits() -> None:
         ("1;2", ["protect='1;2'", "separated by commas"]),
         ("", ["protect=''"]),
         ("1,6", ["id 6", "[0, 5]"]),
-        ("-1", ["id -1", "[0, 5]"]),
+        ("-1", ["'-1' is no token id"]),
     ],
 )
 def test_protect_errors(protect: str, words: list[str]) -> None:

@@ -25,6 +25,7 @@ FLOORS = (
     (
         "ngrpo",
         "ngrpo.openrlhf_flags",
+        "ngrpo.openrlhf_parser",
         "ngrpo.yaml_file",
         "ngrpo.text_table",
         "ngrpo.versions",
