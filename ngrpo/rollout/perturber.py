@@ -182,7 +182,7 @@ class RolloutPerturber:
         if len(gated) or self._gate.tracks_tokens:
             positions = self._upload(batch.next_positions)
         if len(gated):
-            edits = self._perturb(batch, gated, positions, scaled, temperature, drawable, tokens)
+            edits = self._perturb(batch, gated, positions, scaled, temperature, drawable, tokens, greedy)
         if self._gate.tracks_tokens:
             if batch.sampled.all():
                 self._gate.observe(batch.slot_tensor, positions, tokens)
@@ -206,6 +206,7 @@ class RolloutPerturber:
         temperature: Tensor,
         drawable: Tensor,
         tokens: Tensor,
+        greedy: Tensor | None,
     ) -> dict[str, Tensor]:
         """Proposes edits at gated rows, writes their tokens in place, and keeps them for the next forward."""
         everything = len(gated) == len(batch.slots)
@@ -222,9 +223,12 @@ class RolloutPerturber:
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
-        # What the request's own sampling excludes (top-p, a grammar) never stands in its text: such a position
-        # stays an ordinary one.
-        opened = fed = drawable[rows, proposal.tokens] > -torch.inf
+        # What the request's own sampling excludes (top-p, a grammar, at temperature 0 all but the likeliest token)
+        # never stands in its text: such a position stays an ordinary one.
+        opened = drawable[rows, proposal.tokens] > -torch.inf
+        if greedy is not None:
+            opened = opened & ((greedy[rows] < 0) | (greedy[rows] == proposal.tokens))
+        fed = opened
         if not self._gate.always_open:
             slots = batch.slot_tensor[rows]
             opened = opened & self._gate.open(slots, GateStep.of(step, step.positions - batch.prompts[rows]))

@@ -33,8 +33,8 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
     if type(runner.sampler) is not Sampler:
         raise UsageError(
             f"perturbation: {type(runner.get_model()).__name__} brings a sampler of its own"
-            f" ({type(runner.sampler).__name__}), which draws tokens unseen. Set VLLM_USE_V2_MODEL_RUNNER=0, for all that"
-            " is compared, or use another model."
+            f" ({type(runner.sampler).__name__}), which draws tokens unseen. Set VLLM_USE_V2_MODEL_RUNNER=0, for all"
+            " that is compared, or use another model."
         )
     # A request that was preempted comes back as a new one; the store still has it, and its records with it.
     runner.add_requests = with_requests(runner.add_requests, perturbation)

@@ -102,7 +102,7 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "matrix"])
 def test_make_targets(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 

@@ -52,19 +52,15 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
     parts = await take()
     facts["records of each rank"] = [len(part) for part in parts]
     taken = {name: pair for part in parts for name, pair in part.items()}
-    found = [
-        Rollout(prompt, list(o.outputs[0].token_ids), *taken[o.request_id], [])  # type: ignore[call-arg]
-        for o in outputs
-    ]
+    found = [Rollout(prompt, list(o.outputs[0].token_ids), *taken[o.request_id], []) for o in outputs]
     # With a seed of its own a request has the same draws on either rank.
     seeded = await asyncio.gather(*(answer(f"s{i}", seed=5, rank=i) for i in range(2)))
     facts["seeded"] = [list(o.outputs[0].token_ids) for o in seeded]
     await take()
     # Of an aborted request no rank keeps anything.
-    waiting = asyncio.create_task(answer("aborted"))
-    await asyncio.sleep(0.2)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    stream = llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=100), request_id="aborted")
+    await anext(stream)
+    await stream.aclose()
     await answer("after")
     facts["after an abort"] = sorted(name for part in await take() for name in part)
     llm.shutdown()

@@ -34,7 +34,6 @@ def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> An
         ({"name": "gaussian", "metric": "l2"}, {}, "belongs to perturbation neighbor"),
         ({"rate": 0.1}, {}, "a dictionary with a 'name'"),
         (SPEC, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
-        (SPEC, {"data_parallel_size": 2}, "data_parallel_size=2: its ranks draw alike"),
         (
             SPEC,
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
@@ -69,6 +68,22 @@ def test_refused_where_a_cpu_would_switch_it_off(smollm2: str, section: str, nam
     setattr(getattr(made, section), name, value)
     with pytest.raises(UsageError, match=says):
         settings.check_engine(made, perturbation)
+
+
+def test_data_parallel_mixtures_of_experts_are_refused(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(smollm2, data_parallel_size=2)
+    settings.check_engine(made, create(**SPEC))
+    monkeypatch.setattr(type(made.model_config), "is_moe", True)
+    with pytest.raises(UsageError, match="data_parallel_size=2 for a mixture of experts"):
+        settings.check_engine(made, create(**SPEC))
+
+
+def test_a_watermark_is_refused(smollm2: str) -> None:
+    """A setting of vLLM 0.31."""
+    made = config(smollm2)
+    made.watermark_config = SimpleNamespace()
+    with pytest.raises(UsageError, match="watermarking"):
+        settings.check_engine(made, create(**SPEC))
 
 
 def test_the_sequence_parallel_pass_is_refused(smollm2: str) -> None:
