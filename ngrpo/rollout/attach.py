@@ -98,6 +98,11 @@ class AttachedPerturbation:
                     f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
                     f" {self.perturbation.name!r}."
                 )
+            if any(bool(part.isnan().any()) for part in own.values()):
+                raise ValueError(
+                    f"weight sync: {', '.join(own)} hold NaN, which stands for elements that vLLM's sparse transfer"
+                    " leaves out. Transfer these parameters whole."
+                )
             if own:
                 parameters.load(self.module, own, whole=False)
             return result
