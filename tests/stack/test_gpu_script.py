@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.exactness import in_tree
 from benchmarks.gpu.stages import stage
 
 pytestmark = pytest.mark.stack
@@ -45,7 +46,7 @@ def test_exactness_in_both_runners(figures: dict[str, Any]) -> None:
         assert row["max"] <= 1e-4, row
         if row["perturbation"] != "(off)":
             assert row["edits"] > 0 and row["unreplayed"] >= 1e-2, row
-    assert {"(off)", "neighbor", "gaussian", "gumbel", "hrpo"} <= {r["perturbation"] for r in found}
+    assert {"(off)", *in_tree()} == {row["perturbation"] for row in found}
 
 
 def test_throughput_is_of_two_engines_side_by_side(figures: dict[str, Any]) -> None:
