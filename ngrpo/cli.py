@@ -6,7 +6,7 @@ commands
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
-  list      the perturbations, gates, replay buffers and advantages: name, source, paper
+  list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
   check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
   doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
@@ -85,11 +85,12 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 
 def _list(words: list[str]) -> int:
-    if words and words != ["--help"]:
-        raise UsageError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
-    from ngrpo.catalogue import listing
+    names = [word for word in words if word != "--help"]
+    if len(names) > 1:
+        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(names)!r}.")
+    from ngrpo.catalogue import described, listing
 
-    print(listing())
+    print(described(names[0]) if names else listing())
     return 0
 
 

@@ -42,7 +42,7 @@ FLOORS = (
     ("ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
-    ("ngrpo.catalogue", "ngrpo.cli"),
+    ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.cli"),
 )
 WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
 # Names that say what a file is in its folder: the contract, its default, a command, the package itself.
