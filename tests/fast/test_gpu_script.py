@@ -131,7 +131,7 @@ def test_openrlhf_takes_the_flags_of_the_training() -> None:
     least = ["--actor.model_name_or_path", "m", "--reward.remote_url", "reward.py", "--algo.kl.init_coef", "0"]
     for case in training.cases(False):
         openrlhf_parser.check([*least, *case.arguments["flags"]])
-    with pytest.raises(UsageError, match="--vllm.enable_sleep"):
+    with pytest.raises(UsageError, match=r"--vllm\.enable_sleep"):
         openrlhf_parser.check([*least, *case.arguments["flags"], "--train.async_enable"])
 
 
