@@ -60,9 +60,9 @@ def _plan(gate: Gate, positions: Positions) -> np.ndarray:
     planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must answer for any positions.")
     seen, shape = type(planned).__name__, positions.positions.shape
     if isinstance(planned, np.ndarray):
-        seen = f"a numpy array of {planned.dtype}, {planned.shape}"
-    wanted = f"a numpy array of bool, {shape}"
-    require(seen == wanted, f"{gate.name}: plan() returns {seen}.", f"Return {wanted}: one a position.")
+        seen = f"an array of {planned.dtype}, {planned.shape}"
+    fix = f"Return a numpy array of bool, {shape}: one a position."
+    require(seen == f"an array of bool, {shape}", f"{gate.name}: plan() returns {seen}.", fix)
     return planned
 
 
