@@ -19,17 +19,18 @@ from perturbations.registry import Registry
 _KINDS = {
     registry.perturbations: "--perturbation",
     registry.gates: "--perturbation.gate",
+    registry.buffers: "--perturbation.replay_buffer",
     advantages.registry: "--advantage",
 }
 
 
 def listing() -> str:
-    """One line for each perturbation, gate and advantage: name, source, paper, what it does."""
+    """One line for each perturbation, gate, replay buffer and advantage: name, source, paper, what it does."""
     return "\n\n".join(map(_rows, _KINDS))
 
 
 def _rows(kept: Registry) -> str:
-    rows = [(kept.kind, "source", "" if kept is registry.gates else "paper", "")]
+    rows = [(kept.kind, "source", "paper" if hasattr(kept.base_class(), "paper") else "", "")]
     for name, address in kept.available().items():
         try:
             cls = kept.get(name)

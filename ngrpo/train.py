@@ -7,7 +7,12 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --perturbation NAME            see below; your own: ./file.py:Name, package.module:Name    [none: stock OpenRLHF]
   --perturbation.<option> VALUE  an option of the perturbation, see below; a switch may stand alone
   --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
+  --perturbation.replay_buffer NAME  where finished trajectories wait for the trainer, named in the same ways; its
+                                 options: --perturbation.replay_buffer.<option>                         [memory]
   --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
+  --perturbation.gap_limit X     warn once where log-probabilities of rollout and trainer differ more than X times as
+                                 much after perturbed inputs as at plain positions [10]; docs/metrics.md
+  --perturbation.strict          end the run there instead
   --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
                                  ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
   --advantage.<option> VALUE     an option of the advantage

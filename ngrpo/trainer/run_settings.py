@@ -23,6 +23,9 @@ _VARIABLES = {
     "advantage_spec": "NGRPO_ADVANTAGE",
     "sampling": "NGRPO_SAMPLING",
     "reproducible": "NGRPO_REPRODUCIBLE",
+    "gap_limit": "NGRPO_GAP_LIMIT",
+    "strict": "NGRPO_STRICT",
+    "replay_buffer_spec": "NGRPO_REPLAY_BUFFER",
 }
 
 
@@ -35,12 +38,19 @@ class RunSettings:
         advantage_spec: as ``ngrpo.advantages.create`` takes it; None for OpenRLHF's own estimator.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, e.g. ``{"top_k": 5}``.
         reproducible: whether the same seed gives the same rollouts from run to run.
+        gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
+        strict: whether a larger one ends the run.
+        replay_buffer_spec: ``perturbations.registry.buffers.create(**spec)``, for each rollout worker; None for the one
+            in its memory.
     """
 
     perturbation_spec: Mapping[str, Any] | None = None
     advantage_spec: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
+    gap_limit: float = 10.0
+    strict: bool = False
+    replay_buffer_spec: Mapping[str, Any] | None = None
 
     @cached_property
     def perturbation(self) -> Perturbation | None:
