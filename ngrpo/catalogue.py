@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from ngrpo import advantages
+from ngrpo import advantages, credits
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.text_table import aligned
 from perturbations import registry
@@ -21,11 +21,12 @@ _KINDS = {
     registry.gates: "--perturbation.gate",
     registry.buffers: "--perturbation.replay_buffer",
     advantages.registry: "--advantage",
+    credits.registry: "--credit",
 }
 
 
 def listing() -> str:
-    """One line for each perturbation, gate, replay buffer and advantage: name, source, paper, what it does."""
+    """One line for each perturbation, gate, replay buffer, advantage and credit: name, source, paper, purpose."""
     return "\n\n".join(map(_rows, _KINDS))
 
 
@@ -42,7 +43,7 @@ def _rows(kept: Registry) -> str:
 
 
 def train_help(words: Sequence[str] = ()) -> str:
-    """The help of ``ngrpo train``: our flags, then every perturbation, gate and advantage with its options.
+    """The help of ``ngrpo train``: our flags, then every perturbation, gate, advantage and credit with its options.
 
     Args:
         words: the rest of the command line; a perturbation or gate that it names by file or module is listed too.

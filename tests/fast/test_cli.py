@@ -292,6 +292,7 @@ class TestRun:
 
     def test_advantage_preset_and_sampling(self, launched: list, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--advantage ngrpo --preset gspo --sampling.min_p 0.1 --rollout.temperature 0.8"
+        line += " --rollout.n_samples_per_prompt 4"
         line += " --actor.loss_agg_mode token-mean --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         assert train.run(line.split(), report=print) == 0
         (args, settings, _) = launched[0]
