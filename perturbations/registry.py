@@ -257,5 +257,18 @@ buffers = Registry(
 
 available, get, address = perturbations.available, perturbations.get, perturbations.address
 register, create = perturbations.register, perturbations.create
-register_gate, create_gate = gates.register, gates.create
-register_buffer = buffers.register
+
+
+def register_gate(name: str) -> Any:
+    """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
+    return gates.register(name)
+
+
+def create_gate(name: str, **options: Any) -> Any:
+    """Makes a gate, as :meth:`Registry.create`."""
+    return gates.create(name, **options)
+
+
+def register_buffer(name: str) -> Any:
+    """Class decorator that gives a replay buffer its name; as :meth:`Registry.register`."""
+    return buffers.register(name)
