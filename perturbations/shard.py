@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,18 @@ from torch import Tensor
 
 def _alone(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def over_ranks(group: Any) -> Callable[[Tensor], Tensor]:
+    """:attr:`Shard.gather` over a process group of `torch.distributed`."""
+
+    def gather(tensor: Tensor) -> Tensor:
+        mine = tensor.contiguous().view(torch.uint8)  # not every backend knows every dtype
+        found = [torch.empty_like(mine) for _ in range(group.size())]
+        torch.distributed.all_gather(found, mine, group=group)
+        return torch.cat(found).view(tensor.dtype)
+
+    return gather
 
 
 @dataclass(frozen=True)

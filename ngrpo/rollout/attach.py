@@ -25,7 +25,7 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
-from perturbations.shard import Shard
+from perturbations.shard import Shard, over_ranks
 
 
 class AttachedPerturbation:
@@ -53,7 +53,8 @@ class AttachedPerturbation:
         # On a CPU a table of neighbors takes half a minute, so that its rows are computed as they are needed.
         self._ahead = runner.device.type != "cpu"
         self.replace(perturbation)
-        self._wrap()
+        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
+        self._follow_syncs()
 
     def replace(self, perturbation: Perturbation) -> None:
         """Puts another perturbation in place, between requests.
@@ -93,10 +94,8 @@ class AttachedPerturbation:
         self.perturber.weights_changed()
         self.prepare()
 
-    def _wrap(self) -> None:
-        runner = self._runner
-        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
-        model = runner.get_model()
+    def _follow_syncs(self) -> None:
+        runner, model = self._runner, self._runner.get_model()
         # OpenRLHF loads parameter by parameter, so that only what loads all of them at once is the end of a sync.
         load, reload = self._without_ours(model.load_weights), runner.reload_weights
         model.load_weights = self._then(lambda: self.perturber.weights_changed(), load)
@@ -149,7 +148,10 @@ def _embeddings(
         weight = module.weight.data
         if module.tp_size == 1:
             return Shard(weight[:vocabulary], vocabulary)
-        return Shard(weight, vocabulary, module.shard_indices.org_vocab_start_index, _of_all_ranks)
+        from vllm.distributed import get_tp_group
+
+        start = module.shard_indices.org_vocab_start_index
+        return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
     head = getattr(model, "lm_head", None)
     separate = head is not None and head is not embedding and head.weight is not embedding.weight
@@ -160,12 +162,6 @@ def _embeddings(
         lambda: tokenizer.special_ids(vocabulary),
         tokenizer.vocabulary,
     )
-
-
-def _of_all_ranks(tensor: Tensor) -> Tensor:
-    from vllm.distributed import tensor_model_parallel_all_gather
-
-    return tensor_model_parallel_all_gather(tensor, dim=0)
 
 
 class _LazyTokenizer:
