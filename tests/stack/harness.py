@@ -159,10 +159,10 @@ def replay_log_probs(
     ``among``: the tokens that it is normalised over; None for all.
     """
     longest = max(len(r.sequence) for r in rollouts)
-    tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64)
+    tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64, device=model.device)
     mask = torch.zeros_like(tokens)
     for row, rollout in enumerate(rollouts):
-        tokens[row, : len(rollout.sequence)] = torch.tensor(rollout.sequence)
+        tokens[row, : len(rollout.sequence)] = tokens.new_tensor(rollout.sequence)
         mask[row, : len(rollout.sequence)] = 1
     records = [r.record if replay else None for r in rollouts]
     with replaying(model, records, attention_mask=mask):
@@ -173,8 +173,9 @@ def replay_log_probs(
         chosen = tokens[row, start:end].unsqueeze(-1)
         scaled = logits[row, start - 1 : end - 1].float() / temperature
         if among is not None:
-            scaled = torch.full_like(scaled, -torch.inf).index_copy(1, torch.tensor(among), scaled[:, list(among)])
-        result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1))
+            left = tokens.new_tensor(among)
+            scaled = torch.full_like(scaled, -torch.inf).index_copy(1, left, scaled[:, left])
+        result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1).cpu())
     return result
 
 
