@@ -20,6 +20,7 @@ from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
+CREDIT = "--credit"
 SAMPLING = "--sampling"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
@@ -34,10 +35,15 @@ _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
+    CREDIT: f"{CREDIT} NAME and {CREDIT}.<option> VALUE",
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
-_NEEDS = {PERTURBATION: "a perturbation's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
+_NEEDS = {
+    PERTURBATION: "a perturbation's name (see: ngrpo list)",
+    ADVANTAGE: "an advantage's name",
+    CREDIT: "a credit's name",
+}
 _SWITCHES = (REPRODUCIBLE, CORRECT_MASK, STRICT)
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
@@ -118,7 +124,8 @@ def parse(words: Sequence[str]) -> TrainCommand:
         rest = [model, ours["--model"], *rest]
     settings = RunSettings(
         perturbation_spec=spec,
-        advantage_spec=_advantage(ours),
+        advantage_spec=_spec_of(ours, ADVANTAGE),
+        credit_spec=_spec_of(ours, CREDIT),
         sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
         reproducible=reproducible,
         gap_limit=gap_limit,
@@ -193,15 +200,17 @@ def _resembles(word: str, flag: str) -> bool:
     return difflib.SequenceMatcher(None, word, flag).ratio() >= 0.8 or word.startswith(flag[:8])
 
 
-def _advantage(ours: dict[str, Any]) -> dict[str, Any] | None:
-    options = _options(ours, ADVANTAGE)
-    if ours.get(ADVANTAGE, "none") == "none":
+def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
+    """The spec of the advantage or the credit that is named; None for none."""
+    options = _options(ours, root)
+    if ours.get(root, "none") == "none":
         if options:
-            raise UsageError(f"{ADVANTAGE}.{next(iter(options))} is given, but no advantage. Add {ADVANTAGE} NAME.")
+            raise UsageError(f"{root}.{next(iter(options))} is given, but no {root[2:]}. Add {root} NAME.")
         return None
-    from ngrpo import advantages
+    from ngrpo import advantages, credits
 
-    return advantages.create(ours[ADVANTAGE], **options).spec()
+    create = {ADVANTAGE: advantages.create, CREDIT: credits.create}[root]
+    return create(ours[root], **options).spec()
 
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
                                  ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
   --advantage.<option> VALUE     an option of the advantage
+  --credit NAME                  how an answer's advantage is shared among its tokens, see below [all have it]
+  --credit.<option> VALUE        an option of the credit
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability

@@ -25,6 +25,8 @@ class Step:
         seeds: trajectory seeds, (B,) int64.
         positions: positions that the tokens take in their trajectories, (B,) int64.
         embeddings: the model's embeddings and neighbor indices.
+        drawable: the logits after top-k, top-p, min-p and whatever else the request excludes, -inf at what is
+            excluded, (B, V) float32; None where nothing is. ``sampled`` was drawn from these.
     """
 
     logits: Tensor
@@ -33,6 +35,7 @@ class Step:
     seeds: Tensor
     positions: Tensor
     embeddings: ModelEmbeddings
+    drawable: Tensor | None = None
 
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
@@ -54,6 +57,22 @@ class Step:
     def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
         """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
         return streams.log_gamma(self._keys(), ids, shape)
+
+    def draws(self, n: int) -> Tensor:
+        """(B, n) further tokens, each drawn independently as ``sampled`` was: among those that the request allows.
+
+        Like the other draws they are functions of seed and position, and stay the same under float rounding.
+        """
+        logits = self.logits if self.drawable is None else self.drawable
+        tokens = torch.arange(logits.shape[-1], device=logits.device)
+        # In slices of rows: a draw hashes 64 bits for each token of the vocabulary.
+        parts = list(zip(logits.split(64), self._keys().split(64)))
+
+        def one(j: int) -> Tensor:
+            counters = tokens + j * len(tokens)
+            return torch.cat([(z - streams.exponential(keys, counters).log()).argmax(dim=-1) for z, keys in parts])
+
+        return torch.stack([one(j) for j in range(n)], dim=-1)
 
     def _keys(self) -> Tensor:
         return streams.keys(self.seeds, self.positions, streams.Stream.WEIGHTS)

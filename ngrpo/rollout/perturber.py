@@ -218,6 +218,7 @@ class RolloutPerturber:
             batch.seeds[rows],
             positions[rows],
             self._embeddings,
+            None if drawable is scaled else drawable if everything else drawable[rows],
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
@@ -228,6 +229,8 @@ class RolloutPerturber:
             slots = batch.slot_tensor[rows]
             opened = opened & self._gate.open(slots, GateStep.of(step, step.positions - batch.prompts[rows]))
             fed = opened & self._gate.feeds(slots, step.positions, proposal.tokens)
+        if proposal.acts is not None:
+            fed = fed & proposal.acts
         chosen = torch.where(opened, proposal.tokens, sampled)
         tokens[rows] = chosen
         vectors = self._realise(edit, step.seeds, step.positions)

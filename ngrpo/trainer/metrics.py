@@ -107,18 +107,32 @@ def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     perturbation = current_run().perturbation
     if perturbation is None or not perturbation.has_density:
         return own
+    return kept_by_actors(maker, "token_log_probs", own)
+
+
+def kept_by_actors(maker: Any, method: str, own: Sequence[Any]) -> list[Any]:
+    """What the actors kept beside the log-probabilities that they returned.
+
+    Args:
+        maker: OpenRLHF's experience maker.
+        method: of our actors; it hands over what was kept of each batch.
+        own: the log-probabilities of each batch, (B, A), as they were returned.
+
+    Returns:
+        One for each batch, of the same shape.
+    """
     import ray
 
     args = maker.strategy.args
     copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
-    kept = ray.get(maker.actor_model_group.async_run_method(method_name="token_log_probs")[::copies])
-    tokens = [batch for of_actor in kept for batch in of_actor]
-    if [t.shape for t in tokens] != [t.shape for t in own]:
+    kept = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
+    found = [batch for of_actor in kept for batch in of_actor]
+    if [part.shape for part in found] != [part.shape for part in own]:
         raise RuntimeError(
-            f"the actors kept token log-probabilities of {len(tokens)} batches, {len(own)} were made: their order"
-            " is not that of OpenRLHF 0.11.2's async_run_method_batch."
+            f"{method}: the actors kept {len(found)} batches, {len(own)} were made: their order is not that of OpenRLHF"
+            " 0.11.2's async_run_method_batch."
         )
-    return tokens
+    return found
 
 
 def note_measures(maker: Any, measures: dict[str, float]) -> None:
@@ -134,8 +148,9 @@ def reporting_trainer(plain: type) -> type:
     """
 
     class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
-        def train_step(self, *args: Any, **kwargs: Any) -> Any:
-            status, global_step = plain.train_step(self, *args, **kwargs)
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            self.experience_maker.training_step = global_step  # from 0, and from a checkpoint's where one is resumed
+            status, global_step = plain.train_step(self, rollout_samples, global_step)
             add_measures(status, self.experience_maker.step_measures)
             self.experience_maker.step_measures = {}
             if current_run().perturbation is not None:

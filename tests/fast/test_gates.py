@@ -315,12 +315,13 @@ def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated:
 
 
 def test_every_gate_conforms() -> None:
-    assert {"top_margin", "bursts"} <= set(registry.gates.available())
+    assert {"top_margin", "bursts", "first"} <= set(registry.gates.available())
     for name in registry.gates.available():
         check_gate(name)
     for margin in (0, 1):
         check_gate("top_margin", margin=margin)
     check_gate("bursts", length=1, share=1)
+    check_gate("first", length=3)
 
 
 def test_top_margin_by_hand() -> None:
