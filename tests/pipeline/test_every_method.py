@@ -57,8 +57,17 @@ def test_credit(credit: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("noise", sorted(policy_noises.available()))
 def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
     """With PSN's importance weights, and a divergence between rollout and trainer where there is noise."""
-    loud = {"psn": ["sigma", "0.01"], "aqn": ["start", "0.3"]}[noise]
-    flags = ["--policy_noise", noise, f"--policy_noise.{loud[0]}", loud[1], "--perturbation", "neighbor"]
+    loud = {"psn": ["sigma", "0.01"], "aqn": ["start", "0.3"]}[noise]  # an evaluation with clean weights in between
+    flags = [
+        "--policy_noise",
+        noise,
+        f"--policy_noise.{loud[0]}",
+        loud[1],
+        "--perturbation",
+        "neighbor",
+        "--eval.steps",
+        "1",
+    ]
     flags += ["--policy_noise.steps", "3", "--policy_noise.stages", "3"] if noise == "aqn" else []
     steps = steps_of(tmp_path, smollm2, *LOUD, *flags, "--algo.kl.init_coef", "0")
     assert [step["policy_noise_scale"] for step in steps] == ([0.01, 0.01] if noise == "psn" else [0.0, 0.3])
