@@ -8,6 +8,7 @@ commands
   report    make report.html again from results.json or diagnosis.json
   list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
   check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
+  doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
@@ -25,7 +26,7 @@ from perturbations.options import nearest
 
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
-ngrpo: maintainers, with the lines above, the command and the output of: pip list"""
+ngrpo: maintainers, with the lines above, the command and the block that ends the output of: ngrpo doctor"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _module("ngrpo.report.command"),
         "list": _list,
         "check": _module("ngrpo.check"),
+        "doctor": _module("ngrpo.doctor"),
         "model": _model,
     }
     try:
