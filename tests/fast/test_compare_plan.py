@@ -56,6 +56,17 @@ def test_sweep_of_a_training_flag_and_base_algorithms_apply_to_all() -> None:
     assert made.arms[3].training["base"] == "gspo"
 
 
+def test_a_sweep_over_the_correction_of_the_mismatch_between_rollout_and_training() -> None:
+    made = plan("--perturbations", "none,neighbor,soft", "--sweep", "algo.advantage.is_correction_level=off,token,seq")
+    assert len(made.arms) == 9 and made.arms[4].id == "neighbor algo.advantage.is_correction_level=token"
+    assert "--algo.advantage.is_correction_level token" in words(made, 4)
+
+
+def test_credit_and_policy_noise_belong_to_a_strategy() -> None:
+    made = plan("--strategy", "none", "--strategy", "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy")
+    assert "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy" in words(made, 1)
+
+
 def test_one_line_per_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
     arm = made.arms[1]

@@ -34,7 +34,7 @@ FLOORS = (
         "ngrpo.bootstrap",
     ),
     ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress"),
-    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages", "ngrpo.credits"),
+    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages", "ngrpo.credits", "ngrpo.policy_noises"),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer",),
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
