@@ -1,6 +1,7 @@
 """vLLM's plugin entry point (group ``vllm.general_plugins``), loaded by vLLM in each of its processes.
 
-Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``.
+Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``; but the engines of
+`ngrpo eval` and `ngrpo diagnose` end with the process that started them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def register() -> None:
     """
     import vllm
 
-    from ngrpo import versions
+    from ngrpo import processes, versions
 
+    processes.end_with_owner()
     if not versions.is_supported_vllm(vllm.__version__):
         # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
         found, ours = vllm.__version__, versions.VLLM
