@@ -55,9 +55,9 @@ def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
     assert set(found) == {"cpu", "cuda", "hnsw", "test"}
     for extra in ("cpu", "cuda"):
-        # openrlhf requires flash-attn, which is built from source; so is hnswlib.
-        assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "hnswlib"}), extra
-    assert names(found["hnsw"]) == {"hnswlib"} and set(found["hnsw"]) < set(found["test"]), "make test runs its tests"
+        # openrlhf requires flash-attn, which is built from source.
+        assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "faiss-cpu"}), extra
+    assert names(found["hnsw"]) == {"faiss-cpu"} and set(found["hnsw"]) < set(found["test"]), "make test runs its tests"
     assert names(found["cuda"]) - names(found["cpu"]) == {"vllm", "bitsandbytes"}
 
 
