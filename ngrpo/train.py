@@ -135,7 +135,12 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     preflight.check_files(complete.words)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
-    complete = flags.replace_model_names(complete, lambda name: models.resolve(name, report=report))
+
+    def resolved(name: str) -> str:
+        # ModelScope has models that the hub does not have.
+        return name if complete.has("--use_ms") and name not in models.PACKAGED else models.resolve(name, report=report)
+
+    complete = flags.replace_model_names(complete, resolved)
     preflight.check_model(complete.value("--actor.model_name_or_path") or "", command.spec)
     return complete.words
 

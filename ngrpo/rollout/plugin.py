@@ -1,6 +1,7 @@
 """vLLM's plugin entry point (group ``vllm.general_plugins``), loaded by vLLM in each of its processes.
 
-Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``.
+Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``; but the engines of
+`ngrpo eval` and `ngrpo diagnose` end with the process that started them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def register() -> None:
     """
     import vllm
 
-    from ngrpo import versions
+    from ngrpo import processes, versions
 
+    processes.end_with_owner()
     if not versions.is_supported_vllm(vllm.__version__):
         # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
         found, ours = vllm.__version__, versions.VLLM
@@ -205,9 +207,10 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
 
     def abort_request(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> None:
         names = list(request_ids)
+        dropped = _with_internal_ids(self, names)
         original(self, names, *args, **kwargs)
         if _perturbed(self):
-            self.collective_rpc("perturbation_drop", args=(names,))
+            self.collective_rpc("perturbation_drop", args=(dropped,))
 
     return abort_request
 
@@ -215,11 +218,21 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
 def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def abort(self: Any, request_id: Any, *args: Any, **kwargs: Any) -> None:
         names = [request_id] if isinstance(request_id, str) else list(request_id)
+        dropped = _with_internal_ids(self, names)
         await original(self, names, *args, **kwargs)
         if _perturbed(self):
-            await self.collective_rpc("perturbation_drop", args=(names,))
+            await self.collective_rpc("perturbation_drop", args=(dropped,))
 
     return abort
+
+
+def _with_internal_ids(engine: Any, names: list[str]) -> list[str]:
+    """The names, and what the engine calls those of them that are not finished: the samples of a parent have its name.
+
+    To be asked before the abort, which forgets them.
+    """
+    known = engine.output_processor.external_req_ids
+    return [*names, *(internal for name in names for internal in known.get(name, ()))]
 
 
 def _perturbed(engine: Any) -> bool:

@@ -14,6 +14,16 @@ from perturbations.errors import UsageError
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
 
 
+DAMP = """
+from dataclasses import dataclass
+from perturbations.strategies.gaussian import Gaussian
+
+@dataclass(frozen=True, kw_only=True)
+class Damp(Gaussian):
+    paper = "none"
+"""
+
+
 def plan(*words: str) -> Plan:
     return arguments.parse([*words, *MODEL])[0]
 
@@ -68,7 +78,7 @@ def test_one_line_per_strategy() -> None:
 def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
     file = tmp_path / "my ops" / "x.py"
     file.parent.mkdir()
-    file.write_text("from perturbations.strategies.gaussian import Gaussian\n\n\nclass Damp(Gaussian):\n    pass\n")
+    file.write_text(DAMP)
     made = plan("--perturbations", f"none,{file}:Damp:sigma=0.5")
     given = train_words(made, made.runs()[1], Path("folder"))
     assert given[given.index("--perturbation") + 1] == f"{file}:Damp"

@@ -26,6 +26,7 @@ FLOORS = (
         "ngrpo",
         "ngrpo.openrlhf_flags",
         "ngrpo.openrlhf_parser",
+        "ngrpo.processes",
         "ngrpo.yaml_file",
         "ngrpo.text_table",
         "ngrpo.versions",
