@@ -24,7 +24,7 @@ OPTIONS = {
         dict(metric="l2", skip_special=True, mix_temperature=100.0),
         dict(metric="dot", rate=1.0, realization="sampled"),
         dict(variant="released", rate=1.0),
-        dict(variant="released", realization="anchor", until=None, seed=-5),
+        dict(variant="released", realization="anchor", until=None, seed=5),
         dict(index="hnsw", refresh="never"),
         dict(skip_same_word=True, refresh="5", k=4),
     ],
