@@ -47,7 +47,7 @@ def register() -> None:
     forget = _then(lambda attached: attached.requests.take(None))
     _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", forget)
     # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
-    refresh = _then(lambda attached: attached.perturber.weights_changed())
+    refresh = _then(lambda attached: attached.weights_changed())
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
@@ -262,10 +262,13 @@ def _extend_workers() -> None:
         found = self.perturbation.embeddings.drift()
         return None if found is None else dataclasses.astuple(found)
 
+    def prepare(self: Any) -> None:
+        self.perturbation.prepare()
+
     def replace(self: Any, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
 
-    for method in (fingerprint, runner, take, drop, drift, replace):
+    for method in (fingerprint, runner, take, drop, drift, prepare, replace):
         setattr(WorkerBase, f"perturbation_{method.__name__}", method)
