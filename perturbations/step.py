@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +26,8 @@ class Step:
         seeds: trajectory seeds, (B,) int64.
         positions: positions that the tokens take in their trajectories, (B,) int64.
         embeddings: the model's embeddings and neighbor indices.
+        keys: the keys of streams at these positions, (B,) int64 each, where they were computed before; those of
+            other streams follow from seeds and positions.
     """
 
     logits: Tensor
@@ -33,6 +36,7 @@ class Step:
     seeds: Tensor
     positions: Tensor
     embeddings: ModelEmbeddings
+    keys: Mapping[streams.Stream, Tensor] = field(default_factory=dict)
 
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
@@ -41,22 +45,27 @@ class Step:
             n: draws per position; or token ids (B, n), which ties each draw to its token. Noise on a ranked list of
                 candidates must be tied so: two near-equal logits swap ranks under float rounding.
         """
-        return streams.uniform(self._keys(), n)
+        return streams.uniform(self._own_keys(), n)
 
     def gumbel(self, n: int | Tensor) -> Tensor:
         """(B, n) Gumbel(0, 1) draws; ``n`` as in :meth:`uniform`."""
-        return streams.gumbel(self._keys(), n)
+        return streams.gumbel(self._own_keys(), n)
 
     def normal(self, n: int | Tensor) -> Tensor:
         """(B, n) standard normal draws; ``n`` as in :meth:`uniform`."""
-        return streams.normal(self._keys(), n)
+        return streams.normal(self._own_keys(), n)
 
     def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
         """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
-        return streams.log_gamma(self._keys(), ids, shape)
+        return streams.log_gamma(self._own_keys(), ids, shape)
 
-    def _keys(self) -> Tensor:
-        return streams.keys(self.seeds, self.positions, streams.Stream.WEIGHTS)
+    def keys_of(self, stream: streams.Stream) -> Tensor:
+        """The keys of a stream at these positions, (B,) int64."""
+        known = self.keys.get(stream)
+        return streams.keys(self.seeds, self.positions, stream) if known is None else known
+
+    def _own_keys(self) -> Tensor:
+        return self.keys_of(streams.Stream.WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +83,8 @@ class GateStep(Step):
         """A gate's view of a perturbation's step."""
         return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
 
-    def _keys(self) -> Tensor:
-        return streams.keys(self.seeds, self.positions, streams.Stream.GATE_OPEN)
+    def _own_keys(self) -> Tensor:
+        return self.keys_of(streams.Stream.GATE_OPEN)
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,11 @@ class Positions:
 
     def keys(self, stream: streams.Stream) -> np.ndarray:
         """The keys of a stream, (N,) int64."""
-        return streams.of_stream(self._mixed, stream)
+        return streams.of_stream(self.mixed, stream)
 
     @cached_property
-    def _mixed(self) -> np.ndarray:
+    def mixed(self) -> np.ndarray:
+        """What the keys of all streams are made from, (N,) int64."""
         return streams.of_positions(self.seeds, self.positions)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ngrpo.parameters_file import load_saved
@@ -78,6 +79,15 @@ class AttachedPerturbation:
         )
         self._buffer.drop(self._buffer.names())
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer)
+
+    def warm_up(self) -> None:
+        """Compiles what the first requests need, for one and for several; forgets vLLM's own warm-up requests."""
+        runner = self._runner
+        self.requests.take(None)
+        with torch.inference_mode():
+            for rows in (2, 1):  # a batch of one is compiled by itself
+                hidden = torch.zeros(rows, self._hidden, dtype=runner.model_config.dtype, device=runner.device)
+                self.perturber.compile(runner.get_model().compute_logits(hidden))
 
     def _wrap(self) -> None:
         runner = self._runner
