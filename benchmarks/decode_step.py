@@ -166,8 +166,8 @@ class Decoding:
         self.perturber = RolloutPerturber(
             perturbation, store, gate, matrix_embeddings(embedding.weight), override, torch.device(device)
         )
-        self._names = [f"request-{i}" for i in range(batch)]
-        for i, name in enumerate(self._names):
+        self.requests = [f"request-{i}" for i in range(batch)]
+        for i, name in enumerate(self.requests):
             store.open(name, 1000 + i, _PROMPT, True)
             self.perturber.opened(name)
         self._logits = torch.randn(batch, vocabulary, generator=draws).to(device) * 3
@@ -175,10 +175,11 @@ class Decoding:
         self._position = _PROMPT - 1
 
     def step(self) -> None:
-        """One decode step of every request."""
-        starts = np.full(len(self._names), self._position)
-        self.perturber.begin(self._names, starts, np.ones_like(starts), np.zeros(len(starts), dtype=bool))
-        self.perturber.finish(self._logits, self._temperature, self._logits, None)
+        """One decode step of the requests."""
+        count = len(self.requests)
+        starts = np.full(count, self._position)
+        self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
+        self.perturber.finish(self._logits[:count], self._temperature[:count], self._logits[:count], None)
         self._position += 1
 
 

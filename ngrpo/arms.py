@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "perturbation."
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
-_TRAINING = r"base|advantage(\.\w+)?|reproducible"
+_TRAINING = r"base|(advantage|credit)(\.\w+)?|reproducible"
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,9 @@ def option_fields(name: str, options: Mapping[str, Any]) -> dict[str, tuple[type
     """The options of a perturbation and, as ``gate.…``, of the gate that its options name; each with its owner."""
     from perturbations import registry
 
-    owners = {"": registry.get(name, options.get("source"))}
-    gate = options.get("gate")
+    cls = registry.get(name, options.get("source"))
+    owners = {"": cls}
+    gate = options.get("gate", cls.gate)  # a perturbation may have a gate by default
     if isinstance(gate, str) and gate.lower() != "none":
         owners[registry.GATE_OPTION] = registry.gates.get(gate, options.get(f"{registry.GATE_OPTION}source"))
     return {

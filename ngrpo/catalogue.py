@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from ngrpo import advantages
+from ngrpo import advantages, credits
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.text_table import aligned
 from perturbations import registry
@@ -19,17 +19,19 @@ from perturbations.registry import Registry
 _KINDS = {
     registry.perturbations: "--perturbation",
     registry.gates: "--perturbation.gate",
+    registry.buffers: "--perturbation.replay_buffer",
     advantages.registry: "--advantage",
+    credits.registry: "--credit",
 }
 
 
 def listing() -> str:
-    """One line for each perturbation, gate and advantage: name, source, paper, what it does."""
+    """One line for each perturbation, gate, replay buffer, advantage and credit: name, source, paper, purpose."""
     return "\n\n".join(map(_rows, _KINDS))
 
 
 def _rows(kept: Registry) -> str:
-    rows = [(kept.kind, "source", "" if kept is registry.gates else "paper", "")]
+    rows = [(kept.kind, "source", "paper" if hasattr(kept.base_class(), "paper") else "", "")]
     for name, address in kept.available().items():
         try:
             cls = kept.get(name)
@@ -41,7 +43,7 @@ def _rows(kept: Registry) -> str:
 
 
 def train_help(words: Sequence[str] = ()) -> str:
-    """The help of ``ngrpo train``: our flags, then every perturbation, gate and advantage with its options.
+    """The help of ``ngrpo train``: our flags, then every perturbation, gate, advantage and credit with its options.
 
     Args:
         words: the rest of the command line; a perturbation or gate that it names by file or module is listed too.

@@ -6,7 +6,7 @@ commands
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
-  list      the perturbations, gates and advantages: name, source, paper
+  list      the perturbations, gates, replay buffers and advantages: name, source, paper
   check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
   model     make a packaged model into a local Hugging Face folder and print its path
 """

@@ -59,6 +59,11 @@ def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
     for name in (part.strip().split("@")[0].strip() for part in value.split(",")):
         path = Path(name).expanduser()
         # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
+        if path.is_dir() and not any(file.suffix in _IN_FOLDERS for file in path.rglob("*")):
+            raise UsageError(
+                f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). Give a file, or a folder"
+                " that holds some."
+            )
         if path.suffix not in (*ENDINGS, ".arrow"):
             if not path.exists() and name.startswith(("/", ".", "~")):
                 raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
@@ -115,3 +120,4 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 _READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 ENDINGS = tuple(_READERS)
+_IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".py", ".gz", ".zst")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,20 @@ from ngrpo.arms import created, option_fields
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
+from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
+CREDIT = "--credit"
 SAMPLING = "--sampling"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
+GAP_LIMIT = f"{PERTURBATION}.gap_limit"
+STRICT = f"{PERTURBATION}.strict"
 CONFIG = f"{PERTURBATION}.config"
+REPLAY_BUFFER = f"{PERTURBATION}.replay_buffer"
 MODEL_FLAG = "model_name_or_path"
 # A setting of the run, which is also taken where the options of the perturbation stand.
 _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
@@ -29,10 +35,16 @@ _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
+    CREDIT: f"{CREDIT} NAME and {CREDIT}.<option> VALUE",
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
-_NEEDS = {PERTURBATION: "a perturbation's name (see: ngrpo list)", ADVANTAGE: "an advantage's name"}
+_NEEDS = {
+    PERTURBATION: "a perturbation's name (see: ngrpo list)",
+    ADVANTAGE: "an advantage's name",
+    CREDIT: "a credit's name",
+}
+_SWITCHES = (REPRODUCIBLE, CORRECT_MASK, STRICT)
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
     "--hardware": "hardware",
@@ -90,11 +102,21 @@ def parse(words: Sequence[str]) -> TrainCommand:
     config = ours.pop(CONFIG, None)
     if config:
         options = yaml_file.read(config, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
-    in_file = str(options.pop("reproducible", False))
-    reproducible = _switch(ours.get(REPRODUCIBLE, in_file))
+
+    def setting(flag: str, key: str, default: object) -> str:
+        """A setting of the run that also may stand in the file."""
+        in_file = options.pop(key, default)
+        return str(ours.pop(flag, in_file))
+
+    reproducible = _switch(REPRODUCIBLE, setting(REPRODUCIBLE, "reproducible", False))
+    strict = _switch(STRICT, setting(STRICT, "strict", False))
+    gap_limit = _gap_limit(setting(GAP_LIMIT, "gap_limit", RunSettings.gap_limit))
+    buffer = _replay_buffer(ours, options)
     spec, notes = _perturbation(ours, options, config)
     if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
+    if buffer is not None and spec is None and not {PERTURBATION, CORRECT_MASK} & ours.keys():
+        raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
     model = f"--actor.{MODEL_FLAG}"
     if "--model" in ours:
         if Flags(rest).has(model):
@@ -102,9 +124,13 @@ def parse(words: Sequence[str]) -> TrainCommand:
         rest = [model, ours["--model"], *rest]
     settings = RunSettings(
         perturbation_spec=spec,
-        advantage_spec=_advantage(ours),
+        advantage_spec=_spec_of(ours, ADVANTAGE),
+        credit_spec=_spec_of(ours, CREDIT),
         sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
         reproducible=reproducible,
+        gap_limit=gap_limit,
+        strict=strict,
+        replay_buffer_spec=buffer,
     )
     return TrainCommand(
         settings,
@@ -150,7 +176,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         alone = name in (REPRODUCIBLE, CORRECT_MASK) or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
-        ours[name] = "true" if value is None and name in (REPRODUCIBLE, CORRECT_MASK) else value
+        ours[name] = "true" if value is None and name in _SWITCHES else value
     return ours, rest
 
 
@@ -174,22 +200,48 @@ def _resembles(word: str, flag: str) -> bool:
     return difflib.SequenceMatcher(None, word, flag).ratio() >= 0.8 or word.startswith(flag[:8])
 
 
-def _advantage(ours: dict[str, Any]) -> dict[str, Any] | None:
-    options = _options(ours, ADVANTAGE)
-    if ours.get(ADVANTAGE, "none") == "none":
+def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
+    """The spec of the advantage or the credit that is named; None for none."""
+    options = _options(ours, root)
+    if ours.get(root, "none") == "none":
         if options:
-            raise UsageError(f"{ADVANTAGE}.{next(iter(options))} is given, but no advantage. Add {ADVANTAGE} NAME.")
+            raise UsageError(f"{root}.{next(iter(options))} is given, but no {root[2:]}. Add {root} NAME.")
         return None
-    from ngrpo import advantages
+    from ngrpo import advantages, credits
 
-    return advantages.create(ours[ADVANTAGE], **options).spec()
+    create = {ADVANTAGE: advantages.create, CREDIT: credits.create}[root]
+    return create(ours[root], **options).spec()
 
 
-def _switch(value: str) -> bool:
+def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
+    """The replay buffer's spec, taken out of the options; a flag goes before the same line of the file."""
+    given: dict[str, Any] = {}
+    for source, prefix in ((options, REPLAY_BUFFER.removeprefix(f"{PERTURBATION}.")), (ours, REPLAY_BUFFER)):
+        found = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
+        given |= {key[len(prefix) + 1 :]: source.pop(key) for key in found}
+    if not given:
+        return None
+    name = given.pop("", None)
+    if not isinstance(name, str):
+        raise UsageError(f"{REPLAY_BUFFER} needs a name ({', '.join(registry.buffers.available())} or ./file.py:Name).")
+    return registry.buffers.create(name, **given).spec()
+
+
+def _switch(flag: str, value: str) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if value.lower() not in known:
-        raise UsageError(f"{REPRODUCIBLE} {value}: true or false is needed, or the flag alone for true.")
+        raise UsageError(f"{flag} {value}: true or false is needed, or the flag alone for true.")
     return known[value.lower()]
+
+
+def _gap_limit(value: str) -> float:
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 1.0:
+        raise UsageError(f"{GAP_LIMIT} {value}: a number of at least 1 is needed; the default is 10.")
+    return limit
 
 
 def _perturbation(

@@ -22,6 +22,7 @@ _MILESTONES = (
     ("Episode [", "training starts"),
 )
 _STEP = re.compile(r"Global step (\d+): .*?'rollout/reward_mean': ([-+.\deE]+)")
+_WARNING = re.compile(r"ngrpo (warning: .*)")
 _SECONDS = re.compile(r"'timing/step_total': ([-+.\deE]+)")
 _TOTAL = re.compile(r"Episode \[\d+/(\d+)\]:[^\r\n]*?\| *\d+/(\d+) ")
 _HEARTBEAT = 30.0
@@ -133,6 +134,9 @@ class Reporter:
         if step is not None:
             took = "" if step.seconds is None else f", {step.seconds:.0f} s"
             self._say(f"step {step.step}: reward {step.reward:.3f}{took}")
+        warning = _WARNING.search(line)
+        if warning is not None:
+            self._say(f"{warning[1]} (more in the log)")
         for milestone in self._ahead:
             if milestone[0] in line:
                 self._ahead.remove(milestone)

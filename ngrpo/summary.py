@@ -19,7 +19,7 @@ from perturbations import registry
 
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_ADVANTAGE = "advantage/"
+_PARTS = ("advantage/", "credit/")
 _DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
 _BARS = "▁▂▃▄▅▆▇█"
@@ -58,6 +58,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
     summary: dict[str, Any] = {
         "perturbation": settings.perturbation_spec,
         "advantage": settings.advantage_spec,
+        "credit": settings.credit_spec,
         "sampling": rollout_sampling.described(rollout_sampling.create(**settings.sampling), args),
         "reproducible": settings.reproducible,
         "steps": steps(scalars),
@@ -92,7 +93,7 @@ def steps(scalars: Series) -> list[dict[str, float]]:
         for tag, values in train.items():
             if tag.startswith(_PERTURBATION) and step in values:
                 row[tag[len(_PERTURBATION) :]] = values[step]
-            elif tag.startswith(_ADVANTAGE) and step in values:
+            elif tag.startswith(_PARTS) and step in values:
                 row[tag.replace("/", "_")] = values[step]
         if "anchor_agreement" in row:
             row["anchor_differs"] = 1.0 - row["anchor_agreement"]
@@ -111,8 +112,9 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = summary["steps"]
     places = summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    if summary.get("advantage"):
-        lines.append("advantage     " + " ".join(_words(summary["advantage"])))
+    for part in ("advantage", "credit"):
+        if summary.get(part):
+            lines.append(f"{part:<14}" + " ".join(_words(summary[part])))
     if rows:
         lines += ["", *_grid(_thin(rows)), "", *_figures(rows)]
     else:

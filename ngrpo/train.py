@@ -7,10 +7,17 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --perturbation NAME            see below; your own: ./file.py:Name, package.module:Name    [none: stock OpenRLHF]
   --perturbation.<option> VALUE  an option of the perturbation, see below; a switch may stand alone
   --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
+  --perturbation.replay_buffer NAME  where finished trajectories wait for the trainer, named in the same ways; its
+                                 options: --perturbation.replay_buffer.<option>                         [memory]
   --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
+  --perturbation.gap_limit X     warn once where log-probabilities of rollout and trainer differ more than X times as
+                                 much after perturbed inputs as at plain positions [10]; docs/metrics.md
+  --perturbation.strict          end the run there instead
   --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
                                  ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
   --advantage.<option> VALUE     an option of the advantage
+  --credit NAME                  how an answer's advantage is shared among its tokens, see below [all have it]
+  --credit.<option> VALUE        an option of the credit
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
@@ -39,12 +46,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ngrpo import flags, models, preflight, presets, progress, summary, tasks
+from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
 from ngrpo.trainer import rollout_sampling
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 
@@ -79,23 +85,45 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
 
 
 def openrlhf_help() -> int:
-    """Prints OpenRLHF's own help, also where its needs (flash-attn) have stand-ins."""
-    from ngrpo.trainer.launch import launch
-
+    """Prints OpenRLHF's own help."""
     preflight.check_stack()
-    launch(["--help"], RunSettings(), hardware="auto")
+    openrlhf_parser.print_help()
     return 0
+
+
+def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
+    """OpenRLHF's flags for a run, with those of a preset, an advantage and the folder, checked as far as is known.
+
+    Args:
+        command: what is asked for.
+        folder: the run's; nothing is written to it.
+
+    Raises:
+        UsageError: for anything that OpenRLHF, the hardware or the run's settings would refuse once they have started.
+    """
+    preflight.check_flags(command.openrlhf_args, command.settings)
+    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+    advantage = command.settings.advantage
+    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, advantage)
+    hardware = profile_for(command.hardware)
+    whole = complete.with_defaults(hardware.default_flags)
+    if command.task is not None:
+        tasks.check_name(command.task)
+        whole = whole.with_defaults(dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task"))
+    hardware.check(whole)
+    openrlhf_parser.check(whole.words)
+    if command.task is None:
+        preflight.check_files(complete.words)
+        preflight.check_rewards(complete.words)
+    return complete
 
 
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    settings = command.settings
-    preflight.check_flags(command.openrlhf_args, settings)
-    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
-    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, settings.advantage)
+    settings, complete = command.settings, checked_flags(command, folder)
     for part in (settings.advantage, rollout_sampling.create(**settings.sampling)):
-        for note in part.notes(given) if part is not None else ():
+        for note in part.notes(Flags(command.openrlhf_args)) if part is not None else ():
             report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))

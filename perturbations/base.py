@@ -24,10 +24,13 @@ class Proposal:
     Attributes:
         edit: the inputs at the B positions.
         tokens: the tokens that stand in the text there, (B,) int64: reward and PPO ratio read these.
+        acts: where the perturbation acts at all, (B,) bool; None: everywhere. Elsewhere the position is an ordinary
+            one and leaves no record; the edit there is the token's own embedding.
     """
 
     edit: InputEdit
     tokens: Tensor
+    acts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,24 @@ class Replayed:
         """z̃ of the tokens ``ids`` (N, n) at their positions, (N, n), with gradient."""
         return self.logits[self.rows.unsqueeze(-1), ids]
 
+    def log_probs(self, ids: Tensor, temperature: float | None = None) -> Tensor:
+        """log π of the tokens ``ids`` (N, n) among the whole vocabulary, (N, n), with gradient.
+
+        Args:
+            ids: (N, n) int64.
+            temperature: that of π; None for the sampling temperature.
+        """
+        scale = 1.0 if temperature is None else self.temperature / temperature
+        logits = self.logits if scale == 1.0 else self.logits * scale
+        return scale * self.at(ids) - torch.logsumexp(logits, dim=-1)[self.rows].unsqueeze(-1)
+
     def top(self, k: int) -> Tensor:
         """The k likeliest tokens at each position, (N, k) int64."""
         with torch.no_grad():  # in slices: the rows' copies would be as large as the logits
             return torch.cat([self.logits[part].topk(k, dim=-1).indices for part in self.rows.split(256)])
+
+
+_LAST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +96,7 @@ class Perturbation(GateOptions, ABC):
     """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
-    seed: int = option(0, "seed of the gate, the noise and the token draws")
+    seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=_LAST_SEED)
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:

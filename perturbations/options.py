@@ -125,17 +125,13 @@ def allowed(field: dataclasses.Field) -> str:
     if meta.get("choices"):
         return "one of " + ", ".join(meta["choices"])
     low, high, above = meta.get("low"), meta.get("high"), meta.get("above")
-    if above is not None and high is not None:
-        return f"in ({above:g}, {high:g}]"
+    # A whole number is written in full: 9.22e18 is no seed that anyone could give.
+    low, high, above = (f"{limit:g}" if isinstance(limit, float) else limit for limit in (low, high, above))
     if above is not None:
-        return f"greater than {above:g}"
-    if low is not None and high is not None:
-        return f"in [{low:g}, {high:g}]"
+        return f"greater than {above}" if high is None else f"in ({above}, {high}]"
     if low is not None:
-        return f"at least {low:g}"
-    if high is not None:
-        return f"at most {high:g}"
-    return ""
+        return f"at least {low}" if high is None else f"in [{low}, {high}]"
+    return "" if high is None else f"at most {high}"
 
 
 def coerce(owner: type, field: dataclasses.Field, value: Any, what: str = "perturbation") -> Any:

@@ -136,7 +136,7 @@ class Registry:
         cls = self.get(name, options.pop("source", None))
         for field in dataclasses.fields(cls):
             if field.metadata.get("registry") is not None:
-                self._make_nested(field.name, field.metadata["registry"], options)
+                self._make_nested(field, field.metadata["registry"], options)
         for option_name in options:
             owners = self._owners(option_name, cls)
             if owners:
@@ -148,12 +148,13 @@ class Registry:
         return cls(**options)
 
     @staticmethod
-    def _make_nested(name: str, registry: Registry, options: dict[str, Any]) -> None:
+    def _make_nested(field: dataclasses.Field, registry: Registry, options: dict[str, Any]) -> None:
         """Puts an object in place of a name such as ``gate`` and the options ``gate.…`` beside it."""
+        name = field.name
         own = {key: options.pop(key) for key in list(options) if key.startswith(f"{name}.")}
         if not own:
             return
-        chosen = options.get(name)
+        chosen = options.get(name, field.default)
         if not isinstance(chosen, str) or chosen.lower() == "none":
             raise UsageError(
                 f"option {next(iter(own))!r} is given, but no {registry.kind}'s name beside it. Name one as option"

@@ -26,6 +26,8 @@ class Step:
         seeds: trajectory seeds, (B,) int64.
         positions: positions that the tokens take in their trajectories, (B,) int64.
         embeddings: the model's embeddings and neighbor indices.
+        drawable: the logits after top-k, top-p, min-p and whatever else the request excludes, -inf at what is
+            excluded, (B, V) float32; None where nothing is. ``sampled`` was drawn from these.
         keys: the keys of streams at these positions, (B,) int64 each, where they were computed before; those of
             other streams follow from seeds and positions.
     """
@@ -36,6 +38,7 @@ class Step:
     seeds: Tensor
     positions: Tensor
     embeddings: ModelEmbeddings
+    drawable: Tensor | None = None
     keys: Mapping[streams.Stream, Tensor] = field(default_factory=dict)
 
     def uniform(self, n: int | Tensor) -> Tensor:
@@ -63,6 +66,22 @@ class Step:
         """The keys of a stream at these positions, (B,) int64."""
         known = self.keys.get(stream)
         return streams.keys(self.seeds, self.positions, stream) if known is None else known
+
+    def draws(self, n: int) -> Tensor:
+        """(B, n) further tokens, each drawn independently as ``sampled`` was: among those that the request allows.
+
+        Like the other draws they are functions of seed and position, and stay the same under float rounding.
+        """
+        logits = self.logits if self.drawable is None else self.drawable
+        tokens = torch.arange(logits.shape[-1], device=logits.device)
+        # In slices of rows: a draw hashes 64 bits for each token of the vocabulary.
+        parts = list(zip(logits.split(64), self._own_keys().split(64)))
+
+        def one(j: int) -> Tensor:
+            counters = tokens + j * len(tokens)
+            return torch.cat([(z - streams.exponential(keys, counters).log()).argmax(dim=-1) for z, keys in parts])
+
+        return torch.stack([one(j) for j in range(n)], dim=-1)
 
     def _own_keys(self) -> Tensor:
         return self.keys_of(streams.Stream.WEIGHTS)

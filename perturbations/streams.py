@@ -171,6 +171,20 @@ def gumbel(keys_: Tensor, n: int | Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform(keys_, n)))
 
 
+def exponential(keys_: Tensor, n: int | Tensor) -> Tensor:
+    """Exponential(1) draws, small ones resolved to 2^-40: a race of 10^5 tokens is decided by the smallest of them.
+
+    Args:
+        keys_: (…,) int64 from :func:`keys`.
+        n: as in :func:`uniform`; counters may be shared by all keys, (n,).
+
+    Returns:
+        (…, n) float32, finite and above 0.
+    """
+    share = (_shift_right(_bits(keys_, n), 24).float() + 0.5) * 2.0**-40
+    return -torch.log1p(-share.clamp_max(1.0 - 2.0**-24))
+
+
 _GAMMA_ROUNDS = 7
 
 

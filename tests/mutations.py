@@ -310,6 +310,87 @@ ADVANTAGES = [
     ),
 ]
 
+_BEST = "test_advantages_best_of_k.py"
+
+BEST_OF_K = [
+    *_of(
+        "ngrpo/advantages/pass_at_k.py",
+        _BEST,
+        ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
+        (
+            "comb(n - c - 1, k - 1) / comb(n - 1, k - 1)",
+            "comb(n - c, k - 1) / comb(n, k - 1)",
+            "pass_at_k: wrong ones",
+        ),
+        ("(missed * (1.0 - missed)) ** 0.5", "missed * (1.0 - missed)", "pass_at_k: divided by the variance"),
+        ("(1.0 - share) * _table(size, 1)", "share * _table(size, 1)", "pass_at_k: the combination's weights"),
+        (
+            "if deviation else [0.0, 0.0]",
+            "if missed < 2 else [0.0, 0.0]",
+            "pass_at_k: 0 / 0 where all are right",
+        ),
+    ),
+    *_of(
+        "ngrpo/advantages/pkpo.py",
+        _BEST,
+        ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
+        ("rank = j - (j > i)", "rank = j", "pkpo: the answer itself is among the others"),
+        (
+            "k / (n - 1) * comb(rank, k - 1)",
+            "k / n * comb(rank, k - 1)",
+            "pkpo: the weight of the baseline of k",
+        ),
+        ("k / n * comb(rank, k - 2)", "comb(rank, k - 2)", "pkpo: the weight of the baseline of k - 1"),
+        ("(rewards.shape[1] if self.scaled else 1.0)", "1.0", "pkpo: not scaled by the group's size"),
+        ("scatter(-1, order, values)", "scatter(-1, order.argsort(-1), values)", "pkpo: values by rank, not by answer"),
+        ("wide = wide - wide[:, :1]", "wide = wide * 1.0", "pkpo: equal rewards leave a rounding"),
+    ),
+    *_of(
+        "ngrpo/advantages/base.py",
+        _BEST,
+        ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
+        ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
+        ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
+    ),
+]
+
+CREDITS = [
+    *_of(
+        "ngrpo/credits/top_entropy.py",
+        "test_credits.py",
+        ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
+        ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
+        ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
+        ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
+    ),
+    *_of(
+        "ngrpo/credits/entropy_bonus.py",
+        "test_credits.py",
+        (
+            "torch.minimum(self.alpha * entropies, advantages.abs() / self.kappa)",
+            "self.alpha * entropies",
+            "entropy_bonus: no bound",
+        ),
+        ("self.alpha * entropies,", "entropies,", "entropy_bonus: α is missing"),
+        (
+            "advantages.abs() / self.kappa",
+            "advantages / self.kappa",
+            "entropy_bonus: the bound of a negative advantage",
+        ),
+        ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
+    ),
+    *_of(
+        "ngrpo/trainer/credit_seams.py",
+        "test_credits.py",
+        (
+            "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
+            "torch.cat([h.flatten() for h in entropies])[: len(before)]",
+            "padding is counted among the tokens",
+        ),
+        ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
+    ),
+]
+
 _LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
@@ -357,7 +438,86 @@ SAMPLING = [
     ),
 ]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES, *SAMPLING]
+_MIXTURES = "test_strategies_mixtures.py"
+
+MIXTURES = [
+    *_of(
+        "perturbations/strategies/multiplex.py",
+        _MIXTURES,
+        (
+            "torch.softmax(step.logits.gather(-1, ids), dim=-1)",
+            "torch.full_like(ids, 1 / 3.0, dtype=torch.float32)",
+            "multiplex: the weights do not know the probabilities",
+        ),
+        ("1.0 / self.k", "1.0 / 3.5", "multiplex: the average is over more draws than there are"),
+        ("self.k * (replayed.token_log_probs", "(replayed.token_log_probs", "multiplex: one normaliser for all draws"),
+        ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
+    ),
+    *_of(
+        "perturbations/step.py",
+        _MIXTURES,
+        ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
+        ("tokens + j * len(tokens)", "tokens + 0 * j", "further draws are all the same"),
+        (
+            "(z - streams.exponential(keys, counters).log())",
+            "(z + streams.gumbel(keys, counters).clamp(max=4.0))",
+            "further draws: a tail is cut off",
+        ),
+    ),
+    *_of(
+        "perturbations/strategies/moi.py",
+        _MIXTURES,
+        ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
+        ("/ math.log(everything.shape[-1])", "", "moi: the entropy is not normalised"),
+        ("/ math.log(self.k)", "/ math.log(step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
+        ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
+    ),
+    *_of(
+        "perturbations/strategies/selar.py",
+        _MIXTURES,
+        ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
+        ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
+        ("/ math.log(self.k)", "", "selar: the entropy is not normalised"),
+        ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
+    ),
+    *_of(
+        "perturbations/strategies/lepo.py",
+        _MIXTURES,
+        ("scores / self.tau", "scores", "lepo: τ is missing"),
+        (
+            "dim=-1)), ids[:, 0])",
+            "dim=-1)), ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0])",
+            "lepo: the text follows the noise",
+        ),
+        ("(weights * log_probs).sum(dim=-1)", "log_probs.mean(dim=-1)", "lepo: the weights are missing in the density"),
+        ("step.gumbel(ids)", "step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
+    ),
+    *_of(
+        "perturbations/strategies/latent.py",
+        _MIXTURES,
+        (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
+        (
+            "step.logits * step.temperature.unsqueeze(-1)",
+            "step.logits.clone()",
+            "latent: p at another temperature",
+        ),
+        ("kept[:, : self.k] = True", "kept[:, :1] = True", "latent: fewer than k tokens"),
+        ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
+        ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
+        (
+            "scores - replayed.log_probs(edit.ids, temperature=1.0)",
+            "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
+            "latent: clamped in training",
+        ),
+    ),
+    *_of(
+        "perturbations/gates/first.py",
+        _MIXTURES,
+        ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
+    ),
+]
+
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *CREDITS, *SAMPLING, *MIXTURES]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ngrpo.advantages import registry as _registry
 from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
-from perturbations.options import Options
+from perturbations.options import Options, option
 
 # Rewards are sums of float32; nearer to the maximum than this counts as the maximum.
 ROUNDING = 1e-5
@@ -39,6 +39,10 @@ class Advantage(Options, ABC):
         Returns:
             (P, G). Each row is a function of its own row of the rewards and counts.
         """
+
+    def at_step(self, step: int) -> Advantage:
+        """The advantage as it is at a training step, from 0 on: itself, unless an option changes over the run."""
+        return self
 
     def compute(self, rewards: Tensor, counts: Tensor | None = None) -> Tensor:
         """As :meth:`formula`, with everything checked.
@@ -120,4 +124,45 @@ class VerifiedAdvantage(Advantage):
                     f"{flag} cannot be used with --advantage {self.name}: it makes rewards that are not in [0, 1]."
                     " Leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo."
                 )
+        return super().flags(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnealedK(Advantage):
+    """For objectives of the best of k answers, with a k that may change over the run."""
+
+    k: int = option(4, "answers of which the best counts", low=1)
+    k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
+    k_steps: int = option(100, "training steps from k to k_end", low=1)
+    k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
+
+    def at_step(self, step: int) -> Advantage:
+        """With the k of the step."""
+        if self.k_end is None:
+            return self
+        share = min(step / self.k_steps, 1.0)
+        if self.k_change == "switch":
+            share = float(step >= self.k_steps)
+        return replace(self, k=round(self.k + share * (self.k_end - self.k)), k_end=None)
+
+    def check_group(self, size: int) -> None:
+        """Raises ``UsageError`` where k does not fit groups of so many answers."""
+        if self.k > size:
+            raise UsageError(
+                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the answers to each prompt"
+                " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
+            )
+
+    def compute(self, rewards: Tensor, counts: Tensor | None = None) -> Tensor:
+        """As the base, where k fits the group."""
+        if rewards.dim() == 2:
+            self.check_group(rewards.shape[1])
+        return super().compute(rewards, counts)
+
+    def flags(self, given: Flags) -> dict[str, Default]:
+        """Raises ``UsageError`` where k does not fit the groups that the run will have."""
+        size = given.value("--rollout.n_samples_per_prompt")
+        for advantage in (self, self.at_step(self.k_steps)):
+            if size is not None and size.isdecimal():
+                advantage.check_group(int(size))
         return super().flags(given)

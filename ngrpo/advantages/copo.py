@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ngrpo.advantages import register
 from ngrpo.advantages.base import Advantage, normalised
-from ngrpo.openrlhf_flags import Flags
 from perturbations.options import option
 
 
@@ -28,9 +27,3 @@ class CountBonus(Advantage):
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """The normalised r + β / √(1 + N)."""
         return normalised(rewards + self.beta / (1.0 + counts.to(rewards.dtype)).sqrt())
-
-    def notes(self, given: Flags) -> list[str]:
-        """Where a run is resumed."""
-        if not given.has("--ckpt.load_enable"):
-            return []
-        return ["--advantage copo: its counts are not part of a checkpoint; a resumed run starts counting at zero."]

@@ -25,6 +25,7 @@ _SET_BY_US = {
     "--ckpt.path": _FOLDER,
     "--logger.tensorboard_dir": _FOLDER,
 }
+_SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
 _REPEATED = ("strategy", "sweep")
 _OURS = ("perturbations", "base", "seeds", "baseline", "out", "config", "stock", *_REPEATED)
 # The beginning of a flag for another command, and the flags of OpenRLHF that begin so too.
@@ -107,7 +108,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[
 
 def _refuse_set_by_us(name: str) -> None:
     for flag, instead in _SET_BY_US.items():
-        if name == flag or name.startswith(f"{flag}."):
+        if (name == flag or name.startswith(f"{flag}.")) and not name.startswith(_SHARED):
             raise UsageError(f"{name} is set by ngrpo compare for each run: {instead} instead.")
 
 

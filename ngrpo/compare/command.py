@@ -34,12 +34,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ngrpo import flags, models, preflight, presets
+from ngrpo import flags, models, preflight
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.train import checked_flags
 from perturbations.errors import UsageError
 
 _DEFAULT_BATCH = 1024  # OpenRLHF 0.11.2's --rollout.batch_size
@@ -81,12 +82,7 @@ def _check(plan: Plan) -> None:
     preflight.check_stack()
     for one in plan.runs()[: len(plan.arms)]:
         try:
-            command = flags.parse(runs.train_words(plan, one, Path("run")))
-            preflight.check_flags(command.openrlhf_args, command.settings)
-            given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
-            presets.applied(given, command.preset, command.settings.advantage)
-            if command.task is None:
-                preflight.check_files(command.openrlhf_args)
+            checked_flags(flags.parse(runs.train_words(plan, one, Path("run"))), Path("run"))
         except UsageError as error:
             raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
     if plan.evaluation is not None:

@@ -87,6 +87,7 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
         "--advantage": (command.settings.advantage_spec, "Leave it out."),
+        flags.REPLAY_BUFFER: (command.settings.replay_buffer_spec, "Leave it out."),
         "--sampling.*": (command.settings.sampling, "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():

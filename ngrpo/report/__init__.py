@@ -1,7 +1,7 @@
 """Reports: one HTML file that opens offline, made from ``results.json`` or ``diagnosis.json`` alone.
 
-Charts are SVG drawn here; a little JavaScript adds reading values, neighbor sets and hiding strategies. The same
-result gives the same bytes.
+The page is rendered from templates, charts as SVG; a little JavaScript adds reading values, neighbor sets and hiding
+strategies. The same result gives the same bytes.
 """
 
 from ngrpo.report.page import write_diagnosis, write_report

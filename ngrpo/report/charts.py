@@ -1,15 +1,14 @@
-"""Charts as inline SVG: lines with bands, points with whiskers. What JavaScript adds is only the reading of values."""
+"""Charts: lines with bands, points with whiskers, as paths and labels that templates/charts.html draws as SVG."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ngrpo.report.marks import Series
 from ngrpo.report.scale import Scale, spread
-from ngrpo.report.values import MISSING, between, escape, figure
+from ngrpo.report.values import MISSING, between, figure
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 30, 46
 _MOST_MARKERS = 12
@@ -40,6 +39,51 @@ SQUARE = Size(480, 380, "square")
 
 
 @dataclass(frozen=True)
+class Label:
+    """A text beside a point; ``anchor`` is the side of it that stands at ``x``, as in SVG."""
+
+    text: str
+    x: float
+    y: float
+    anchor: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is shown and hidden together: paths with their CSS classes, markers over them, and labels."""
+
+    classes: str
+    paths: Sequence[tuple[str, str]]
+    series: Series | None = None
+    markers: Sequence[tuple[float, float]] = ()
+    labels: Sequence[Label] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn.
+
+    Attributes:
+        name: unique in the page; the ids inside come from it.
+        title: what the chart shows, for those who cannot see it; ``desc`` says the values.
+        size: its size; ``xs`` and ``ys`` are its scales, ``x_title`` and ``y_title`` are theirs.
+        groups: in the order in which they are drawn.
+        data: what script.js reads values from.
+    """
+
+    name: str
+    title: str
+    desc: str
+    size: Size
+    xs: Scale
+    ys: Scale
+    x_title: str
+    y_title: str
+    groups: Sequence[Group]
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Line:
     """One strategy's curve.
 
@@ -62,7 +106,7 @@ class Point:
         y: its value upward.
         x_interval: whisker across.
         y_interval: whisker upward.
-        notes: lines for the tooltip, not escaped.
+        notes: lines for the tooltip.
     """
 
     series: Series
@@ -84,11 +128,11 @@ def line_chart(
     y_title: str,
     size: Size,
     digits: int = 3,
-) -> str:
+) -> Chart | None:
     """Curves with their bands.
 
     Args:
-        name: unique in the page; the ids inside come from it.
+        name: unique in the page.
         lines: the curves, each with a point (or a gap) for every position of ``labels``.
         xs: the scale across.
         labels: what each position is called in the tooltip, ``step 12``.
@@ -99,30 +143,30 @@ def line_chart(
         digits: decimals in the tooltip.
 
     Returns:
-        HTML, empty where no line has a point.
+        The chart; None where no line has a point.
     """
     reach = [value for line in lines for point in line.points for value in point[1:] if value is not None]
     if not reach:
-        return ""
+        return None
     ys = spread(reach, *size.upward, count=4 if size.kind == "small" else 5, share=True)
-    body, series = [], []
+    groups, series = [], []
     many = " many" if len(lines) > 5 else ""
     for line in lines:
         pixels = [(xs(x), None if y is None else ys(y)) for x, y, _, _ in line.points]
         band = [(xs(x), ys(low), ys(high)) for x, _, low, high in line.points if low is not None and high is not None]
-        parts = []
+        paths = []
         if len(band) > 1:
             edge = [f"{x:g} {low:g}" for x, low, _ in band] + [f"{x:g} {high:g}" for x, _, high in reversed(band)]
-            parts.append(f'<path class="band{many}" d="M{"L".join(edge)}Z"/>')
+            paths.append((f"band{many}", f"M{'L'.join(edge)}Z"))
         elif band:
             x, low, high = band[0]
-            parts.append(f'<path class="whisker" d="M{x:g} {low:g}V{high:g}"/>')
-        parts.append(f'<path class="line" d="{_path(pixels)}"/>')
+            paths.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
+        paths.append(("line", _path(pixels)))
         stride = -(-len(pixels) // _MOST_MARKERS)
         # Each strategy's markers start elsewhere, so that curves on top of each other can still be told apart.
         offset = line.series.index % stride if stride > 1 else 0
-        parts += [line.series.marker(x, y) for x, y in pixels[offset::stride] if y is not None]
-        body.append(f'<g class="{line.series.classes}" data-s="{line.series.index}">{"".join(parts)}</g>')
+        markers = [(x, y) for x, y in pixels[offset::stride] if y is not None]
+        groups.append(Group(line.series.classes, paths, line.series, markers))
         texts = [
             figure(y, digits) + (f" ({between(low, high, digits)})" if low is not None and high is not None else "")
             for _, y, low, high in line.points
@@ -131,55 +175,40 @@ def line_chart(
     columns = [xs(point[0]) for point in lines[0].points]
     data = {"kind": "lines", "x": columns, "labels": list(labels), "series": series}
     finals = "; ".join(f"{line.series.name}: {_last(line, digits)}" for line in lines)
-    frame = axes(xs, ys, size, x_title, y_title)
-    return plot(name, frame + "".join(body), size, title, f"Last values: {finals}.", data)
+    return Chart(name, title, f"Last values: {finals}.", size, xs, ys, x_title, y_title, groups, data)
 
 
-def scatter(name: str, points: Sequence[Point], *, title: str, x_title: str, y_title: str, size: Size) -> str:
-    """One labelled point per strategy, with whiskers. Arguments as in `line_chart`; empty without points."""
+def scatter(name: str, points: Sequence[Point], *, title: str, x_title: str, y_title: str, size: Size) -> Chart | None:
+    """One labelled point per strategy, with whiskers. Arguments as in `line_chart`; None without points."""
     if not points:
-        return ""
+        return None
     xs = spread([v for p in points for v in (p.x, *(p.x_interval or ()))], *size.across)
     ys = spread([v for p in points for v in (p.y, *(p.y_interval or ()))], *size.upward)
-    body, data, taken, drawn = [], [], [], []
+    groups, data, taken, drawn = [], [], [], []
     for point in points:  # Labels keep off markers and whiskers.
         x, y = xs(point.x), ys(point.y)
-        across, upward = ([scale(v) for v in i or ()] for scale, i in ((xs, point.x_interval), (ys, point.y_interval)))
-        drawn.append((point, x, y, across, upward))
         taken.append((x - 6, y - 6, x + 6, y + 6))
-        taken += [(across[0], y - 1, across[1], y + 1)] if across else []
-        taken += [(x - 1, upward[1], x + 1, upward[0])] if upward else []
-    for point, x, y, across, upward in drawn:
-        whiskers = f'<path class="whisker" d="M{across[0]:g} {y:g}H{across[1]:g}"/>' if across else ""
-        whiskers += f'<path class="whisker" d="M{x:g} {upward[0]:g}V{upward[1]:g}"/>' if upward else ""
-        shown = whiskers + point.series.marker(x, y) + place_label(point.series.name, x, y, size, taken)
-        body.append(f'<g class="{point.series.classes} big" data-s="{point.series.index}">{shown}</g>')
+        whiskers = []
+        if point.x_interval:
+            left, right = map(xs, point.x_interval)
+            taken.append((left, y - 1, right, y + 1))
+            whiskers.append(("whisker", f"M{left:g} {y:g}H{right:g}"))
+        if point.y_interval:
+            low, high = map(ys, point.y_interval)
+            taken.append((x - 1, high, x + 1, low))
+            whiskers.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
+        drawn.append((point.series, x, y, whiskers))
         data.append([x, y, point.series.index, [point.series.name, *point.notes]])
+    for one, x, y, whiskers in drawn:
+        labels = place_label(one.name, x, y, size, taken)
+        groups.append(Group(f"{one.classes} big", whiskers, one, [(x, y)], labels))
     told = "; ".join(f"{p.series.name}: {x_title} {figure(p.x)}, {y_title} {figure(p.y)}" for p in points)
-    frame = axes(xs, ys, size, x_title, y_title)
-    return plot(name, frame + "".join(body), size, title, told + ".", {"kind": "points", "points": data})
-
-
-def axes(xs: Scale, ys: Scale, size: Size, x_title: str, y_title: str) -> str:
-    """Grid, tick labels and titles."""
-    (left, right), (bottom, _) = size.across, size.upward
-    parts = [f'<path class="grid" d="M{left} {ys(tick):g}H{right}"/>' for tick in ys.ticks]
-    parts.append(f'<path class="axis" d="M{left} {bottom}H{right}"/>')
-    for tick, label in zip(ys.ticks, ys.labels):
-        parts.append(f'<text class="tick" x="{left - 7}" y="{ys(tick):g}" dy=".35em" text-anchor="end">{label}</text>')
-    for tick, label in zip(xs.ticks, xs.labels):
-        x = xs(tick)
-        parts.append(f'<path class="axis" d="M{x:g} {bottom}v4"/>')
-        parts.append(f'<text class="tick" x="{x:g}" y="{bottom + 7}" dy=".8em" text-anchor="middle">{label}</text>')
-    middle = f'x="{(left + right) / 2:g}" y="{bottom + 7}" dy="2.35em" text-anchor="middle"'
-    parts.append(f'<text class="axis-title" x="2" y="5" dy=".8em">{escape(y_title)}</text>')
-    parts.append(f'<text class="axis-title" {middle}>{escape(x_title)}</text>')
-    return "".join(parts)
+    return Chart(name, title, f"{told}.", size, xs, ys, x_title, y_title, groups, {"kind": "points", "points": data})
 
 
 def place_label(
     text: str, x: float, y: float, size: Size, taken: list[tuple[float, float, float, float]], *, force: bool = False
-) -> str:
+) -> list[Label]:
     """A label beside a point where nothing else is, or none where there is no room (unless forced)."""
     shown = text if len(text) <= 28 else text[:27] + "…"
     wide, high = 7.6 * len(shown), 13.0  # At the largest size of type; see style.css.
@@ -194,24 +223,11 @@ def place_label(
             break
     else:
         if not force:
-            return ""
+            return []
         at, level, anchor = (x + 9, y, "start") if x < size.width / 2 else (x - 9, y, "end")
         box = (x, y, x, y)
     taken.append(box)
-    return (
-        f'<text class="point-label" x="{at:g}" y="{level:g}" dy=".35em" text-anchor="{anchor}">{escape(shown)}</text>'
-    )
-
-
-def plot(name: str, body: str, size: Size, title: str, desc: str, data: dict[str, Any]) -> str:
-    """The SVG in the element that takes pointer and keyboard."""
-    return (
-        f'<div class="plot {size.kind}" tabindex="0" role="group" aria-label="{escape(title)}. '
-        f'Arrow keys read out the values." data-chart="{escape(json.dumps(data, ensure_ascii=False))}">'
-        f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(desc)}</desc>'
-        f"{body}</svg></div>"
-    )
+    return [Label(shown, at, level, anchor)]
 
 
 def _path(pixels: Sequence[tuple[float, float | None]]) -> str:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.report.charts import SMALL, WIDE, Line, line_chart
-from ngrpo.report.marks import Series, legend
+from ngrpo.report.charts import SMALL, WIDE, Chart, Line, line_chart
+from ngrpo.report.marks import Series
 from ngrpo.report.scale import counted, doubling
-from ngrpo.report.values import dig, escape, number, rows
+from ngrpo.report.values import dig, number, rows
 
 _MOST_POINTS = 60
 # Key in a step, title, decimals, whether never negative.
@@ -21,7 +21,7 @@ _SMALL = (
 )
 
 
-def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
+def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Reward over steps, and small charts of rate, shift and gap; means over the finished runs of a strategy."""
     runs: dict[str, list[Mapping[int, Mapping[str, Any]]]] = {}
     for run in rows(results, "runs"):
@@ -31,13 +31,13 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
             runs.setdefault(name, []).append(known)
     steps = sorted({step for group in runs.values() for run in group for step in run})
     if not steps:
-        return "<p>No finished run has logged a training step.</p>"
+        return {"order": []}
     width = -(-len(steps) // _MOST_POINTS)
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in bins]
     order = [one for one in series.values() if one.name in runs]
 
-    def chart(key: str, title: str, digits: int, small: bool) -> str:
+    def chart(key: str, title: str, digits: int, small: bool) -> Chart | None:
         size = SMALL if small else WIDE
         lines = [Line(one, _points(runs[one.name], key, bins)) for one in order]
         lines = [line for line in lines if any(point[1] is not None for point in line.points)]
@@ -56,16 +56,11 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
     absent = [one.name for one in series.values() if one.name in known and one.name not in runs]
     if absent:
         notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
-    small = "".join(
-        f"<figure>{body}</figure>" for key, title, digits in _SMALL if (body := chart(key, title, digits, True))
-    )
-    reward = chart("reward", "Mean reward", 3, False) or "<p>No rewards were logged.</p>"
-    return f"{legend(order)}<figure>{reward}<figcaption>{escape(' '.join(notes))}</figcaption></figure>" + (
-        f'<h3>What the perturbation did</h3><div class="multiples">{small}</div>' if small else ""
-    )
+    small = [made for key, title, digits in _SMALL if (made := chart(key, title, digits, True))]
+    return {"order": order, "notes": notes, "reward": chart("reward", "Mean reward", 3, False), "small": small}
 
 
-def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> str:
+def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> dict[str, Any] | None:
     """Pass@k over k.
 
     Args:
@@ -84,7 +79,7 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, traine
                 found.setdefault(name, {})[int(k)] = (centre, *interval)
     ks = sorted({k for by_k in found.values() for k in by_k})
     if not ks:
-        return ""
+        return None
     lines = [
         Line(one, [(math.log2(k), *found[one.name].get(k, (None, None, None))) for k in ks])
         for one in series.values()
@@ -95,10 +90,7 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, traine
         "pass-at-k", lines, doubling(ks, *WIDE.across), [f"Pass@{k}" for k in ks],
         title="Pass@k over the number of samples k", x_title="samples k", y_title="Pass@k", size=WIDE,
     )  # fmt: skip
-    note = "Share of problems with at least one right answer among k samples (unbiased estimate)."
-    if banded:
-        note += " Bands are 95% intervals, over problems and seeds."
-    return f"{legend(line.series for line in lines)}<figure>{chart}<figcaption>{note}</figcaption></figure>"
+    return {"order": [line.series for line in lines], "chart": chart, "banded": banded}
 
 
 def _points(

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.report.marks import Series
-from ngrpo.report.tables import facts
-from ngrpo.report.values import dig, duration, escape, figure, number, numbers, plural, rows
+from ngrpo.report.values import dig, duration, figure, number, numbers, plural, rows, shown
 
 _MOST_NAMES = 4
 
@@ -31,77 +30,54 @@ def diagnosis_title(diagnosis: Mapping[str, Any]) -> str:
     return f"Before any training: {what}"
 
 
-def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]) -> str:
+def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Facts, failures, and one plain sentence per strategy."""
     runs = rows(results, "runs")
-    seeds = list(dict.fromkeys(escape(run.get("seed")) for run in runs))
+    seeds = list(dict.fromkeys(shown(run.get("seed")) for run in runs))
     states = {state: [run for run in runs if run.get("status") == state] for state in ("done", "failed", "pending")}
-    counted = ", ".join(f"{len(found)} {state}" for state, found in states.items() if found) or "none"
-    known = {
-        "Model": results.get("model"),
-        "Task": results.get("task"),
-        "Machine": _machine(results),
-        "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
-        "Runs": counted,
-        "Made": _moment(results.get("created")),
+    return {
+        "facts": {
+            "Model": results.get("model"),
+            "Task": results.get("task"),
+            "Machine": _machine(results),
+            "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
+            "Runs": ", ".join(f"{len(found)} {state}" for state, found in states.items() if found) or "none",
+            "Made": _moment(results.get("created")),
+        },
+        "runs": len(runs),
+        "failed": [{**run, "error": _short(run.get("error"))} for run in states["failed"]],
+        "pending": len(states["pending"]),
+        "verdicts": [
+            (series[name], row.get("verdict"))
+            for row in rows(results, "summary")
+            if (name := str(row.get("strategy"))) in series
+        ],
+        "one_seed": len(seeds) == 1,
     }
-    parts = [facts(known)]
-    if count := len(states["failed"]):
-        listed = "".join(
-            f"<li><bdi>{escape(run.get('strategy'))}</bdi>, seed {escape(run.get('seed'))}: "
-            f"<bdi>{escape(_short(run.get('error')))}</bdi></li>"
-            for run in states["failed"]
-        )
-        parts.append(
-            f'<div class="warning"><p><b>{count} of {plural(len(runs), "run")} failed</b> and '
-            f"{'is' if count == 1 else 'are'} not in the figures. "
-            f'<a href="#runs">Errors and logs</a></p><ul>{listed}</ul></div>'
-        )
-    if count := len(states["pending"]):
-        verb = "has" if count == 1 else "have"
-        parts.append(f'<p class="warning">{plural(count, "run")} {verb} not finished: this is an interim report.</p>')
-    verdicts = "".join(
-        _said(series[name], f": <bdi>{escape(row.get('verdict'))}</bdi>")
-        for row in rows(results, "summary")
-        if (name := str(row.get("strategy"))) in series
-    )
-    if verdicts:
-        parts.append(f'<ul class="verdicts">{verdicts}</ul>')
-    if len(seeds) == 1:
-        parts.append(
-            '<p class="warning">One seed only: the intervals show noise over problems, not over training runs. '
-            "Another seed of the same strategy may differ by more than these strategies do.</p>"
-        )
-    return "".join(parts)
 
 
-def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> str:
+def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
     found = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
-    known = {
-        "Model": diagnosis.get("model"),
-        "Dataset": diagnosis.get("dataset"),
-        "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} answers",
-        "Machine": _machine(diagnosis),
-        "Took": duration(diagnosis.get("seconds")),
-    }
     plain = next((row for row in found if row.get("name") == diagnosis.get("baseline")), found[0] if found else {})
-    lines = []
-    for row in found:
-        if row is not plain:
-            said = "; ".join(_against(row, plain, axis) for axis in ("diversity", "validity"))
-            lines.append(
-                _said(series[str(row.get("name"))], f" beside <bdi>{escape(plain.get('name'))}</bdi>: {said}.")
-            )
     warnings = diagnosis.get("warnings")
-    listed = "".join(f"<li><bdi>{escape(line)}</bdi></li>" for line in (warnings if isinstance(warnings, list) else []))
-    warned = f'<div class="warning"><p><b>Before you train</b></p><ul>{listed}</ul></div>' if listed else ""
-    return facts(known) + warned + (f'<ul class="verdicts">{"".join(lines)}</ul>' if lines else "")
-
-
-def _said(one: Series, words: str) -> str:
-    return f"<li>{one.swatch()}<span><b><bdi>{escape(one.name)}</bdi></b>{words}</span></li>"
+    return {
+        "facts": {
+            "Model": diagnosis.get("model"),
+            "Dataset": diagnosis.get("dataset"),
+            "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} answers",
+            "Machine": _machine(diagnosis),
+            "Took": duration(diagnosis.get("seconds")),
+        },
+        "warnings": warnings if isinstance(warnings, list) else [],
+        "beside": plain.get("name"),
+        "verdicts": [
+            (series[str(row.get("name"))], f"{_against(row, plain, 'diversity')}; {_against(row, plain, 'validity')}.")
+            for row in found
+            if row is not plain
+        ],
+    }
 
 
 def _together(name: Any) -> str:

@@ -6,23 +6,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.report.charts import SQUARE, axes, place_label, plot
+from ngrpo.report.charts import SQUARE, Chart, Group, place_label
 from ngrpo.report.marks import Series
 from ngrpo.report.scale import spread
-from ngrpo.report.values import dig, escape, figure, number, numbers, plural, rows, token
+from ngrpo.report.values import dig, figure, number, numbers, rows, token
 
 _MOST_POINTS = 1500
-_DIAMOND = "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z"
+# Class, outline around a point, and what it stands for.
+_DOT = ("anchor", "M{:g} {:g}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", "a token")
+_NEAR = ("near", "M{:g} {:g}h0", "perturbed, still the token or one related to it")
+_FAR = ("far", "M{:g} {:g}m-2.5 -2.5l5 5m-5 0l5 -5", "perturbed, nearest to an unrelated token")
+_DIAMOND = ("nearby", "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z", "a neighbor of a token")
 
 
-def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> str:
+def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One panel per perturbation; related and unrelated points differ in shape and colour."""
     found = dig(diagnosis, "embedding_map")
     tokens = {i: row for i, row in enumerate(rows(found, "tokens")) if _coordinates([row])}
     neighbors = [row for row in rows(found, "neighbors") if _coordinates([row])]
     perturbations = rows(found, "perturbations")
     if not tokens or not perturbations:
-        return ""
+        return None
     copies = [row for perturbation in perturbations for row in rows(perturbation, "points")]
     every = _coordinates([*tokens.values(), *neighbors, *copies])
     xs = spread([x for x, _ in every], *SQUARE.across, count=7)  # The same plane in every panel.
@@ -31,59 +35,44 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
     def pixels(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
         return [(xs(x), ys(y)) for x, y in _coordinates(points)]
 
+    def path(mark: tuple[str, str, str], points: Sequence[tuple[float, float]]) -> tuple[str, str]:
+        return mark[0], "".join(mark[1].format(x, y) for x, y in points) or "M0 0"
+
     anchors, nearby = (pixels(points) for points in (list(tokens.values()), neighbors))
-    variance = numbers(dig(found, "explained_variance"), 2) or (None, None)
-    shares = ["" if v is None else f" ({100 * v:.0f}% of variance)" for v in variance]
-    plane = axes(xs, ys, SQUARE, f"component 1{shares[0]}", f"component 2{shares[1]}")
-    around = "".join(f'<path class="nearby" d="{_DIAMOND.format(x, y)}"/>' for x, y in nearby)
-    dots = "".join(f'<circle class="anchor" cx="{x:g}" cy="{y:g}" r="4"/>' for x, y in anchors)
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
     bold, faint = (
-        "".join(
-            place_label(token(row.get("text")).strip(), x, y, SQUARE, taken, force=force)
+        [
+            label
             for row, (x, y) in zip(named, at)
-        )
+            for label in place_label(token(row.get("text")).strip(), x, y, SQUARE, taken, force=force)
+        ]
         for named, at, force in ((tokens.values(), anchors, True), (neighbors, nearby, False))
     )
+    variance = numbers(dig(found, "explained_variance"), 2) or (None, None)
+    titles = [
+        f"component {i + 1}" + ("" if v is None else f" ({100 * v:.0f}% of variance)") for i, v in enumerate(variance)
+    ]
     panels = []
     for count, perturbation in enumerate(perturbations):
-        name = str(perturbation.get("strategy"))
-        points = rows(perturbation, "points")
+        name, points = str(perturbation.get("strategy")), rows(perturbation, "points")
         stride = -(-len(points) // _MOST_POINTS) or 1
-        related, unrelated = ([p for p in points[::stride] if bool(p.get("related")) is kind] for kind in (True, False))
-        near = "".join(f"M{x:g} {y:g}h0" for x, y in pixels(related))
-        far = "".join(f"M{x - 2.5:g} {y - 2.5:g}l5 5m-5 0l5 -5" for x, y in pixels(unrelated))
+        near, far = (pixels([p for p in points[::stride] if bool(p.get("related")) is kind]) for kind in (True, False))
         share = f"{_percent(perturbation.get('unrelated_share'))} became an unrelated token"
         changed = f"{_percent(perturbation.get('changed_share'))} changed their nearest token"
-        data = [
+        read = [
             [x, y, -1, _nearest(token(row.get("text")), index, points)]
             for (index, row), (x, y) in zip(tokens.items(), anchors)
         ]
-        body = (
-            f'{plane}<path class="near" d="{near or "M0 0"}"/><path class="far" d="{far or "M0 0"}"/>{around}{dots}'
-            f'<g class="halo faint">{faint}</g><g class="halo">{bold}</g>'
-        )
+        marks = [path(_NEAR, near), path(_FAR, far), path(_DIAMOND, nearby), path(_DOT, anchors)]
+        groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
         title = f"{name}: perturbed embeddings and their nearest tokens"
-        chart = plot(f"map-{count}", body, SQUARE, title, f"{share}, {changed}.", {"kind": "points", "points": data})
-        swatch = series[name].swatch() if name in series else ""
-        thinned = f" One in {stride} is drawn." if stride > 1 else ""
-        panels.append(
-            f'<figure><h3 class="who">{swatch}<bdi>{escape(name)}</bdi></h3><p class="sub"><b>{share}</b>; {changed} '
-            f"({plural(len(points), 'point')}).{thinned}</p>{chart}</figure>"
-        )
-    metric = escape(dig(found, "metric"))
-    keys = "".join(
-        '<span><svg class="swatch" viewBox="0 0 12 12" width="12" height="12" aria-hidden="true">'
-        f"{shape}</svg> {words}</span>"
-        for shape, words in (
-            ('<circle class="anchor" cx="6" cy="6" r="4"/>', "a token"),
-            ('<path class="near" d="M6 6h0"/>', "perturbed, still the token or one related to it"),
-            ('<path class="far" d="M3.5 3.5l5 5m-5 0l5 -5"/>', "perturbed, nearest to an unrelated token"),
-            *([(f'<path class="nearby" d="{_DIAMOND.format(6, 6)}"/>', "a neighbor of a token")] if neighbors else []),
-        )
-    )
-    note = f"Nearest by {metric} in the full space; the plane shows only its first two principal components."
-    return f'<p class="note key-note">{keys}</p><div class="panels">{"".join(panels)}</div><p class="note">{note}</p>'
+        data = {"kind": "points", "points": read}
+        chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, *titles, groups, data)
+        told = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
+        panels.append({**told, "stride": stride, "chart": chart})
+    shown = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
+    legend = [(kind, outline.format(6, 6), words) for kind, outline, words in shown]
+    return {"panels": panels, "legend": legend, "metric": dig(found, "metric")}
 
 
 def _coordinates(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

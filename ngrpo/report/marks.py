@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ngrpo.report.values import dig, escape, rows
+from ngrpo.report.values import dig, rows
 
 HUES = 7  # --hue0 (the baseline's grey) to --hue6 in style.css
 _DASHES = 6
@@ -34,18 +34,15 @@ class Series:
         hue = 0 if self.index == 0 else 1 + (self.index - 1) % (HUES - 1)
         return f"h{hue} d{(self.index + self.index // _DASHES) % _DASHES}"
 
-    def marker(self, x: float, y: float) -> str:
-        """The marker at a point; hollow for every second half-dozen of strategies."""
-        hollow = " hollow" if self.index // _DASHES % 2 else ""
-        shape = _SHAPES[self.index % len(_SHAPES)]
-        return f'<g transform="translate({x:g} {y:g})"><path class="mark{hollow}" d="{shape}"/></g>'
+    @property
+    def shape(self) -> str:
+        """The outline of its marker."""
+        return _SHAPES[self.index % len(_SHAPES)]
 
-    def swatch(self) -> str:
-        """A short piece of its line with its marker, beside a name in running text."""
-        return (
-            f'<svg class="swatch {self.classes}" viewBox="0 0 30 12" width="30" height="12" aria-hidden="true">'
-            f'<path class="line" d="M0 6H30"/>{self.marker(15, 6)}</svg>'
-        )
+    @property
+    def hollow(self) -> bool:
+        """Whether its marker is: that of every second half-dozen of strategies."""
+        return bool(self.index // _DASHES % 2)
 
 
 def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
@@ -55,13 +52,3 @@ def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
     baseline = dig(results, "baseline") or dig(results, "diagnosis", "baseline")
     ordered = dict.fromkeys([name for name in names if name == baseline] + names)
     return {name: Series(index, name) for index, name in enumerate(ordered)}
-
-
-def legend(series: Iterable[Series]) -> str:
-    """Buttons that show and hide a strategy in every chart; a plain legend without JavaScript."""
-    items = "".join(
-        f'<li><button type="button" class="key" data-toggle="{one.index}" aria-pressed="true">'
-        f"{one.swatch()}<bdi>{escape(one.name)}</bdi></button></li>"
-        for one in series
-    )
-    return f'<ul class="legend" aria-label="Strategies: show or hide">{items}</ul>' if items else ""

@@ -1,21 +1,34 @@
-"""The page: sections in their order, style and script inside, written in one go."""
+"""The page: sections in their order, rendered from the templates beside this file, style and script inside."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ngrpo.report import curves, headline, map_panels, picture, provenance, samples, tables
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from ngrpo.report import curves, headline, map_panels, picture, provenance, samples, tables, values
 from ngrpo.report.load import check
 from ngrpo.report.marks import all_series
-from ngrpo.report.values import escape
 from ngrpo.result_folder import write_text
 
-Section = tuple[str, str, str]
+Content = dict[str, Any] | None
+
+
+class Section(NamedTuple):
+    """A section of the page: the name to link to, its heading, its content (None: left out) and its template."""
+
+    name: str
+    heading: str
+    content: Content
+    template: str
 
 
 def write_report(results: Mapping[str, Any], path: Path) -> None:
@@ -31,53 +44,70 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
     check(results, "comparison")
     series = all_series(results)
     diagnosis = results.get("diagnosis") or {}
-    title = headline.comparison_title(results)
     sections = [
-        ("results", "Results", tables.results_table(results, series)),
-        ("learning", "Learning curves", curves.learning(results, series)),
-        ("pass-at-k", "Pass@k", curves.pass_at_k(results, series, trained=True)),
-        ("cost", "Cost", tables.cost_table(results, series)),
-        ("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
-        ("samples", "Sample answers", samples.samples(diagnosis, series)),
-        ("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
-        ("runs", "Runs", provenance.all_runs(results)),
-        ("made", "How it was made", provenance.made(results)),
+        _section("results", "Results", tables.results_table(results, series)),
+        _section("learning", "Learning curves", curves.learning(results, series)),
+        _section("pass-at-k", "Pass@k", curves.pass_at_k(results, series, trained=True)),
+        _section("cost", "Cost", tables.cost_table(results, series)),
+        _section("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
+        _section("samples", "Sample answers", samples.samples(diagnosis, series)),
+        _section("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
+        _section("runs", "Runs", {"runs": values.rows(results, "runs")}),
+        _section("made", "How it was made", provenance.made(results)),
     ]
-    write_text(path, _page("Comparison", title, headline.comparison_headline(results, series), sections))
+    title = headline.comparison_title(results)
+    _write(path, "Comparison", title, headline.comparison_headline(results, series), sections)
 
 
 def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
     """Writes the report of a diagnosis; arguments and errors as in `write_report`."""
     check(diagnosis, "diagnosis")
     series = all_series({"diagnosis": diagnosis})
-    title = headline.diagnosis_title(diagnosis)
     sections = [
-        ("results", "Results", picture.diagnosis_table(diagnosis, series)),
-        ("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
-        ("pass-at-k", "Pass@k", curves.pass_at_k(diagnosis, series, trained=False)),
-        ("samples", "Sample answers", samples.samples(diagnosis, series)),
-        ("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
-        ("made", "How it was made", provenance.made(diagnosis)),
+        _section("results", "Results", picture.diagnosis_table(diagnosis, series), "diagnosis"),
+        _section("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
+        _section("pass-at-k", "Pass@k", curves.pass_at_k(diagnosis, series, trained=False)),
+        _section("samples", "Sample answers", samples.samples(diagnosis, series)),
+        _section("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
+        _section("made", "How it was made", provenance.made(diagnosis)),
     ]
-    write_text(path, _page("Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections))
+    title = headline.diagnosis_title(diagnosis)
+    _write(path, "Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections)
 
 
-def _page(kind: str, title: str, headline: str, sections: list[Section]) -> str:
-    style = files("ngrpo.report").joinpath("style.css").read_text(encoding="utf-8")
-    script = files("ngrpo.report").joinpath("script.js").read_text(encoding="utf-8")
-    shown = [section for section in sections if section[2]]
-    nav = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in shown)
-    body = "".join(f'<section id="{name}"><h2>{heading}</h2>{html}</section>' for name, heading, html in shown)
-    # Nothing may be fetched, and no script runs but ours, whatever a model wrote into a sample.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<meta name="generator" content="ngrpo">\n'
-        f'<link rel="icon" href="data:,">\n<title>{escape(title)} – ngrpo</title>\n<style>\n{style}</style>\n</head>\n'
-        f'<body>\n<main>\n<header><p class="kind">{kind}</p><h1><bdi>{escape(title)}</bdi></h1>{headline}'
-        f'<nav aria-label="Sections"><ul>{nav}</ul></nav></header>\n{body}\n</main>\n'
-        f'<div id="tip" role="tooltip" hidden></div>\n<script>{script}</script>\n</body>\n</html>\n'
+def _section(name: str, heading: str, content: Content, template: str | None = None) -> Section:
+    return Section(name, heading, content, f"{template or name}.html")
+
+
+def _write(path: Path, kind: str, title: str, summary: dict[str, Any], sections: list[Section]) -> None:
+    style, script = (files("ngrpo.report").joinpath(name).read_text("utf-8") for name in ("style.css", "script.js"))
+    template = _templates().get_template("page.html")
+    page = template.render(
+        kind=kind,
+        title=title,
+        headline=summary,
+        sections=[section for section in sections if section.content is not None],
+        style=Markup(style),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+    write_text(path, page)
+
+
+@lru_cache
+def _templates() -> Environment:
+    """Templates in which every value is text: made visible by `values.shown`, then escaped."""
+    found = Environment(
+        loader=PackageLoader("ngrpo.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else values.shown(value),
+    )
+    found.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    for function in (
+        *(values.between, values.dig, values.duration, values.figure, values.number, values.numbers, values.plural),
+        *(values.rows, values.signed, values.size, values.noise),
+    ):
+        found.globals[function.__name__] = function
+    return found

@@ -32,6 +32,11 @@ class Scale:
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
+    @property
+    def places(self) -> list[tuple[float, str]]:
+        """The pixel of each tick with its label."""
+        return [(self(tick), label) for tick, label in zip(self.ticks, self.labels)]
+
 
 def spread(values: Iterable[float], start: float, end: float, *, count: int = 5, share: bool = False) -> Scale:
     """A scale over values that ends at round numbers.

@@ -1,12 +1,13 @@
-"""Values of a result file as text: escaped strings, numbers with a dash where there is none."""
+"""Values of a result file as text: nothing hidden in strings, numbers with a dash where there is none."""
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jinja2 import Undefined
 
 from ngrpo.progress import span
 
@@ -73,6 +74,11 @@ def between(low: Any, high: Any, digits: int = 3, *, sign: bool = False) -> str:
     return f"{show(low, digits)} to {show(high, digits)}"
 
 
+def noise(within: Any) -> str | None:
+    """What is said of a difference whose interval holds zero, or does not; None where that is unknown."""
+    return ("within noise" if within else "beyond noise") if isinstance(within, bool) else None
+
+
 def size(value: Any) -> str:
     """Bytes for people: ``1.91 GiB``."""
     known = number(value)
@@ -94,10 +100,10 @@ def visible(value: Any) -> str:
     return _DIRECTIONS.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
 
 
-def escape(value: Any) -> str:
-    """Text for HTML, in elements and in attributes; ``–`` for None, the empty string, NaN and infinities."""
-    missing = value is None or value == "" or (isinstance(value, float) and not math.isfinite(value))
-    return MISSING if missing else html.escape(visible(value))
+def shown(value: Any) -> str:
+    """A value as visible text, not escaped; ``–`` for None, what is absent, the empty string, NaN and infinities."""
+    missing = value is None or value == "" or isinstance(value, Undefined)
+    return MISSING if missing or (isinstance(value, float) and not math.isfinite(value)) else visible(value)
 
 
 def token(value: Any) -> str:

@@ -24,7 +24,7 @@ from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
-from perturbations.step import GateStep, Positions, Step
+from perturbations.step import Positions, Step
 
 # Their keys are computed on the host for all gated rows at once: on the device each takes three dozen small operations.
 _STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
@@ -55,7 +55,7 @@ class _Edits:
 class _Note:
     """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
 
-    Row ``rows[i]`` of the batch (i, where that is None) drew the token at (``slots[i]``, ``positions[i]``); edit j is of
+    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
     the slot and position ``edited[0][j]`` and ``edited[1][j]``.
     """
 
@@ -184,7 +184,7 @@ class RolloutPerturber:
         rows = torch.arange(len(logits), device=logits.device)
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         scaled, token = logits[:1].float().repeat(len(rows), 1), tokens[:1].expand(len(rows))
-        step = Step(scaled, token, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings)
+        step = Step(scaled, token, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
         if self._perturbation.active:
             edit = self._perturbation.propose(step).edit
             self._realise(edit, step)
@@ -206,7 +206,7 @@ class RolloutPerturber:
             The tokens, (B,) int64.
         """
         batch, self._batch = self._batch, None
-        store, count = self._store, len(batch.slots)
+        store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
         gated = (self._gate.selects(at) & within & store.perturbed[batch.slots]).nonzero()[0]
@@ -259,6 +259,7 @@ class RolloutPerturber:
             seeds,
             positions,
             self._embeddings,
+            None if drawable is scaled else drawable if everything else picked(drawable),
             dict(zip(_STREAMS, keys)),
         )
         proposal = self._perturbation.propose(step)
@@ -269,6 +270,8 @@ class RolloutPerturber:
         if ending is not None:
             opened = opened & self._gate.open(picked(batch.slot_tensor), step, picked(batch.prompts))
             fed = opened & self._gate.feeds(proposal.tokens, picked(ending))
+        if proposal.acts is not None:
+            fed = fed & proposal.acts
         chosen = torch.where(opened, proposal.tokens, sampled)
         vectors = self._realise(edit, step)
         self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, fed)
@@ -301,10 +304,7 @@ class RolloutPerturber:
     ) -> None:
         log_probs, left = self._download(log_probs), tuple(self._download(part) for part in left)
         edits = {name: self._download(part) for name, part in edits.items()}
-        ready = None
-        if self.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
+        ready = self._event()
         slots, positions, rows = batch.slots, batch.next_positions, None
         if not within.all():
             rows = within.nonzero()[0]
@@ -317,6 +317,14 @@ class RolloutPerturber:
         self._notes.append(_Note(ready, slots, positions, rows, log_probs, left, at, edits))
         self.noted += 1
         self.drain()
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Tells when the copies made so far have arrived; None where they have."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def drain(self, until: int = 0) -> None:
         """Moves notes into the store: those that have arrived, and the first ``until`` ever taken, waited for."""

@@ -27,7 +27,8 @@ class _Batch:
 
     def __init__(self, maker: Any, experiences: list[Any], advantage: Advantage) -> None:
         self.metrics: dict[str, float] = {}
-        self._maker, self._experiences, self._advantage = maker, experiences, advantage
+        self._maker, self._experiences = maker, experiences
+        self._advantage = advantage.at_step(maker.training_step)
         self._rows: Iterator[Tensor] | None = None
         self._left = len(experiences)
 

@@ -7,32 +7,46 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.trainer.gap import check_gap
 from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
+from perturbations.base import Perturbation
+from perturbations.step import Positions
 
-SHIFT_SUM, SHIFT_COUNT = "perturbation/shift_sum", "perturbation/shift_count"
+_MEANS = ("shift", "left_anchor")
+# Measures that travel as a sum and a count per sample.
+QUOTIENTS = {f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation/{name}_count") for name in _MEANS}
 
 
-def step_metrics(records: Sequence[TrajectoryRecord | None], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
+def step_metrics(
+    records: Sequence[TrajectoryRecord | None],
+    log_probs: Sequence[np.ndarray],
+    perturbation: Perturbation | None = None,
+) -> dict[str, float]:
     """Summarises a batch of trajectories before the update.
 
     Args:
         records: one per sample; samples without one are left out.
         log_probs: log π of the trainer by position of the token, (T,) each, NaN where no token is trained on. What a
             record has beyond these T positions was cut off, and is not counted.
+        perturbation: of the rollouts, for the planned rate.
 
     Returns:
-        ``rate``: perturbed positions per generated token. ``anchor_agreement``: share of perturbed positions whose
-        token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of tokens predicted
-        right after a perturbed input; ``gap_plain_*``: of all others. ``record_bytes_per_token``: serialised size.
+        ``rate``: perturbed positions per generated token. ``planned_rate``: positions per generated token that the
+        gate's draw and schedule select; what looks at logits or tokens (``until``, entropy, ``protect``) and what the
+        request's sampling excludes can make ``rate`` smaller, never larger. ``anchor_agreement``: share of perturbed
+        positions whose token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of
+        tokens predicted right after a perturbed input; ``gap_plain_*``: of all others. ``record_bytes_per_token``:
+        serialised size. ``dropped_edits``: see `ngrpo.trainer.turns`, where there were any.
         A value that has no token to speak of is left out.
     """
-    generated = perturbed = agreed = size = 0
+    generated = planned = perturbed = agreed = size = dropped = 0
     after, elsewhere = [], []
     for kept, trainer in zip(records, log_probs):
         if kept is None:
             continue
+        dropped += kept.dropped
         record, rollout = kept.replay.truncate(len(trainer)), kept.log_probs[: len(trainer)]
         tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
@@ -40,6 +54,10 @@ def step_metrics(records: Sequence[TrajectoryRecord | None], log_probs: Sequence
         after.append(gap[follows])
         elsewhere.append(gap[~follows])
         generated += len(tokens)
+        if perturbation is not None:
+            same = np.ones(len(tokens), dtype=np.int64)
+            at = Positions(same * record.seed, same * record.prompt_tokens, tokens)
+            planned += int(perturbation.selects(at).sum())
         counted = np.isin(record.positions, tokens)
         perturbed += int(counted.sum())
         agreed += int(record.agreed[counted].sum())
@@ -47,6 +65,10 @@ def step_metrics(records: Sequence[TrajectoryRecord | None], log_probs: Sequence
     if not generated:
         return {}
     metrics = {"rate": perturbed / generated, "record_bytes_per_token": size / generated}
+    if perturbation is not None:
+        metrics["planned_rate"] = planned / generated
+    if dropped:
+        metrics["dropped_edits"] = float(dropped)
     if perturbed:
         metrics["anchor_agreement"] = agreed / perturbed
     for name, parts in (("gap_perturbed", after), ("gap_plain", elsewhere)):
@@ -70,7 +92,10 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
             padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
             lengths = experience.attention_mask.sum(dim=-1).tolist()
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-        note_measures(self, step_metrics(records, log_probs))
+        run = current_run()
+        measures = step_metrics(records, log_probs, run.perturbation)
+        check_gap(measures, run.gap_limit, strict=run.strict)
+        note_measures(self, measures)
         return experiences
 
     return make_experience_batch
@@ -82,18 +107,32 @@ def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     perturbation = current_run().perturbation
     if perturbation is None or not perturbation.has_density:
         return own
+    return kept_by_actors(maker, "token_log_probs", own)
+
+
+def kept_by_actors(maker: Any, method: str, own: Sequence[Any]) -> list[Any]:
+    """What the actors kept beside the log-probabilities that they returned.
+
+    Args:
+        maker: OpenRLHF's experience maker.
+        method: of our actors; it hands over what was kept of each batch.
+        own: the log-probabilities of each batch, (B, A), as they were returned.
+
+    Returns:
+        One for each batch, of the same shape.
+    """
     import ray
 
     args = maker.strategy.args
     copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
-    kept = ray.get(maker.actor_model_group.async_run_method(method_name="token_log_probs")[::copies])
-    tokens = [batch for of_actor in kept for batch in of_actor]
-    if [t.shape for t in tokens] != [t.shape for t in own]:
+    kept = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
+    found = [batch for of_actor in kept for batch in of_actor]
+    if [part.shape for part in found] != [part.shape for part in own]:
         raise RuntimeError(
-            f"the actors kept token log-probabilities of {len(tokens)} batches, {len(own)} were made: their order"
-            " is not that of OpenRLHF 0.11.2's async_run_method_batch."
+            f"{method}: the actors kept {len(found)} batches, {len(own)} were made: their order is not that of OpenRLHF"
+            " 0.11.2's async_run_method_batch."
         )
-    return tokens
+    return found
 
 
 def note_measures(maker: Any, measures: dict[str, float]) -> None:
@@ -109,8 +148,9 @@ def reporting_trainer(plain: type) -> type:
     """
 
     class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
-        def train_step(self, *args: Any, **kwargs: Any) -> Any:
-            status, global_step = plain.train_step(self, *args, **kwargs)
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            self.experience_maker.training_step = global_step  # from 0, and from a checkpoint's where one is resumed
+            status, global_step = plain.train_step(self, rollout_samples, global_step)
             add_measures(status, self.experience_maker.step_measures)
             self.experience_maker.step_measures = {}
             if current_run().perturbation is not None:
@@ -121,11 +161,12 @@ def reporting_trainer(plain: type) -> type:
 
 
 def add_measures(status: dict[str, Any], measures: dict[str, float]) -> None:
-    """Adds a step's measures to OpenRLHF's status, and turns the sums of the replay into the mean shift."""
+    """Adds a step's measures to OpenRLHF's status, and turns the sums of the replay into means."""
     status.update(measures)
-    total, count = status.pop(SHIFT_SUM, 0.0), status.pop(SHIFT_COUNT, 0.0)
-    if count:
-        status["perturbation/shift"] = total / count
+    for mean, (total, count) in QUOTIENTS.items():
+        total, count = status.pop(total, 0.0), status.pop(count, 0.0)
+        if count:
+            status[mean] = total / count
 
 
 def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:

@@ -14,11 +14,13 @@ import torch
 from ngrpo.parameters_file import attach
 from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density_loss import densities, token_log_probs
-from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM
+from ngrpo.trainer.metrics import QUOTIENTS
 from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation
 from perturbations.parameters import attached
 from perturbations.replay.scope import ReplayScope
+
+_LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
 
 
 def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
@@ -79,12 +81,12 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     return kept + list(moved.values())
 
 
-def replay_scope(model: Any, perturbation: Perturbation, measure: bool = True) -> ReplayScope:
-    """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
+def replay_scope(model: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
+    """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine; arguments of :class:`ReplayScope`."""
     model = model.model
     while hasattr(model, "module"):
         model = model.module
-    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation)
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up)
 
 
 def replaying_actor(plain: type) -> type:
@@ -126,25 +128,30 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     The scope covers the backward as well, so that a checkpointed forward that runs again sees the same inputs.
     """
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: Any) -> dict[str, Any]:
         records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
-            scope = replay_scope(self.actor, current_run().perturbation)
+            # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
+            scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
             replay = scope(records, experience.attention_mask)
             with replay as stats, densities(scope, self.actor.temperature):
-                result = original(self, experience, *args, **kwargs)
+                result = original(self, experience, kl_ctl, step, *args)
         finally:
             self.actor_loss_fn = loss_fn
         result["metrics"]["perturbation/ratio_mean"] = ratios.mean
         result["weights"]["perturbation/ratio_mean"] = "token"
-        # Sums per sample, which OpenRLHF averages over samples: their quotient is the mean over perturbed positions,
+        # Sums per sample, which OpenRLHF averages over samples: a quotient of two of them is a mean over positions,
         # however the positions fall into micro-batches (see metrics.add_measures).
-        batch = len(experience.sequences)
-        result["metrics"][SHIFT_SUM] = torch.tensor(stats.shift_sum() / batch)
-        result["metrics"][SHIFT_COUNT] = torch.tensor(stats.count() / batch)
-        result["weights"][SHIFT_SUM] = result["weights"][SHIFT_COUNT] = "sample"
+        sums = {
+            "shift": (stats.shift_sum(), stats.count()),
+            "left_anchor": (int(sum(stats.left_anchor)), int(sum(stats.looked_at))),
+        }
+        for name, parts in sums.items():
+            for key, value in zip(QUOTIENTS[f"perturbation/{name}"], parts):
+                result["metrics"][key] = torch.tensor(value / len(experience.sequences))
+                result["weights"][key] = "sample"
         return result
 
     return training_step

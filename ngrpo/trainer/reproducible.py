@@ -41,8 +41,8 @@ def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
     def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        self.reproducible_round = getattr(self, "reproducible_round", 0) + 1
-        torch.manual_seed(trajectory_seed(self.args.train.seed, self.reproducible_round))
+        # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
+        torch.manual_seed(trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
         return original(self, *args, **kwargs)
 
     return ppo_train

@@ -6,48 +6,25 @@ The functions at the end are rows of `ngrpo.trainer.seams`.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
-from ngrpo.rollout.records import check_installed, parse, sampling_mask
+from ngrpo.rollout.records import check_installed
 from ngrpo.rollout.requests import external_id
-from ngrpo.rollout.settings import KEY, SAMPLING_MASKS, SEEDED_DRAWS
+from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
-
-class _Trajectory:
-    """The turns of one trajectory so far; a further turn replays the record of those before it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.record: TrajectoryRecord | None = None
-
-    def add(self, pair: Any, prompt: list[int], tokens: list[int]) -> None:
-        (record, log_probs), mask = parse(pair), sampling_mask(pair)
-        length = len(prompt) + len(tokens)
-        by_position = np.full(length, np.nan, dtype=np.float32)
-        if self.record is not None:
-            # The last token of a turn may have been re-tokenised away by the agent; positions rule.
-            known = self.record.log_probs[: len(prompt)]
-            by_position[: len(known)] = known
-            mask = None if mask is None else self.record.mask.joined(mask, turn=len(prompt))
-        # The engine may have computed further tokens before it knew of the stop.
-        by_position[len(prompt) :] = log_probs[: len(tokens)]
-        mask = None if mask is None else mask.truncate(length)
-        self.record = TrajectoryRecord(record.truncate(length), by_position, mask)
-
-
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
-_trajectory: ContextVar[_Trajectory | None] = ContextVar("trajectory", default=None)
+_conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
 
 
 class RecordingExecutor:
@@ -55,22 +32,22 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._asked: Counter[str] = Counter()
+        self._numbers = AnswerNumbers()
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
-        # Counted before anything is awaited: answer i of a group has the same draws in every run.
-        prompt = str(kwargs.get("prompt"))
-        trajectory = _Trajectory(self._asked[prompt])
-        self._asked[prompt] += 1
-        token = _trajectory.set(trajectory)
+        # Numbered before anything is awaited: answer i of a group has the same draws in every run.
+        arguments = dict(request_arguments(kwargs.get("sampling_params")))
+        number = self._numbers.next(str(kwargs.get("prompt")), arguments.pop("round", 0))
+        conversation = Conversation({"sample": number, **arguments})
+        token = _conversation.set(conversation)
         try:
             response = await self._executor.execute(**kwargs)
         finally:
-            _trajectory.reset(token)
+            _conversation.reset(token)
         run = current_run()
-        if trajectory.record is not None and (run.perturbation is not None or run.corrects_sampling):
-            response["mm_train_inputs"] = trajectory.record.pack()
+        if conversation.record is not None and (run.perturbation is not None or run.corrects_sampling):
+            return finished(conversation, response)
         return response
 
 
@@ -143,19 +120,22 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     from vllm.inputs import TokensPrompt
     from vllm.utils import random_uuid
 
-    trajectory = _trajectory.get()
+    conversation = _conversation.get()
     params, name = deepcopy(sampling_params), random_uuid()
-    arguments = dict((params.extra_args or {}).get(KEY) or {})
-    if trajectory is not None:
-        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), "sample": trajectory.number, **arguments}
-        if trajectory.record is not None:
-            arguments["record"] = trajectory.record.replay.to_bytes()
+    arguments = dict(request_arguments(params))
+    arguments.pop("round", None)
+    if conversation is not None:
+        # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
+        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), **arguments, **conversation.arguments}
+        conversation.go_on(prompt)
+        if conversation.record is not None:
+            arguments["record"] = conversation.record.replay.to_bytes()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
         output = partial
     taken = await actor.perturbation_pick_ups.take(name)
-    if trajectory is not None and arguments.get("enabled", True):
-        trajectory.add(taken, list(prompt), list(output.outputs[0].token_ids))
+    if conversation is not None and arguments.get("enabled", True):
+        conversation.add(taken, prompt, output.outputs[0].token_ids)
     return output
 
 
@@ -173,6 +153,7 @@ def perturbed_engine(plain: type) -> type:
                 KEY: perturbation.spec(),
                 SEEDED_DRAWS: run.reproducible,
                 SAMPLING_MASKS: run.corrects_sampling,
+                REPLAY_BUFFER: run.replay_buffer_spec,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
@@ -190,46 +171,3 @@ def perturbed_engine(plain: type) -> type:
             return (await self.llm.collective_rpc("perturbation_drift"))[0]
 
     return PerturbedRolloutRayActor
-
-
-class _WithoutPerturbation:
-    """Stands for an engine's handle while evaluation samples are requested."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.get_num_unfinished_requests = engine.get_num_unfinished_requests
-        self.generate_responses = self
-
-    def remote(self, *, sampling_params: Any, **kwargs: Any) -> Any:
-        """``engine.generate_responses.remote`` with the perturbation switched off for the request."""
-        params = deepcopy(sampling_params)
-        params.extra_args = {**(params.extra_args or {}), KEY: {"enabled": False}}
-        return self._engine.generate_responses.remote(sampling_params=params, **kwargs)
-
-
-def plain_evaluation(plain: type) -> type:
-    """`SamplesGenerator` that never perturbs evaluation rollouts, unless ``perturb_eval`` asks for it."""
-
-    class PlainEvaluationSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        _evaluating = False
-
-        def generate_eval_samples(self, **kwargs: Any) -> Any:
-            self._evaluating = not current_run().perturbation.perturb_eval
-            try:
-                return super().generate_eval_samples(**kwargs)
-            finally:
-                self._evaluating = False
-
-        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
-            if not self._evaluating:
-                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            engines, self.vllm_engines = (
-                self.vllm_engines,
-                [_WithoutPerturbation(e) for e in self.vllm_engines],
-            )
-            try:
-                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            finally:
-                self.vllm_engines = engines
-
-    return PlainEvaluationSamplesGenerator

@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
+    from ngrpo.credits.base import Credit
     from perturbations.base import Perturbation
 
 # One variable for each setting: Linux limits one to 131,072 bytes, and a spec may carry the text of a user's file.
 _VARIABLES = {
     "perturbation_spec": "NGRPO_PERTURBATION",
     "advantage_spec": "NGRPO_ADVANTAGE",
+    "credit_spec": "NGRPO_CREDIT",
     "sampling": "NGRPO_SAMPLING",
     "reproducible": "NGRPO_REPRODUCIBLE",
+    "gap_limit": "NGRPO_GAP_LIMIT",
+    "strict": "NGRPO_STRICT",
+    "replay_buffer_spec": "NGRPO_REPLAY_BUFFER",
 }
 
 
@@ -33,14 +38,23 @@ class RunSettings:
     Attributes:
         perturbation_spec: ``perturbations.create(**spec)``; None where nothing is perturbed.
         advantage_spec: as ``ngrpo.advantages.create`` takes it; None for OpenRLHF's own estimator.
+        credit_spec: as ``ngrpo.credits.create`` takes it; None where all tokens of an answer have its advantage.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, e.g. ``{"top_k": 5}``.
         reproducible: whether the same seed gives the same rollouts from run to run.
+        gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
+        strict: whether a larger one ends the run.
+        replay_buffer_spec: ``perturbations.registry.buffers.create(**spec)``, for each rollout worker; None for the one
+            in its memory.
     """
 
     perturbation_spec: Mapping[str, Any] | None = None
     advantage_spec: Mapping[str, Any] | None = None
+    credit_spec: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
+    gap_limit: float = 10.0
+    strict: bool = False
+    replay_buffer_spec: Mapping[str, Any] | None = None
 
     @cached_property
     def perturbation(self) -> Perturbation | None:
@@ -56,6 +70,13 @@ class RunSettings:
 
         return None if self.advantage_spec is None else advantages.create(**self.advantage_spec)
 
+    @cached_property
+    def credit(self) -> Credit | None:
+        """The run's credit."""
+        from ngrpo import credits
+
+        return None if self.credit_spec is None else credits.create(**self.credit_spec)
+
     @property
     def corrects_sampling(self) -> bool:
         """Whether log-probabilities are those among the tokens that the rollout's sampling left."""
@@ -67,6 +88,7 @@ class RunSettings:
         held = {
             "perturbation": self.perturbation_spec is not None,
             "advantage": self.advantage_spec is not None,
+            "credit": self.credit_spec is not None,
             "sampling": bool(self.sampling),
             "sampling_mask": self.corrects_sampling,
             "reproducible": self.reproducible,

@@ -16,6 +16,7 @@ from ngrpo.rollout.sampling_mask import SamplingMask
 from perturbations.replay import ReplayRecord
 
 _REPLAY, _LOG_PROBS, _MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
+_DROPPED = "perturbation_dropped"
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,19 @@ class TrajectoryRecord:
         replay: the perturbed inputs.
         log_probs: log π at the rollout by position in the sequence, NaN where no token was generated, (T,) float32.
         mask: the tokens that sampling left at each position, None where that is not recorded.
+        dropped: edits of earlier turns whose tokens an agent or a chat template has changed.
     """
 
     replay: ReplayRecord
     log_probs: np.ndarray
     mask: SamplingMask | None = None
+    dropped: int = 0
 
     def pack(self) -> dict[str, bytes]:
         """As plain bytes: nothing that OpenRLHF would move to a device or pad."""
         packed = {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
+        if self.dropped:
+            packed[_DROPPED] = str(self.dropped).encode()
         return packed if self.mask is None else {**packed, _MASK: self.mask.to_bytes()}
 
 
@@ -75,4 +80,5 @@ def _unpack_one(entry: Any) -> TrajectoryRecord | None:
         ReplayRecord.from_bytes(entry[_REPLAY]),
         np.frombuffer(entry[_LOG_PROBS], dtype="<f4").astype(np.float32),
         SamplingMask.from_bytes(entry[_MASK]) if _MASK in entry else None,
+        int(entry.get(_DROPPED, b"0")),
     )

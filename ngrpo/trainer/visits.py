@@ -19,6 +19,9 @@ class Visits:
         """The number of different outcomes seen."""
         return len(self._seen)
 
+    def __repr__(self) -> str:
+        return f"Visits of {len(self)} outcomes"  # OpenRLHF prints what a checkpoint holds
+
     def visit(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
         """Counts a batch.
 

@@ -41,6 +41,14 @@ class GateOptions(Options):
     protect: str | None = option(None, "never perturb these tokens: 'digits', or ids separated by commas")
     gate: str | Gate | None = option(None, "perturb only where this gate, too, is open: its name", registry=gates)  # noqa: RUF009
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.until is not None and not self.until:
+            raise UsageError(
+                f"{self.kind} option until='': must be a text, for example '</think>', or 'none' for never."
+            )
+        protected_ids(self.protect)
+
     def selects(self, positions: Positions) -> np.ndarray:
         """Which positions the draw, the schedule and the further gate's plan select, (N,) bool."""
         since = positions.generated - self.burn_in
@@ -192,20 +200,37 @@ def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]
     """
     if protect is None:
         return None
-    mask = torch.zeros(size, dtype=torch.bool)
+    ids = protected_ids(protect, size)
     if protect == "digits":
-        texts = vocabulary()[:size]
-        mask[[i for i, text in enumerate(texts) if any(c.isdigit() for c in text)]] = True
-        return mask
-    try:
-        ids = [int(part) for part in protect.split(",")]
-    except ValueError:
-        raise UsageError(
-            f"perturbation option protect={protect!r}: must be 'digits' or token ids separated by commas,"
-            " for example 13,198."
-        ) from None
-    bad = [i for i in ids if not 0 <= i < size]
-    if bad:
-        raise UsageError(f"perturbation option protect={protect!r}: id {bad[0]} is outside [0, {size - 1}].")
+        ids = [i for i, text in enumerate(vocabulary()[:size]) if any(c.isdigit() for c in text)]
+    mask = torch.zeros(size, dtype=torch.bool)
     mask[ids] = True
     return mask
+
+
+def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
+    """The token ids that an option ``protect`` lists; none for ``digits``, whose ids depend on the tokenizer.
+
+    Args:
+        protect: as in :func:`protected_tokens`.
+        size: V, where it is known.
+
+    Raises:
+        UsageError: as :func:`protected_tokens`.
+    """
+    if protect is None or protect == "digits":
+        return []
+    parts = [part.strip() for part in protect.split(",")]
+    wrong = next((part for part in parts if not (part.isascii() and part.isdecimal()) or len(part) > 18), None)
+    if wrong is not None:
+        raise UsageError(
+            f"perturbation option protect={protect!r}: {wrong!r} is no token id. It must be 'digits', or token ids"
+            " separated by commas, for example 13,198."
+        )
+    ids = [int(part) for part in parts]
+    if size is not None and max(ids) >= size:
+        raise UsageError(
+            f"perturbation option protect={protect!r}: token id {max(ids)} is outside [0, {size - 1}], the model's"
+            " vocabulary. Leave it out."
+        )
+    return ids

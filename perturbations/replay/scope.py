@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit, mix
+from perturbations.nearest import nearest_tokens
 from perturbations.parameters import attached
 from perturbations.replay import ReplayRecord
 
@@ -31,10 +32,14 @@ class ReplayStats:
         shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, one (N,) tensor per forward, on the
             model's device; 0 where a position was cut off.
         inside: which recorded positions were there to be replayed, (N,) bool, likewise.
+        looked_at: how many of them were compared with the whole vocabulary, a scalar per forward, likewise.
+        left_anchor: how many of these lie nearer to another token than to their anchor, likewise.
     """
 
     shifts: list[Tensor] = field(default_factory=list)
     inside: list[Tensor] = field(default_factory=list)
+    looked_at: list[Tensor] = field(default_factory=list)
+    left_anchor: list[Tensor] = field(default_factory=list)
 
     def shift_sum(self) -> float:
         """Sum of the relative shifts of all replayed positions."""
@@ -158,6 +163,7 @@ class ReplayScope:
         measure: bool = True,
         module: nn.Module | None = None,
         perturbation: Perturbation | None = None,
+        look_up: int = 0,
     ) -> None:
         """
         Args:
@@ -165,11 +171,14 @@ class ReplayScope:
             measure: collect :class:`ReplayStats`.
             module: the perturbation's module beside the model (`perturbations.parameters.attached`), where it has one.
             perturbation: the perturbation of the records, needed where it has a density.
+            look_up: of how many inputs of each forward, at most, the nearest token is looked up; they are evenly
+                spaced over the recorded positions. None where the embedding's matrix is not whole here (ZeRO-3).
         """
         self._embedding = embedding
         self._module = module
         self.perturbation = perturbation
         self._measure = measure
+        self._look_up = look_up
         self._records: Sequence[ReplayRecord | None] = ()
         self._mask: Tensor | None = None
         self._flat: _Flat | None = None
@@ -287,9 +296,22 @@ class ReplayScope:
                 shift = (mixed.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-12)
                 self.stats.shifts.append(shift * self._inside)
                 self.stats.inside.append(self._inside)
+                self._compare_with_vocabulary(mixed)
         # Positions that were cut off are written to the first candidate's row, which is dropped with the rest.
         target = torch.where(self._inside, self._rows, count)
         return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
+
+    def _compare_with_vocabulary(self, mixed: Tensor) -> None:
+        """Notes how many of a few inputs lie nearer to another token than to their anchor, the heaviest candidate."""
+        flat, matrix = self._flat, getattr(self._embedding, "weight", None)
+        count = min(self._look_up, len(flat.ids))
+        if not count or matrix is None or matrix.dim() != 2 or matrix.shape[1] != mixed.shape[1]:
+            return
+        chosen = ((torch.arange(count, device=mixed.device) + 0.5) * len(flat.ids) / count).long()
+        anchors = flat.ids.gather(1, flat.weights.argmax(dim=1, keepdim=True)).squeeze(1)[chosen]
+        inside = self._inside[chosen]
+        self.stats.looked_at.append(inside.sum())
+        self.stats.left_anchor.append(((nearest_tokens(mixed[chosen], matrix, anchors) != anchors) & inside).sum())
 
 
 class _Scaled:

@@ -63,18 +63,20 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     positions = torch.randint(1, 10_000, (ROWS,), generator=generator).sort().values
     raw = 3.0 * torch.randn(ROWS, vocabulary, generator=generator)
 
-    def step(logits: Tensor, temperature: float = 1.0) -> Step:
+    def step(logits: Tensor, temperature: float = 1.0, drawable: Tensor | None = None) -> Step:
         noise = streams.gumbel(streams.keys(seeds, positions, streams.Stream.TOKEN), vocabulary)
-        sampled = (logits + noise).argmax(dim=-1)
-        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, embeddings)
+        sampled = ((logits if drawable is None else drawable) + noise).argmax(dim=-1)
+        return Step(logits, sampled, torch.full((ROWS,), temperature), seeds, positions, embeddings, drawable)
 
     masked = raw.clone()
     masked[:, :3] = -torch.inf
     masked[1, 4:] = -torch.inf  # one possible token, as grammars do
     peaked = raw.clone()
     peaked[torch.arange(ROWS), torch.arange(ROWS) + 9] = 1e4
+    likely = torch.where(raw >= raw.topk(5, dim=-1).values[:, -1:], raw, -torch.inf)
     return [
         ("ordinary logits", step(raw)),
+        ("top-k of the request", step(raw, drawable=likely)),
         ("temperature 0.3", step(raw / 0.3, 0.3)),
         ("temperature 1.5", step(raw / 1.5, 1.5)),
         ("logits with -inf (masked tokens)", step(masked)),
@@ -129,6 +131,8 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
             "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan.",
         )
     _check_weights(perturbation, edit, where)
+    if proposal.acts is not None:
+        _check_acts(proposal, where)
     _check_parts(step, edit, where)
     masked = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
     if masked.any():
@@ -140,6 +144,18 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     if not torch.isfinite(realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))).all():
         raise PerturbationError(f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
+
+
+def _check_acts(proposal: Proposal, where: str) -> None:
+    """Where it does not act, the edit is the token alone: whoever does not look at ``acts`` feeds the same."""
+    edit, acts = proposal.edit, proposal.acts
+    check_tensor(f"{where} acts", acts, (len(edit.ids),), torch.bool, edit.ids.device)
+    alone = (edit.weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
+    if ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any()):
+        raise PerturbationError(
+            f"{where} a position where acts is False is fed something else than its token.",
+            "Give the token weight 1 there, and no noise.",
+        )
 
 
 def _check_weights(perturbation: Perturbation, edit: InputEdit, where: str) -> None:

@@ -95,13 +95,14 @@ def check_answers(where: str, method: str, ask: Callable[[Any], Any], step: Any)
         ask: gives the answer, a tensor or a dataclass of tensors, to a step.
         step: a step or a gate's step of 7 rows.
     """
-    before = {f.name: getattr(step, f.name).clone() for f in dataclasses.fields(step) if f.name != "embeddings"}
+    parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
+    before = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
     state = global_random_state()
     answer = ask(step)
     if global_random_state() != state:
         raise PerturbationError(
             f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
-            "Draw with step.uniform, step.gumbel or step.normal: the same numbers wherever the position is computed.",
+            "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed.",
         )
     for name, tensor in before.items():
         if not torch.equal(tensor, getattr(step, name)):

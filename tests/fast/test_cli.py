@@ -37,6 +37,16 @@ def test_no_perturbation_is_no_spec(line: str) -> None:
     assert parse(line).spec is None
 
 
+def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "soft.yaml"
+    file.write_text("name: soft\nreplay_buffer: memory\nreplay_buffer.max_bytes: 100\n")
+    for words, size in (("", 100), (" --perturbation.replay_buffer.max_bytes 7", 7)):
+        settings = parse(f"--perturbation.config {file}{words}").settings
+        assert settings.replay_buffer_spec == {"name": "memory", "max_bytes": size}
+        assert settings.perturbation_spec == create("soft").spec()
+    assert parse("--perturbation soft").settings.replay_buffer_spec is None
+
+
 @pytest.mark.parametrize(
     ("words", "value"),
     [
@@ -97,6 +107,14 @@ def test_rate_one_with_anchor_is_noted() -> None:
         ("--reproducible --perturbation.reproducible false", ["--reproducible is given twice"]),
         ("--perturbation gumbel neighbor", ["--perturbation takes one value", "'neighbor'"]),
         ("neighbor --model m", ["unexpected word 'neighbor'"]),
+        ("--perturbation.replay_buffer memory", ["nothing is recorded", "--perturbation NAME"]),
+        ("--perturbation soft --perturbation.replay_buffer memry", ["Did you mean 'memory'?"]),
+        ("--perturbation soft --perturbation.replay_buffer", ["replay_buffer needs a name", "memory"]),
+        ("--perturbation soft --perturbation.replay_buffer.max_bytes 1", ["replay_buffer needs a name"]),
+        (
+            "--perturbation soft --perturbation.replay_buffer memory --perturbation.replay_buffer.max_bytes 0",
+            ["max_bytes"],
+        ),
     ],
 )
 def test_bad_words(line: str, parts: list[str]) -> None:
@@ -274,6 +292,7 @@ class TestRun:
 
     def test_advantage_preset_and_sampling(self, launched: list, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--advantage ngrpo --preset gspo --sampling.min_p 0.1 --rollout.temperature 0.8"
+        line += " --rollout.n_samples_per_prompt 4"
         line += " --actor.loss_agg_mode token-mean --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         assert train.run(line.split(), report=print) == 0
         (args, settings, _) = launched[0]

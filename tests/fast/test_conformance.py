@@ -53,6 +53,16 @@ OPTIONS = {
     "normal": [dict(k=1, density="normal"), dict(k=10, top_p=1.0, density="normal"), dict(top_p=1e-6)],
     "orthogonal": [dict(k=2), dict(k=64, realization="anchor")],
     "soft": [dict(k=1), dict(k=64, top_p=1.0), dict(top_p=1e-6)],
+    "multiplex": [dict(k=1), dict(k=9, weights="average", density="joint"), dict(density="joint")],
+    "moi": [dict(k=2, beta=0.0), dict(k=64, entropy="top", beta=8.0)],
+    "selar": [dict(k=2, threshold=0.0), dict(k=64, threshold=1.0)],
+    "lepo": [dict(k=1, density="lepo"), dict(k=64, top_p=1.0, tau=0.01, density="lepo"), dict(gate="none")],
+    "latent": [
+        dict(density="latent"),
+        dict(k=1, density="latent", scale=0.0),
+        dict(k=64, top_p=1.0, tau=0.5, density="latent"),
+        dict(pool=10, top_p=1e-6),
+    ],
 }
 IN_TREE_AND_INSTALLED = sorted(registry.available())
 
@@ -202,6 +212,11 @@ BROKEN = [
     ),
     (breaks(lambda s, i, w, t: proposal(i, w, t.float())), ["tokens is torch.float32", "torch.int64"]),
     (breaks(to_list), ["edit.weights is a list", "tensor"]),
+    (
+        breaks(lambda s, i, w, t: Proposal(InputEdit(i, w), t, torch.zeros_like(t, dtype=torch.bool))),
+        ["acts is False", "Give the token weight 1"],
+    ),
+    (breaks(lambda s, i, w, t: Proposal(InputEdit(i, w), t, torch.ones_like(t))), ["acts is torch.int64", "bool"]),
     (breaks(lambda s, i, w, t: proposal(i.to("meta"), w, t)), ["edit.ids is on meta", "device, cpu"]),
     (breaks(lambda s, i, w, t: proposal(i + 64, w, t)), ["edit.ids holds", "[0, 63]"]),
     (breaks(lambda s, i, w, t: proposal(i, w, t - 64)), ["tokens holds -", "[0, 63]"]),

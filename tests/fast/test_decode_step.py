@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch
 from benchmarks import decode_step
 from benchmarks.decode_step import Decoding, count, counting, loops
 from ngrpo.rollout.perturber import RolloutPerturber
-from perturbations import available, create
+from ngrpo.rollout.requests import RunningRequests
+from perturbations import ReplayRecord, available, create, registry
 
 NAMES = sorted(name for name in available() if name != "none")
 
@@ -44,7 +47,7 @@ def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits in four ways, loops over its requests, and copies once more."""
     begin = RolloutPerturber.begin
 
-    def slow(self, names, starts, counts, discard) -> None:  # noqa: ANN001
+    def slow(self, names, starts, counts, discard) -> None:
         begin(self, names, starts, counts, discard)
         some = torch.arange(len(names))
         some.max().item(), some.nonzero(), some[some > 1]
@@ -63,3 +66,54 @@ def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def _wasted(names: list[str]) -> None:
     for name in names:
         str(name)
+
+
+# --- requests that finish ---------------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Stands for CUDA's event of copies on their way."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self.waited = 0
+
+    def query(self) -> bool:
+        return self.arrived
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        self.arrived = True
+
+
+def test_a_finished_request_waits_for_its_own_notes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of three steps are on their way: nothing waits until a record is asked for, then up to the last of it."""
+    copies: list[_Copies] = []
+
+    def event(_: RolloutPerturber) -> _Copies:
+        copies.append(_Copies())
+        return copies[-1]
+
+    monkeypatch.setattr(RolloutPerturber, "_event", event)
+    decoding = Decoding(create("gumbel"), 2)
+    requests = RunningRequests(
+        create("gumbel"), decoding.perturber._store, decoding.perturber, registry.buffers.create("memory")
+    )
+
+    def told(*finished: str) -> None:
+        requests.update(SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=[]))
+
+    decoding.step(), decoding.step()
+    told("request-0")
+    decoding.requests = ["request-1"]
+    decoding.step()
+    told()
+    assert [one.waited for one in copies] == [0, 0, 0] and requests.running == 1
+    (taken,) = requests.take(["request-0"]).values()
+    assert len(ReplayRecord.from_bytes(taken[0])) == 2 and len(taken[1]) == 2 * 4
+    assert [one.waited for one in copies] == [1, 1, 0]
+    copies[2].arrived = True
+    told("request-1")
+    assert requests.running == 0 and len(decoding.perturber._store.live) == 0
+    (taken,) = requests.take(None).values()
+    assert len(taken[1]) == 3 * 4 and copies[2].waited == 0

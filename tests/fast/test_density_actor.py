@@ -81,7 +81,7 @@ class Seen:
         return self._loss(log_probs, *args, **kwargs)
 
 
-def training_step(self: Any, experience: Any) -> dict[str, Any]:
+def training_step(self: Any, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
     log_probs = self.actor(experience.sequences, experience.action_mask, experience.attention_mask)
     loss = self.actor_loss_fn(log_probs, experience.action_log_probs, None, action_mask=experience.action_mask)
     loss.backward()
@@ -142,7 +142,7 @@ def test_a_sample_without_its_record_is_an_error(
     experience = SimpleNamespace(sequences=kwargs["sequences"], mm_train_inputs=given["mm_train_inputs_list"])
     trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=None)
     with pytest.raises(RuntimeError, match="have no replay record"):
-        replaying_training_step(training_step)(trainer, experience)
+        replaying_training_step(training_step)(trainer, experience, 0.0, 0)
 
 
 class Bypassing(Language):
@@ -179,7 +179,7 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
         return -((log_probs - old).exp() * action_mask).sum()
 
     trainer = SimpleNamespace(actor=actor.actor, actor_loss_fn=loss)
-    result = replaying_training_step(training_step)(trainer, experience)
+    result = replaying_training_step(training_step)(trainer, experience, 0.0, 0)
     assert result["metrics"]["perturbation/ratio_mean"].item() == 1.0
     got = actor.actor.model.head.weight.grad.clone()
     model = Language()
@@ -189,12 +189,12 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
     assert got.abs().max() > 1e-3
     given = run(model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)[0].detach()
     trainer.actor_loss_fn = seen = Seen(loss)
-    replaying_training_step(training_step)(trainer, experience)
+    replaying_training_step(training_step)(trainer, experience, 0.0, 0)
     torch.testing.assert_close(seen.log_probs, given[:, :-1] * kwargs["action_mask"])
     trainer.actor_loss_fn = loss
     with torch.no_grad():
         actor.actor.model.head.weight += 0.1 * torch.randn(got.shape, generator=generator())
-    moved = replaying_training_step(training_step)(trainer, experience)
+    moved = replaying_training_step(training_step)(trainer, experience, 0.0, 0)
     assert abs(moved["metrics"]["perturbation/ratio_mean"].item() - 1.0) > 1e-4
 
 
@@ -209,6 +209,6 @@ def test_the_mean_ratio_is_finite(inputs: tuple, gap: float) -> None:
         action_log_probs=torch.full(kwargs["action_mask"].shape, -gap),
     )
     trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=lambda log_probs, *_, action_mask: log_probs.sum())
-    result = replaying_training_step(training_step)(trainer, experience)
+    result = replaying_training_step(training_step)(trainer, experience, 0.0, 0)
     mean = result["metrics"]["perturbation/ratio_mean"]
     assert mean.isfinite() and (mean > 1e8 if gap > 0 else mean < 1e-8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ngrpo.preflight import check_flags
 from ngrpo.trainer.run_settings import RunSettings
-from perturbations import create
+from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.registry import get
 from perturbations.step import Step
 from perturbations.strategies.gumbel import Gumbel
 from perturbations.strategies.normal import Normal
@@ -139,5 +140,7 @@ def test_each_recipe_names_a_perturbation_and_its_options() -> None:
             check_flags(["--actor.model_name_or_path", "m", *words[2:]], RunSettings(perturbation_spec=made[-1].spec()))
         if made[-1].density_of_vector:
             assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
-    assert {"gaussian", "gumbel", "dirichlet", "normal", "orthogonal", "soft"} == {o.name for o in made}
-    assert sum(o.has_density for o in made) == 5
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    assert {o.name for o in made} == in_tree - {"none", "neighbor", "hrpo"}  # which have recipes of their own
+    with_density = {o.name for o in made if o.has_density}
+    assert with_density == {n for n in in_tree if any(f.name == "density" for f in fields(get(n)))}

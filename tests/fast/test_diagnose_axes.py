@@ -17,6 +17,7 @@ from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings
+from perturbations.nearest import nearest_tokens
 
 
 def record(tokens: int, positions: list[int], ids: list[list[int]], weights: list[list[float]]) -> ReplayRecord:
@@ -169,15 +170,15 @@ def test_nearest_token_and_ties() -> None:
     matrix = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 1.0], [-1.0, 0.0]])
     # Cosine, not distance: (0.2, 3) points along 1 and 2, which tie; the token's own wins.
     vectors = torch.tensor([[0.2, 3.0], [0.2, 3.0], [5.0, 1.0], [-0.1, 0.01]])
-    assert inputs.nearest_tokens(vectors, matrix, torch.tensor([2, 3, 1, 0])).tolist() == [2, 1, 0, 3]
+    assert nearest_tokens(vectors, matrix, torch.tensor([2, 3, 1, 0])).tolist() == [2, 1, 0, 3]
 
 
 def test_nearest_token_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     expected = (matrix @ matrix.T - 2 * torch.eye(50)).argmax(dim=-1)  # the nearest other token
     vectors = matrix[expected]
-    monkeypatch.setattr(inputs, "_VOCABULARY_BLOCK", 7)
-    assert inputs.nearest_tokens(vectors, matrix, torch.arange(50)).tolist() == expected.tolist()
+    monkeypatch.setattr("perturbations.nearest._VOCABULARY_BLOCK", 7)
+    assert nearest_tokens(vectors, matrix, torch.arange(50)).tolist() == expected.tolist()
 
 
 def test_anchor_is_the_heaviest_candidate() -> None:

@@ -1,4 +1,4 @@
-"""Evaluation rollouts carry `enabled: False`; training rollouts do not. Engines are stood in for by their handles."""
+"""Requests carry their round, and in an evaluation `enabled: False`. Engines are stood in for by their handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.trainer.rollout_actor import plain_evaluation
+from ngrpo.trainer.rollout_requests import AnswerNumbers, numbered_requests
 from tests.fast.run import run_with
 
 
@@ -27,9 +27,12 @@ class Generator:
         self.vllm_engines = [Engine()]
 
     def generate_samples(self) -> None:
-        self._dispatch_prompts_to_vllm(["p"], ["l"])
+        self._generate_vllm()
 
     def generate_eval_samples(self) -> None:
+        self._generate_vllm()
+
+    def _generate_vllm(self) -> None:
         self._dispatch_prompts_to_vllm(["p"], ["l"])
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str]) -> None:
@@ -42,12 +45,21 @@ class Generator:
 @pytest.mark.parametrize(("spec", "perturbed"), [({}, False), ({"perturb_eval": True}, True)])
 def test_evaluation_is_plain_unless_asked(spec: dict, perturbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, perturbation_spec={"name": "neighbor", **spec})
-    generator = plain_evaluation(Generator)()
+    generator = numbered_requests(Generator)()
     engine = generator.vllm_engines[0]
     generator.generate_samples()
     generator.generate_eval_samples()
     generator.generate_samples()
-    off = {"other": 1, "perturbation": {"enabled": False}}
-    on = {"other": 1}
-    assert [params.extra_args for params in engine.asked] == [on, on if perturbed else off, on]
+    first, second = ({"other": 1, "perturbation": {"round": number}} for number in (1, 2))
+    off = {"other": 1, "perturbation": {"round": 1, "enabled": False}}
+    assert [params.extra_args for params in engine.asked] == [first, first if perturbed else off, second]
     assert generator.vllm_engines == [engine], "the engines are back in place"
+
+
+def test_answers_are_numbered_by_round_and_not_by_the_life_of_the_process() -> None:
+    whole, resumed = AnswerNumbers(), AnswerNumbers()
+    asked = [(prompt, number) for number in (1, 2, 3) for prompt in ("a", "b", "a", "a")]
+    numbers = [whole.next(*one) for one in asked]
+    assert [number & 0xFFFFF for number in numbers] == [0, 0, 1, 2] * 3
+    assert len({(prompt, number) for (prompt, _), number in zip(asked, numbers)}) == len(asked)
+    assert [resumed.next(*one) for one in asked[8:]] == numbers[8:]

@@ -290,7 +290,7 @@ def test_protect_ids_and_digits() -> None:
         ("1;2", ["protect='1;2'", "separated by commas"]),
         ("", ["protect=''"]),
         ("1,6", ["id 6", "[0, 5]"]),
-        ("-1", ["id -1", "[0, 5]"]),
+        ("-1", ["'-1' is no token id"]),
     ],
 )
 def test_protect_errors(protect: str, words: list[str]) -> None:
@@ -317,12 +317,13 @@ def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated:
 
 
 def test_every_gate_conforms() -> None:
-    assert {"top_margin", "bursts"} <= set(registry.gates.available())
+    assert {"top_margin", "bursts", "first"} <= set(registry.gates.available())
     for name in registry.gates.available():
         check_gate(name)
     for margin in (0, 1):
         check_gate("top_margin", margin=margin)
     check_gate("bursts", length=1, share=1)
+    check_gate("first", length=3)
 
 
 def test_top_margin_by_hand() -> None:

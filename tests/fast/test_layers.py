@@ -25,6 +25,7 @@ FLOORS = (
     (
         "ngrpo",
         "ngrpo.openrlhf_flags",
+        "ngrpo.openrlhf_parser",
         "ngrpo.yaml_file",
         "ngrpo.text_table",
         "ngrpo.versions",
@@ -32,7 +33,7 @@ FLOORS = (
         "ngrpo.bootstrap",
     ),
     ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress"),
-    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages"),
+    ("ngrpo.answers", "ngrpo.datafiles", "ngrpo.advantages", "ngrpo.credits"),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer",),
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),

@@ -16,9 +16,9 @@ from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.density_loss import densities, with_densities
 from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
-from ngrpo.trainer.rollout_actor import _Trajectory
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
+from ngrpo.trainer.turns import Conversation
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
@@ -177,12 +177,13 @@ def test_a_sample_carries_its_mask() -> None:
 
 def test_the_turns_of_a_trajectory_are_joined() -> None:
     """The masks of earlier turns stay, also where the last turn cut nothing."""
-    trajectory = _Trajectory(0)
+    conversation = Conversation({})
     for prompt, answer, left in (([1, 2], [3, 4], {2: [3, 8], 3: [4]}), ([1, 2, 3, 4, 9], [5], {})):
         sample = carried(left, len(prompt) + len(answer))
         log_probs = np.zeros(len(answer), np.float32).tobytes()
-        trajectory.add((sample["perturbation_record"], log_probs, sample["sampling_mask"]), prompt, answer)
-    mask = trajectory.record.mask
+        conversation.go_on(prompt)
+        conversation.add((sample["perturbation_record"], log_probs, sample["sampling_mask"]), prompt, answer)
+    mask = conversation.record.mask
     assert mask.positions.tolist() == [2, 3] and [ids.tolist() for ids in mask.left()] == [[3, 8], [4]]
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ngrpo.trainer.metrics import SHIFT_COUNT, SHIFT_SUM, add_measures, step_metrics
+from ngrpo import flags
+from ngrpo.progress import Reporter
+from ngrpo.trainer.gap import ReplayGap, check_gap
+from ngrpo.trainer.metrics import QUOTIENTS, add_measures, step_metrics
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, records, unpack
-from perturbations import ReplayRecord
+from perturbations import ReplayRecord, create
+from perturbations.errors import UsageError
+from perturbations.step import Positions
 
 NAN = np.nan
+SHIFT_SUM, SHIFT_COUNT = QUOTIENTS["perturbation/shift"]
 
 
 def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> TrajectoryRecord:
@@ -86,3 +96,87 @@ def test_records_round_trip() -> None:
     for side_inputs in (None, [one.pack(), None], [one.pack()]):
         with pytest.raises(RuntimeError, match="of 2 samples have no replay record"):
             records(side_inputs, 2)
+
+
+@pytest.mark.parametrize(("options", "planned"), [({"rate": 1.0}, 1.0), ({"rate": 1.0, "burn_in": 3}, 1 / 4)])
+def test_the_planned_rate_is_the_share_that_draw_and_schedule_select(options: dict[str, Any], planned: float) -> None:
+    """Prompt of 2, four generated tokens; with a burn-in of 3 only the last of them is selected."""
+    rollout = [NAN, NAN, -1.0, -2.0, -3.0, -4.0]
+    metrics = step_metrics([kept([4], [True], rollout)], [np.array(rollout)], create("gumbel", **options))
+    assert metrics["perturbation/planned_rate"] == planned
+    assert metrics["perturbation/rate"] == 1 / 4
+
+
+def test_the_planned_rate_follows_the_draws_of_the_rollout() -> None:
+    neighbor = create("neighbor", rate=0.3)
+    rollout = np.full(2000, -1.0)
+    rollout[:2] = NAN
+    record = kept([], [], rollout.tolist())
+    at = Positions(np.ones(1998, np.int64), np.full(1998, 2), np.arange(2, 2000))
+    measured = step_metrics([record], [rollout], neighbor)["perturbation/planned_rate"]
+    assert measured == neighbor.selects(at).mean() == pytest.approx(0.3, abs=0.04)
+
+
+def measures(perturbed: float | None, plain: float | None) -> dict[str, float]:
+    given = {"perturbation/gap_perturbed_mean": perturbed, "perturbation/gap_plain_mean": plain}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("perturbed", "plain", "limit", "expected"),
+    [
+        (0.19, 0.02, 10.0, False),
+        (0.21, 0.02, 10.0, True),
+        (0.21, 0.02, 11.0, False),
+        (9e-5, 1e-7, 10.0, False),  # an exact plain position says nothing: it counts as 1e-5
+        (2e-4, 1e-7, 10.0, True),
+        (0.2, None, 10.0, True),
+        (None, 0.5, 10.0, False),
+    ],
+)
+def test_a_gap_that_is_too_large(perturbed: float | None, plain: float | None, limit: float, expected: bool) -> None:
+    if not expected:
+        check_gap(measures(perturbed, plain), limit, strict=True)
+        return
+    with pytest.raises(ReplayGap, match=rf"differ by {perturbed:.2g} .*\n  1\. The replay does not reach the model"):
+        check_gap(measures(perturbed, plain), limit, strict=True)
+
+
+def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("ngrpo.trainer.gap._warned", [])
+    for _ in range(3):
+        check_gap(measures(1.0, 0.01), 10.0, strict=False)
+    printed = capsys.readouterr().out
+    assert printed.count("differ by 1 on average") == 1 and "--perturbation.strict" in printed
+    screen = io.StringIO()
+    for line in printed.splitlines():
+        Reporter(screen).line(f"(PPOTrainer pid=7) {line}")
+    assert "warning: log-probabilities of rollout and trainer differ by 1" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "strict", "limit"),
+    [
+        ("--perturbation gumbel", False, 10.0),
+        ("--perturbation gumbel --perturbation.strict", True, 10.0),
+        ("--perturbation gumbel --perturbation.strict false --perturbation.gap_limit 3", False, 3.0),
+    ],
+)
+def test_strictness_on_the_command_line(words: str, strict: bool, limit: float) -> None:
+    settings = flags.parse(words.split()).settings
+    assert (settings.strict, settings.gap_limit) == (strict, limit)
+    assert not {"strict", "gap_limit"} & settings.perturbation_spec.keys()
+
+
+@pytest.mark.parametrize("words", ["gap_limit 0.5", "gap_limit nan", "gap_limit ten", "gap_limit", "strict maybe"])
+def test_wrong_strictness_names_the_value(words: str) -> None:
+    flag, _, value = words.partition(" ")
+    with pytest.raises(UsageError, match=f"--perturbation.{flag} {value}.*needed"):
+        flags.parse(["--perturbation", "gumbel", *f"--perturbation.{words}".split()])
+
+
+def test_strictness_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("name: gumbel\nstrict: true\ngap_limit: 4\n")
+    settings = flags.parse(["--perturbation.config", str(file), "--perturbation.gap_limit", "5"]).settings
+    assert settings.strict and settings.gap_limit == 5.0

@@ -11,8 +11,9 @@ kinks. What "true" means:
   are the policy's.
 - A text that is the argmax (`neighbor`'s anchor, `fuzzy` with density=token) or that follows from draws, with
   density=token: the methods weigh log π of that token by definition; the objective is E[R · π(x)/π_old(x)].
-- `gumbel`, `dirichlet` and `normal` with their densities: E[R · ℓ(θ)/ℓ_old] with ℓ as the papers write it, a masked and
-  clamped mean, with the mixture of the recorded draws through the policy's embeddings.
+- `gumbel`, `dirichlet`, `normal`, `lepo` and `latent` with their densities: E[R · ℓ(θ)/ℓ_old] with ℓ as the papers
+  write it, with the mixture of the recorded draws through the policy's embeddings.
+- `multiplex` with the joint density: J itself over all draws, with the weights as recorded.
 
 Compared are the shares of the embedding and of the output head, each apart: along the true gradient, where a factor
 shows, and along two fixed directions across it; within three standard errors. The true gradient is at least ten of
@@ -26,6 +27,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,7 +45,7 @@ from perturbations.base import Perturbation, Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.parameters import attach, attached
-from perturbations.registry import create
+from perturbations.registry import create, get
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 
@@ -338,25 +340,114 @@ def drawn_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tens
     return branches
 
 
+def multiplex_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
+    """All tuples of k draws; where the loss has the first one's probability alone, the others are the environment's."""
+
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        draws = torch.cartesian_prod(*[torch.arange(V)] * perturbation.k)
+        p = torch.softmax(z, dim=-1)[:, draws]
+        weights = p.detach() / p.detach().sum(-1, keepdim=True)
+        if perturbation.weights == "average":
+            weights = torch.full_like(p, 1.0 / perturbation.k).detach()
+        others = p[..., 1:] if perturbation.has_density else p[..., 1:].detach()
+        fed = (weights.unsqueeze(-1) * E[draws]).sum(-2)
+        return p[..., 0] * others.prod(-1), draws[:, 0].expand(len(z), -1), fed
+
+    return branches
+
+
+def moi_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        p = torch.softmax(z.detach(), dim=-1)
+        h = -(p * p.log()).sum(-1) / math.log(V)
+        values, ids = z.detach().topk(perturbation.k, dim=-1)
+        prior = (torch.softmax(values, dim=-1).unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
+        h, beta = h.view(-1, 1, 1), perturbation.beta
+        return every_token(z, (h * prior + (beta + 1.0 - h) * E) / (beta + 1.0))
+
+    return branches
+
+
+def selar_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        values, ids = z.detach().topk(perturbation.k, dim=-1)
+        p = torch.softmax(values, dim=-1)
+        h = -(p * p.log()).sum(-1, keepdim=True) / math.log(perturbation.k)
+        mixed = (((1.0 + h) * p).unsqueeze(-1) * E[ids]).sum(1, keepdim=True) - h.unsqueeze(-1) * E[ids[:, :1]]
+        soft = h.unsqueeze(-1) >= perturbation.threshold
+        return every_token(z, torch.where(soft, mixed, E))
+
+    return branches
+
+
+def lepo_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        z = z.expand(SAMPLES, V)
+        share = torch.softmax(z.detach(), dim=-1)
+        ordered, ids = share.sort(dim=-1, descending=True)
+        left = (ordered.cumsum(-1) - ordered < perturbation.top_p) & (torch.arange(V) < perturbation.k)
+        noise = -torch.log(torch.empty_like(share).exponential_(generator=generator))
+        scores = torch.where(left, ordered.log() + noise, -torch.inf)
+        weights = torch.softmax(scores / perturbation.tau, dim=-1)
+        if perturbation.has_density:
+            density = (weights * torch.log_softmax(z, dim=-1).gather(-1, ids)).sum(-1, keepdim=True)
+            factor = (density - density.detach()).exp()
+        else:
+            factor = ratio(z, ids[:, :1])
+        return factor, ids[:, :1], (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
+
+    return branches
+
+
+def latent_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        z = z.expand(SAMPLES, V)
+        log_p = torch.log_softmax(z * TEMPERATURE, dim=-1)
+        old = log_p.detach()
+        place = old.argsort(dim=-1, descending=True).argsort(dim=-1)
+        before = (old.exp().unsqueeze(-2) * (old.unsqueeze(-2) > old.unsqueeze(-1))).sum(-1)
+        noise = -torch.log(torch.empty_like(old).exponential_(generator=generator))
+        y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
+        y, ids = torch.where((before < perturbation.top_p) | (place < perturbation.k), y, -torch.inf).sort(
+            dim=-1, descending=True
+        )
+        y, ids = y[:, : perturbation.k], ids[:, : perturbation.k]
+        delta = y - log_p.gather(-1, ids)
+        density = (-delta - torch.exp(-delta)).mean(-1, keepdim=True)
+        factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, ids[:, :1])
+        weights = torch.softmax(y / perturbation.tau, dim=-1)
+        return factor, ids[:, :1], (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
+
+    return branches
+
+
 def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
     """True gradients by name: (1, …) where they are exact, (CHUNKS, …) where they are means of independent samples."""
     model, found = Model(perturbation), {}
     parameters = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     E, head = parameters["embedding.weight"], parameters["head"]
     generator = torch.Generator().manual_seed(7)
-    fuzzy = getattr(perturbation, "base", None) == "fuzzy"
-    sampled = fuzzy or perturbation.name in ("gumbel", "dirichlet", "normal")
+    name = "fuzzy" if getattr(perturbation, "base", None) == "fuzzy" else perturbation.name
+    by_sample = {
+        "fuzzy": fuzzy_truth,
+        "gumbel": drawn_truth,
+        "dirichlet": drawn_truth,
+        "normal": drawn_truth,
+        "lepo": lepo_truth,
+        "latent": latent_truth,
+    }
+    sampled = name in by_sample
     written = {
+        "multiplex": multiplex_truth,
+        "moi": moi_truth,
+        "selar": selar_truth,
         "gaussian": gaussian_truth,
         "soft": soft_truth,
         "neighbor": neighbor_truth,
         "orthogonal": orthogonal_truth,
         "hrpo": lambda o: hrpo_truth(o, model, parameters),
     }
-    if sampled:
-        branches = (fuzzy_truth if fuzzy else drawn_truth)(perturbation, generator)
-    else:
-        branches = written[perturbation.name](perturbation)
+    branches = by_sample[name](perturbation, generator) if sampled else written[name](perturbation)
     for _ in range(CHUNKS if sampled else 1):
         value = torch.zeros((), dtype=torch.float64)
         for prompt in range(PROMPTS):
@@ -401,6 +492,14 @@ CASES = {
     "orthogonal": made("orthogonal", k=2),
     "soft": made("soft", k=3),
     "hrpo": made("hrpo", k=V),
+    "multiplex-density": made("multiplex", density="joint"),
+    "multiplex": made("multiplex", k=2, weights="average"),
+    "moi": made("moi", k=3, beta=0.5),
+    "selar": made("selar", threshold=0.85),
+    "lepo-density": made("lepo", density="lepo", top_p=0.8, k=V),
+    "lepo": made("lepo", top_p=0.8, k=3),
+    "latent-density": made("latent", density="latent", k=2, top_p=0.8),
+    "latent": made("latent", k=2, top_p=0.8),
 }
 
 
@@ -418,8 +517,9 @@ def test_every_perturbation_and_density_is_here() -> None:
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
     assert {o.name for o in CASES.values()} == in_tree - {"none"}
     choices = {(o.name, getattr(o, "density", "token")) for o in CASES.values()}
-    for name in ("gaussian", "gumbel", "dirichlet", "normal"):
-        assert {(name, "token"), (name, name)} <= choices
+    for name in in_tree - {"none"}:
+        densities_of = next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ("token",))
+        assert {(name, density) for density in densities_of} <= choices
 
 
 def directions(true: Tensor) -> Tensor:

@@ -238,7 +238,47 @@ class TestFiles:
         self.refuse(self.args(file), "prompt")
         preflight.check_files(self.args(file, "--data.input_key", "prompt", "--data.label_key", "reward_model"))
 
-    def test_missing_reward_file(self, jsonl: Path) -> None:
-        named = self.args(jsonl, "--data.input_key", "inputs")
-        self.refuse([*named, "--reward.remote_url", "no.py"], "--reward.remote_url no.py", "no such file")
-        preflight.check_files([*named, "--reward.remote_url", "http://host/x"])
+    def test_a_folder_without_data(self, tmp_path: Path, jsonl: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        self.refuse(self.args(tmp_path / "empty"), "holds no data files", ".parquet")
+        preflight.check_files(self.args(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("def reward_func(:\n", r"is not Python \(line 1: "),
+        ("x = '\0'\n", "is not Python"),
+        ("def reward_fun(queries, prompts, labels):\n    return 0\n", "Did you mean 'reward_fun'"),
+        ("def make():\n    def reward_func(q, p, l):\n        return 0\n", "does not define reward_func"),
+        ("# reward_func\n", "does not define reward_func"),
+    ],
+)
+def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "reward.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        preflight.check_rewards(["--reward.remote_url", str(file)])
+
+
+def test_rewards_that_can_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    for text in (
+        "def reward_func(queries, prompts, labels):\n    return 0\n",
+        "raise RuntimeError('files are not run')\nfrom other import reward as reward_func\n",
+        "if True:\n    reward_func = None\n",
+        "from other import *\n",
+    ):
+        file.write_text(text)
+        preflight.check_rewards(["--reward.remote_url", str(file)])
+    preflight.check_rewards(["--reward.remote_url", "http://host/x"])
+    preflight.check_rewards(["--reward.model_name_or_path", "m"])
+    with pytest.raises(UsageError, match="no reward: give --task"):
+        preflight.check_rewards(["--data.prompt_dataset", "x"])
+    with pytest.raises(UsageError, match="begins with http"):
+        preflight.check_rewards(["--reward.remote_url", "reward"])
+    file.write_text("class Agent:\n    pass\n")
+    with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
+        preflight.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pickle
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from perturbations import FinishedTrajectory, ReplayRecord, UsageError, registry, replaying
-from perturbations.replay.scope import flat_rows
+from perturbations.replay.scope import ReplayScope, flat_rows
 from perturbations.streams import Stream, keys, normal
 
 
@@ -169,6 +170,41 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             read_buffer({REPLAY_BUFFER: wrong})
 
 
+def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
+    from ngrpo import flags
+    from ngrpo.compare import arguments, runs
+    from ngrpo.rollout.settings import read_buffer
+    from ngrpo.trainer.rollout_actor import perturbed_engine
+
+    monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
+    (tmp_path / "mine.py").write_text(BUFFER)
+    ours = ["--perturbation.replay_buffer", f"{tmp_path}/mine.py:Counting", "--perturbation.replay_buffer.most", "5"]
+    shared = ["--model", "smollm2-135m", "--task", "arithmetic", *ours]
+    plan, _ = arguments.parse(["--perturbations", "none,neighbor", *shared])
+    built: list[dict[str, Any]] = []
+
+    class Plain:
+        llm, executor = None, None
+
+        async def __init__(self, **kwargs: Any) -> None:
+            built.append(kwargs["additional_config"])
+
+    async def confirm(actor: Any, perturbation: Any) -> None:
+        return None
+
+    monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
+    for run in plan.runs():
+        settings = flags.parse(runs.train_words(plan, run, tmp_path)).settings
+        for name, value in settings.env().items():
+            monkeypatch.setenv(name, value)
+        actor = object.__new__(perturbed_engine(Plain))
+        asyncio.run(actor.__init__(seed=1))
+        buffer = read_buffer(built[-1])
+        assert type(buffer).__name__ == "Counting" and buffer.most == 5
+        assert settings.perturbation is None or built[-1]["perturbation"]["name"] == "neighbor"
+
+
 def test_rows_by_hand() -> None:
     """Two samples of 3 and 2 tokens: padded right, padded left, and packed."""
     sample, position = torch.tensor([0, 1, 1]), torch.tensor([2, 0, 2])
@@ -220,6 +256,19 @@ def test_substitution_by_hand() -> None:
     assert stats.mean_shift() == pytest.approx((72 / 221) ** 0.5)
     assert stats.count() == 1
     assert model(tokens)[0, 1].tolist() == [10, 11], "the hooks are gone after the scope"
+
+
+def test_inputs_that_left_their_anchor() -> None:
+    """Of (4, 5), half of (2, 3) and half of (6, 7), the cosine with (4, 5) itself is largest: token 2, not 1 or 3.
+
+    A weight of 0 on all but the anchor leaves it where it is, and a position that was cut off does not count.
+    """
+    embedding, tokens = Embedder().get_input_embeddings(), torch.tensor([[0, 5, 6]])
+    still = dataclasses.replace(small([1, 2, 3]), weights=np.array([[1, 0], [0.5, 0.5], [0.5, 0.5]], np.float32))
+    for most, looked_at, left in ((8, 2, 1), (1, 1, 1), (0, 0, 0)):
+        with ReplayScope(embedding, look_up=most)([still], None) as stats:
+            embedding(tokens)
+        assert (int(sum(stats.looked_at)), int(sum(stats.left_anchor))) == (looked_at, left)
 
 
 def test_noise_is_drawn_again_from_the_seed() -> None:

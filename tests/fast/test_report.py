@@ -337,6 +337,8 @@ def test_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_wheel_carries_style_and_script() -> None:
+def test_wheel_carries_templates_style_and_script() -> None:
     setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
-    assert re.search(r'package_data=\{.*"ngrpo\.report": \["\*\.css", "\*\.js"\]', setup, re.DOTALL)
+    assert re.search(
+        r'package_data=\{.*"ngrpo\.report": \["\*\.css", "\*\.js", "templates/\*\.html"\]', setup, re.DOTALL
+    )

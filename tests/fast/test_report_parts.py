@@ -11,13 +11,13 @@ import ngrpo.report
 from ngrpo.report.curves import _points
 from ngrpo.report.marks import Series
 from ngrpo.report.scale import counted, spread
-from ngrpo.report.values import between, duration, escape, figure, signed, size, token
+from ngrpo.report.values import between, duration, figure, shown, signed, size, token
 
 
 def test_looks_of_twelve_strategies_differ_without_colour() -> None:
     """Any two of twelve differ in dash, or in the marker's shape or fill."""
     looks = [Series(index, "x") for index in range(12)]
-    assert len({(one.classes.split()[1], one.marker(0, 0)) for one in looks}) == 12
+    assert len({(one.classes.split()[1], one.shape, one.hollow) for one in looks}) == 12
     assert len({one.classes for one in (Series(index, "x") for index in range(37))}) == 37
 
 
@@ -57,7 +57,7 @@ def test_values() -> None:
     assert between(-0.1, 0.2, 1, sign=True) == "−0.1 to +0.2" and between(None, 1) == "–"
     assert (size(0), size(1536), size(2 * 1024**3)) == ("0 B", "1.50 KiB", "2.00 GiB")
     assert (duration(59.6), duration(720), duration(11100)) == ("60 s", "12 min", "3 h 05 min")
-    assert escape('<a href="x">') == "&lt;a href=&quot;x&quot;&gt;" and escape(None) == "–" and escape(0) == "0"
+    assert [shown(v) for v in (None, "", float("nan"), 0, "a\u202eb\x07")] == ["–", "–", "–", "0", "a[U+202E]b␇"]
     assert (token("\n\n"), token(" "), token("\ta")) == ("⏎⏎", "␣", "⇥a")
 
 

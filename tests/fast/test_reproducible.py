@@ -23,8 +23,9 @@ from perturbations import available, create
 from perturbations.errors import UsageError
 
 
-def strategy(seed: int = 3) -> Any:
-    return SimpleNamespace(args=SimpleNamespace(train=SimpleNamespace(seed=seed)))
+def strategy(seed: int = 3, updates: int = 0) -> Any:
+    model = SimpleNamespace(global_steps=updates)
+    return SimpleNamespace(args=SimpleNamespace(train=SimpleNamespace(seed=seed)), actor=SimpleNamespace(model=model))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,8 @@ def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
 def test_an_unperturbed_run_has_stock_training() -> None:
     """Its engine has seeded draws, its order is fixed; nothing of replay, density or measures is in place."""
     ours = {seam.ours.split(":")[0] for seam in active(RunSettings(reproducible=True).conditions) if seam.ours}
-    assert ours == {"ngrpo.trainer.rollout_actor", "ngrpo.trainer.reproducible"}
+    draws_and_order = {"rollout_actor", "rollout_requests", "reproducible", "resume"}
+    assert ours == {f"ngrpo.trainer.{name}" for name in draws_and_order}
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:
@@ -102,9 +104,8 @@ def test_the_order_of_training_follows_seed_and_step() -> None:
     orders = []
     for noise in (0, 1):
         torch.manual_seed(noise)
-        trainer = strategy()
-        orders.append([ppo_train(trainer, 0.0), ppo_train(trainer, 0.0)])
-    assert orders[0] == orders[1]
+        orders.append([ppo_train(strategy(updates=updates), 0.0) for updates in (0, 2)])
+    assert orders[0] == orders[1], "a process that was resumed after two updates has the orders of one that was not"
     assert orders[0][0] != orders[0][1]
 
 

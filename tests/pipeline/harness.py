@@ -35,17 +35,28 @@ EXAMPLE = ["bash", "examples/train_neighbor_cpu.sh"]
 def train(
     folder: Path, smollm2: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
 ) -> subprocess.CompletedProcess:
+    with start(folder, smollm2, *flags, env=env, program=program) as process:
+        try:
+            output, _ = process.communicate(timeout=600)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def start(
+    folder: Path, smollm2: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> subprocess.Popen[str]:
+    """As :func:`train`, without waiting for its end; what it prints goes to a pipe."""
     small = [word for pair in SMALL.items() for word in pair]
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
+    return subprocess.Popen(
         [*program, str(folder), "--model", smollm2, *small, *flags],
         cwd=ROOT,
         env={**os.environ, "PATH": scripts, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
-        check=False,
     )
 
 

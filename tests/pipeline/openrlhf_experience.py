@@ -68,7 +68,7 @@ def main() -> None:
             reward=SimpleNamespace(clip_range=(-10, 10), **reward),
         )
         made.strategy, made.kl_ctl = SimpleNamespace(args=made.args), SimpleNamespace(value=0.0)
-        made.advantage_estimator, made.tokenizer = "group_norm", Tokenizer()
+        made.advantage_estimator, made.tokenizer, made.training_step = "group_norm", Tokenizer(), 0
         return made
 
     def run(made: Any) -> list[list[float]]:
@@ -90,6 +90,10 @@ def main() -> None:
 
     for name in ("group_norm", "ngrpo", "psr", "nsr", "w_reinforce"):
         result[name] = ours(maker(), name=name)
+    annealed = maker()
+    result["pass_at_k"] = []
+    for annealed.training_step in (0, 7):
+        result["pass_at_k"].append(ours(annealed, name="pass_at_k", k=2, k_end=1, k_steps=7))
     counting = maker()
     result["copo"] = [ours(counting, name="copo", beta=1.0), ours(counting, name="copo", beta=1.0)]
     result["copo_metrics"] = counting.step_measures

@@ -61,6 +61,12 @@ def test_copo_counts_over_steps(found: dict[str, Any]) -> None:
     assert found["copo_metrics"]["advantage/outcomes"] == 3 + 2 + 1
 
 
+def test_k_follows_the_step(found: dict[str, Any]) -> None:
+    first, later = found["pass_at_k"]
+    check_tokens(first, compute("pass_at_k", GROUPS, k=2))
+    check_tokens(later, compute("pass_at_k", GROUPS, k=1))
+
+
 def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
     """Places 2, 5, 8, 11 have three tokens, of which one lies in the buffer of two: they lose 1/2."""
     rewards = torch.tensor([reward - 0.5 * (place % 3 == 2) for place, reward in enumerate(REWARDS)])
@@ -88,6 +94,7 @@ def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, smollm2: st
     """Both near-equal names at once. With n = 1 and four answers, all-wrong groups get -0.2/√0.2 (test_advantages in
     tests/fast), and nothing else can be uniform, since all-correct prompts are filtered out."""
     flags = ["--advantage", "ngrpo", "--perturbation", "neighbor", "--sampling.top_k", "20", "--sampling.min_p", "0.1"]
+    flags += ["--credit", "top_entropy"]
     steps = steps_of(tmp_path, smollm2, *flags, "--algo.kl.init_coef", "0")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
@@ -98,6 +105,7 @@ def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, smollm2: st
     for number, step in enumerate(steps, start=1):
         # What the trainer itself trained on: OpenRLHF's "return" is the mean over the samples it received.
         assert summary["scalars"]["train/return"][str(number)] == pytest.approx(step["advantage_mean"], abs=1e-5)
+        assert 0.0 < step["credit_trained"] < 0.6 and step["credit_entropy"] > 0.1  # a fifth, more or less in a group
         assert step["gap_plain_mean"] < 0.1  # log-probabilities are those before the masks, on both sides
         print(f"step {number}: { ({k: v for k, v in step.items() if k.startswith('advantage')}) }")
         print(f"  gap plain {step['gap_plain_mean']:.4f}, after perturbed inputs {step['gap_perturbed_mean']:.4f}")

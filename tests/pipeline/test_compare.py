@@ -15,7 +15,7 @@ import pytest
 
 from tests.pipeline.harness import ROOT, SMALL
 
-ARMS = ["--perturbations", "none,neighbor:rate=0", "--strategy", "none --no.such.flag=1"]
+BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
 EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5"]
 
@@ -23,7 +23,10 @@ EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr",
 def start(folder: Path, smollm2: str) -> subprocess.Popen:
     """The example's script, made smaller by later words."""
     small = [word for pair in SMALL.items() for word in pair]
-    words = [str(folder), *ARMS, "--seeds", "0", "--model", smollm2, *small, *EXTRA]
+    reward = folder.parent / "reward.py"
+    reward.write_text(BROKEN)
+    arms = ["--perturbations", "none,neighbor:rate=0", "--strategy", f"none --reward.remote_url={reward}"]
+    words = [str(folder), *arms, "--seeds", "0", "--model", smollm2, *small, *EXTRA]
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", "examples/compare_cpu.sh", *words],
@@ -88,7 +91,7 @@ def test_goes_on_where_it_was_killed(compared: tuple[Path, dict[str, Any], str, 
 def test_a_failed_run_is_reported_with_its_log(compared: tuple[Path, dict[str, Any], str, float]) -> None:
     folder, results, output, _ = compared
     failed = results["runs"][2]
-    assert "no.such.flag" in failed["error"]
+    assert "no reward today" in failed["error"]
     assert (folder / failed["log"]).is_file()
     assert "FAILED" in output and results["summary"][2]["failed"] == [0]
 

@@ -32,6 +32,8 @@ def check(steps: list[dict[str, Any]], plain_gap: float, rate: float) -> None:
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["rate"] == pytest.approx(rate, abs=0.12)
     assert first["shift"] > 0.0
+    assert first["rate"] <= first["planned_rate"] <= first["rate"] + 0.02  # `until` and protected tokens are rare here
+    assert 0.0 <= first["left_anchor"] <= 1.0
     for step in (first, second):
         # bfloat16 rounds at 2^-9; the mean over a hundred tokens scatters by about a third.
         assert step["gap_perturbed_mean"] <= 2.0 * plain_gap

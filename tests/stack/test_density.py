@@ -20,6 +20,9 @@ CASES = [
     ("gumbel", {"density": "gumbel"}),
     ("dirichlet", {"density": "dirichlet"}),
     ("normal", {"density": "normal"}),
+    ("multiplex", {"density": "joint"}),
+    ("lepo", {"density": "lepo"}),
+    ("latent", {"density": "latent"}),
     ("gaussian", {"density": "gaussian", "base": "soft"}),
     ("gaussian", {"density": "gaussian", "base": "fuzzy"}),
     ("gaussian", {"density": "gaussian"}),
@@ -79,7 +82,9 @@ def test_density_on_real_rollouts(engine: Any, actor: Any, name: str, options: d
     elif name == "gaussian":
         assert torch.equal(old, own), "the token's: a vector's density enters as its gradient"
     else:
-        assert ((old - own)[perturbed].abs() > 1e-3).float().mean() > 0.9
+        # Several draws of one confident token, or a mixture of it alone, weigh nearly what the token does.
+        often = 0.2 if name in ("multiplex", "lepo") else 0.9
+        assert ((old - own)[perturbed].abs() > 1e-3).float().mean() > often
     actor.model.zero_grad()
     new, _, _ = forward(actor, perturbation, rollouts)
     assert torch.equal(new.detach(), old), "the ratio before an update is exactly 1"

@@ -20,14 +20,21 @@ OPTIONS = {
     "dirichlet": [{}],
     "normal": [{}],
     "orthogonal": [{}],
+    "multiplex": [{}],
+    "moi": [{}],
+    "selar": [{"threshold": 0.0}],
+    "lepo": [{"gate": "none"}],
+    "latent": [{}],
 }
+OFTEN = ("gaussian", "gumbel", "soft", "multiplex")
 CASES = [
     pytest.param(
         name,
         {**options, "rate": rate},
         id=f"{name}-{rate}-{'-'.join(map(str, options.values())) or 'default'}",
         # At rate 1 every position has the inputs of the perturbation; plain ones between them are the same for all.
-        marks=[pytest.mark.slow] if rate < 1.0 and name != "neighbor" else [],
+        # Those of the other names are in test_v2.py as well, on short answers, in both runners.
+        marks=[] if name == "neighbor" or (rate == 1.0 and name in OFTEN) else [pytest.mark.slow],
     )
     for name, choices in OPTIONS.items()
     for options in choices
@@ -55,3 +62,23 @@ def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, options: d
         assert sum(len(r.record.to_bytes()) for r in rollouts) <= 3 * len(gap)
     without = gaps(hf_model, rollouts[::4], replay=False)
     assert without.max() >= 1e-2, "leaving the replay out must show, or this test shows nothing"
+
+
+def test_a_position_where_nothing_acts_leaves_no_record(engine: Any, hf_model: Any) -> None:
+    """SeLaR mixes where the model wavers: at some positions and not at all, and the answer is replayed all the same."""
+    set_perturbation(engine, "selar")
+    rollouts = sample(engine, chat_prompts(engine), max_tokens=60)
+    assert 10 < sum(len(r.record) for r in rollouts) < 200
+    for record in (r.record for r in rollouts):
+        assert (record.weights[:, 0] == 0.0).all()
+    assert gaps(hf_model, rollouts).max() <= 1e-4
+
+
+def test_further_draws_keep_to_what_the_request_allows(engine: Any, hf_model: Any) -> None:
+    """Half of the positions are perturbed, so that their rows are picked out of what top-k left."""
+    set_perturbation(engine, "multiplex", rate=0.5)
+    for top_k in (1, 2):
+        rollouts = sample(engine, chat_prompts(engine), max_tokens=40, top_k=top_k)
+        kinds = [len(set(ids)) for r in rollouts for ids in r.record.ids.tolist()]
+        assert len(kinds) > 40 and max(kinds) == top_k
+        assert gaps(hf_model, rollouts).max() <= 1e-4

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
+from ngrpo.trainer.turns import Conversation
 from perturbations import ReplayRecord
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
 
@@ -169,6 +170,40 @@ def test_a_further_turn_replays_the_turns_before(plain_engine: Any, hf_model: An
     assert gaps(hf_model, [second]).max() <= 1e-4
     forgotten = Rollout(further, second.tokens, first.record, second.log_probs, [])
     assert gaps(hf_model, [forgotten]).max() > 1e-3
+
+
+def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_model: Any) -> None:
+    """Tool text stands between the turns; before the third, half of the first answer is taken out of the prompt.
+
+    Edits behind the cut belong to other tokens now: they are dropped and counted, and what is left is exact.
+    """
+    set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
+    encode = plain_engine.get_tokenizer().encode
+    (prompt,) = chat_prompts(plain_engine, QUESTIONS[:1])
+    first_prompt, conversation = len(prompt), Conversation({})
+    for turn in range(3):
+        if turn == 2:
+            del prompt[first_prompt + 8 : first_prompt + 16]
+        conversation.go_on(prompt)
+        before = None if conversation.record is None else conversation.record.replay
+        given = [{"record": before.to_bytes()}] if before is not None else None
+        (rollout,) = sample(plain_engine, [prompt], given, max_tokens=16)
+        conversation.add((rollout.record.to_bytes(), rollout.log_probs.tobytes(), b""), prompt, rollout.tokens)
+        assert gaps(hf_model, [rollout]).max() <= 1e-4
+        if turn == 0:
+            first = rollout.record
+        elif turn == 1:
+            kept = rollout.record.truncate(first_prompt + 16)
+            assert kept.positions.tolist() == first.positions.tolist() and not conversation.record.dropped
+            second = rollout.record
+        prompt = rollout.sequence + encode("\nThe tool says 7. Go on.")
+    record = conversation.record
+    early = second.truncate(first_prompt + 8)
+    assert len(early) and record.dropped == len(second) - len(early) > 0
+    assert record.replay.positions[: len(early)].tolist() == early.positions.tolist()
+    assert record.replay.positions[len(early)] >= len(rollout.prompt)
+    everything = Rollout(rollout.prompt, rollout.tokens, record.replay, rollout.log_probs, [])
+    assert gaps(hf_model, [everything]).max() <= 1e-4
 
 
 def test_greedy_temperature_and_truncation(plain_engine: Any, hf_model: Any) -> None:

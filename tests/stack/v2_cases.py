@@ -13,6 +13,11 @@ PERTURBATIONS: dict[str, dict[str, Any]] = {
     "dirichlet": {"rate": 0.5},
     "normal": {"rate": 1.0},
     "orthogonal": {"rate": 1.0},
+    "multiplex": {"rate": 1.0},
+    "moi": {"rate": 1.0},
+    "selar": {"rate": 1.0},
+    "lepo": {"rate": 0.5},
+    "latent": {"rate": 1.0},
     "hrpo": {},
     "tests.stack.own_perturbations:DenseShake": {"rate": 0.5},
 }

@@ -1,0 +1,25 @@
+"""Credit: how an answer's advantage is shared among its tokens: `ngrpo train --credit NAME`.
+
+One file for each, named as the credit is. Works with any perturbation, any advantage, and OpenRLHF's own estimators.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from perturbations.registry import Registry
+
+if TYPE_CHECKING:
+    from ngrpo.credits.base import Credit
+
+registry = Registry("credit", "ngrpo.credits:Credit", "ngrpo.credits", "ngrpo.credits")
+register, available, create = registry.register, registry.available, registry.create
+
+__all__ = ["Credit", "available", "create", "register", "registry"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Credit":
+        raise AttributeError(f"module 'ngrpo.credits' has no attribute {name!r}")
+    return import_module("ngrpo.credits.base").Credit

@@ -1,0 +1,99 @@
+"""OpenRLHF's own parser and its own conditions on flags, asked before anything is loaded or started.
+
+OpenRLHF 0.11.2 has both in the ``if __name__ == "__main__":`` block of its program, below imports that take many
+seconds. That block alone is run here, up to the training that it ends with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any, NoReturn
+
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+_PROGRAM, _CONFIG = "cli/train_ppo_ray.py", "utils/config.py"
+_HELP = "See: ngrpo train --openrlhf-help"
+_NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
+_OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--hardware", "--run-dir", "--log-file")
+
+
+def check(words: Sequence[str]) -> None:
+    """Raises ``UsageError`` for flags that OpenRLHF's parser, or one of its assertions after it, would refuse.
+
+    Args:
+        words: OpenRLHF's flags, complete.
+    """
+    try:
+        _run(words)
+    except AssertionError as error:
+        raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"OpenRLHF fails over these flags ({type(error).__name__}: {error}). {_HELP}") from None
+
+
+def print_help() -> None:
+    """Prints OpenRLHF's own help."""
+    try:
+        _run(["--help"])
+    except SystemExit:
+        return
+
+
+class _Parser(argparse.ArgumentParser):
+    """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
+        self._words = words
+
+    def error(self, message: str) -> NoReturn:
+        number = _NUMBER.fullmatch(message)
+        if number:
+            kind = "whole number" if number["kind"] == "int" else "number"
+            raise UsageError(f"{number['flag']} {number['value']}: must be a {kind}. {_HELP}")
+        raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
+
+    def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
+        given, unknown = self.parse_known_args(self._words)
+        if unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            what = "flag" if unknown[0].startswith("-") else "word"
+            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*known, *_OURS])} {_HELP}")
+        return given
+
+
+def _run(words: Sequence[str]) -> None:
+    hierarchize, block = _compiled()
+    parser = SimpleNamespace(ArgumentParser=partial(_Parser, words))
+    # It prints its warnings when the training starts.
+    exec(block, {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None})
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
+    """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
+    found = find_spec("openrlhf")
+    assert found is not None and found.origin is not None, "preflight.check_stack comes first"
+    folder = Path(found.origin).parent
+    nesting: dict[str, Any] = {}
+    exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
+    module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
+    block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
+    kept = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
+    return nesting["hierarchize"], compile(ast.Module(kept, []), _PROGRAM, "exec")
+
+
+def _downloads(node: ast.stmt) -> bool:
+    """Whether this is ``if args.use_ms:``, which patches the hub's client for the whole process."""
+    return isinstance(node, ast.If) and any(isinstance(part, ast.ImportFrom) for part in ast.walk(node))

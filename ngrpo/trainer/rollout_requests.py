@@ -1,0 +1,88 @@
+"""What every request of OpenRLHF says to the engine: its round, and whether it is perturbed.
+
+Rows of `ngrpo.trainer.seams`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from ngrpo.rollout.settings import KEY
+from ngrpo.trainer.run_settings import current_run
+
+# Answers to one prompt in one round; the next round's numbers follow.
+_MOST_ANSWERS = 1 << 20
+
+
+class _EngineWithArguments:
+    """Stands for an engine's handle while samples are requested, and adds arguments to each request."""
+
+    def __init__(self, engine: Any, arguments: Mapping[str, Any]) -> None:
+        self._engine, self._arguments = engine, arguments
+        self.generate_responses = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def remote(self, *, sampling_params: Any, **kwargs: Any) -> Any:
+        """``engine.generate_responses.remote`` with the arguments."""
+        params = deepcopy(sampling_params)
+        given = params.extra_args or {}
+        params.extra_args = {**given, KEY: {**(given.get(KEY) or {}), **self._arguments}}
+        return self._engine.generate_responses.remote(sampling_params=params, **kwargs)
+
+
+def numbered_requests(plain: type) -> type:
+    """`SamplesGenerator` whose requests carry the round, and are not perturbed in an evaluation.
+
+    A round is one batch of training prompts; a checkpoint holds its number. Evaluation rollouts are perturbed where
+    ``perturb_eval`` asks for it.
+    """
+
+    class NumberedSamplesGenerator(plain):  # type: ignore[misc, valid-type]
+        rollout_round = 0
+        _evaluating = False
+
+        def generate_eval_samples(self, **kwargs: Any) -> Any:
+            self._evaluating = True
+            try:
+                return super().generate_eval_samples(**kwargs)
+            finally:
+                self._evaluating = False
+
+        def _generate_vllm(self, *args: Any, **kwargs: Any) -> Any:
+            self.rollout_round += not self._evaluating
+            return super()._generate_vllm(*args, **kwargs)
+
+        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
+            perturbation = current_run().perturbation
+            arguments: dict[str, Any] = {"round": self.rollout_round}
+            if self._evaluating and perturbation is not None and not perturbation.perturb_eval:
+                arguments["enabled"] = False
+            engines = self.vllm_engines
+            self.vllm_engines = [_EngineWithArguments(engine, arguments) for engine in engines]
+            try:
+                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
+            finally:
+                self.vllm_engines = engines
+
+    return NumberedSamplesGenerator
+
+
+class AnswerNumbers:
+    """Numbers the answers to each prompt: the same ones in every run, resumed or not."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._asked: Counter[str] = Counter()
+
+    def next(self, prompt: str, round_: int) -> int:
+        """The number of the next answer to a prompt in a round."""
+        if round_ != self._round:
+            self._round, self._asked = round_, Counter()
+        number = self._asked[prompt]
+        self._asked[prompt] += 1
+        return round_ * _MOST_ANSWERS + number

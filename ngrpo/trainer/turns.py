@@ -1,0 +1,85 @@
+"""The turns of one conversation: a further turn replays the perturbed inputs of those before it.
+
+An edit belongs to the tokens before it. Where an agent or a chat template has changed them (a template that strips
+earlier `<think>` text does), everything that was recorded from the first changed token on is dropped and counted:
+neither the engine nor the trainer may put an old edit on another token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngrpo.rollout.records import parse, sampling_mask
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
+
+
+class Conversation:
+    """What has been recorded of one trajectory of OpenRLHF.
+
+    Attributes:
+        arguments: what each of its requests says to the engine.
+        record: of all turns so far; None before the first.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        self.record: TrajectoryRecord | None = None
+        self._tokens = np.zeros(0, dtype=np.int64)
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """Keeps what was recorded of the tokens that are still there.
+
+        Args:
+            tokens: of the next turn's prompt, or of the whole conversation at its end.
+        """
+        if self.record is None:
+            return
+        now = np.asarray(tokens, dtype=np.int64)
+        both = min(len(now), len(self._tokens))
+        changed = np.flatnonzero(now[:both] != self._tokens[:both])
+        self._keep(int(changed[0]) if len(changed) else both)
+
+    def add(self, taken: Sequence[bytes], prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Takes in a turn; :meth:`go_on` was told its prompt.
+
+        Args:
+            taken: the turn's record, log-probabilities and sampling mask, as the worker sent them.
+            prompt: token ids that the turn began with.
+            tokens: token ids that it generated.
+        """
+        (record, log_probs), mask = parse(taken), sampling_mask(taken)
+        start, length = len(prompt), len(prompt) + len(tokens)
+        by_position = np.full(length, np.nan, dtype=np.float32)
+        dropped = 0
+        if self.record is not None:
+            known, dropped = self.record.log_probs, self.record.dropped
+            by_position[: len(known)] = known
+            mask = None if mask is None else self.record.mask.joined(mask, turn=start)
+        # The engine may have computed further tokens before it knew of the stop.
+        by_position[start:] = log_probs[: len(tokens)]
+        mask = None if mask is None else mask.truncate(length)
+        self.record = TrajectoryRecord(record.truncate(length), by_position, mask, dropped)
+        self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
+
+    def _keep(self, length: int) -> None:
+        """Drops what lies beyond the first ``length`` tokens."""
+        if length >= len(self._tokens):
+            return
+        before, self._tokens = self.record, self._tokens[:length]
+        mask = None if before.mask is None else before.mask.truncate(length)
+        kept = before.replay.truncate(length)
+        dropped = before.dropped + len(before.replay) - len(kept)
+        self.record = dataclasses.replace(
+            before, replay=kept, log_probs=before.log_probs[:length], mask=mask, dropped=dropped
+        )
+
+
+def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, Any]:
+    """OpenRLHF's response to a trajectory, with the record in ``mm_train_inputs``, fitted to the tokens in it."""
+    conversation.go_on(response["observation_tokens"])
+    response["mm_train_inputs"] = conversation.record.pack()
+    return response

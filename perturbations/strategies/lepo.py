@@ -1,0 +1,45 @@
+"""LEPO: latent tokens at the beginning of an answer, from Gumbel-softmax (arXiv 2604.17892, by its released code)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perturbations.base import Proposal, Replayed
+from perturbations.edit import InputEdit
+from perturbations.gates.base import Gate
+from perturbations.options import option
+from perturbations.registry import gates, register
+from perturbations.step import Step
+from perturbations.top_tokens import TopTokens
+
+
+@register("lepo")
+@dataclass(frozen=True, kw_only=True)
+class LEPO(TopTokens):
+    """Feeds a Gumbel-softmax mixture for the first tokens of an answer, and writes the likeliest into the text."""
+
+    paper = "LEPO, arXiv 2604.17892"
+
+    gate: str | Gate | None = option("first", "perturb only where this gate, too, is open: its name", registry=gates)  # noqa: RUF009
+    k: int = option(30, "number of tokens mixed at most", low=1)
+    tau: float = option(0.5, "temperature of the Gumbel-softmax, τ_g", above=0.0)
+    density: str = option(
+        "token",
+        "what the loss weighs: the token's probability, or the weighted log-probabilities of what was mixed",
+        choices=("token", "lepo"),
+    )
+
+    def propose(self, step: Step) -> Proposal:
+        """w = softmax((z̃ + g) / τ_g) over the tokens left; the text takes the likeliest, without the noise."""
+        ids, p = self.top(step.logits)
+        scores = torch.where(p > 0.0, p.log() + step.gumbel(ids), -torch.inf)
+        return Proposal(InputEdit(ids, torch.softmax(scores / self.tau, dim=-1)), ids[:, 0])
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """Σ_i w_i log π(i), π over the whole vocabulary."""
+        weights = replayed.edit.weights
+        log_probs = torch.where(weights > 0.0, replayed.log_probs(replayed.edit.ids), 0.0)
+        return (weights * log_probs).sum(dim=-1)

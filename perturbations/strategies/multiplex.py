@@ -1,0 +1,57 @@
+"""Multiplex Thinking: several tokens drawn at once and fed as one (arXiv 2601.08808)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.edit import InputEdit
+from perturbations.options import option
+from perturbations.registry import register
+from perturbations.step import Step
+
+
+@register("multiplex")
+@dataclass(frozen=True, kw_only=True)
+class Multiplex(Perturbation):
+    """Draws k tokens independently, feeds their mixture, and writes the first of them into the text."""
+
+    paper = "Multiplex Thinking, arXiv 2601.08808"
+
+    k: int = option(3, "tokens drawn at each position", low=1)
+    weights: str = option(
+        "weighted",
+        "a drawn token's weight: its probability times how often it was drawn, or how often alone",
+        choices=("weighted", "average"),
+    )
+    density: str = option(
+        "token",
+        "what the loss weighs: the first draw's probability, or that of all k draws",
+        choices=("token", "joint"),
+    )
+
+    def propose(self, step: Step) -> Proposal:
+        """w_j = p(k_j) / Σ_i p(k_i) over the k draws, or 1 / k; a token drawn twice stands there twice.
+
+        p is the probability before top-k, top-p and min-p, within which all k are drawn.
+        """
+        ids = step.sampled.unsqueeze(-1)
+        if self.k > 1:
+            ids = torch.cat([ids, step.draws(self.k - 1)], dim=-1)
+        if self.weights == "weighted":
+            mixture = torch.softmax(step.logits.gather(-1, ids), dim=-1)
+        else:
+            mixture = torch.full_like(ids, 1.0 / self.k, dtype=torch.float32)
+        return Proposal(InputEdit(ids, mixture), step.sampled)
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """Σ_j log π(k_j), repeats counted.
+
+        All draws share the normaliser of the first, which is the token in the text: so they are among the tokens that
+        sampling left wherever that one's log-probability is (``--sampling.correct_mask``).
+        """
+        scores = replayed.at(replayed.edit.ids)
+        return scores.sum(dim=-1) + self.k * (replayed.token_log_probs - scores[:, 0])

@@ -1,0 +1,43 @@
+"""SeLaR: selective latent reasoning, a mixture pushed away from the likeliest token (arXiv 2604.08299)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from perturbations.base import Perturbation, Proposal
+from perturbations.edit import InputEdit
+from perturbations.options import option
+from perturbations.registry import register
+from perturbations.step import Step
+from perturbations.top_tokens import check_top_k, truncated
+
+
+@register("selar")
+@dataclass(frozen=True, kw_only=True)
+class SeLaR(Perturbation):
+    """Mixes the k likeliest tokens where they are nearly equally likely, away from the first; elsewhere the token."""
+
+    paper = "SeLaR, arXiv 2604.08299"
+    mixture = "affine"
+
+    k: int = option(3, "number of likely tokens", low=2)
+    threshold: float = option(0.5, "τ: mixed where the entropy over its maximum is at least this", low=0.0, high=1.0)
+
+    def propose(self, step: Step) -> Proposal:
+        """H ≥ τ: w_v = (1 + H) p_v − H · 1[v likeliest], with p renormalised over the k likeliest and H over ln k."""
+        ids, p = truncated(step.logits, self.k, 1.0)
+        h = (torch.special.entr(p).sum(dim=-1, keepdim=True) / math.log(self.k)).clamp(0.0, 1.0)
+        mixed = (1.0 + h) * p
+        mixed[:, :1] -= h
+        acts = h >= self.threshold
+        # The sampled token first: with weight 1 where nothing is mixed, else with weight 0.
+        weights = torch.cat([(~acts).float(), torch.where(acts, mixed, 0.0)], dim=-1)
+        ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)
+        return Proposal(InputEdit(ids, weights), step.sampled, acts.squeeze(-1))
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.k, vocabulary, low=2)

@@ -1,0 +1,142 @@
+"""Credits: their formulas by hand, and how a step's tokens get them in OpenRLHF's experiences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngrpo import catalogue, credits, flags, summary
+from ngrpo.trainer import credit_seams
+from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.trainer.seams import active
+from perturbations.errors import UsageError
+from tests.fast.run import run_with
+
+A = torch.tensor([1.5, 1.5, -0.5, -0.5, -0.5, 0.0])
+H = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"),
+    [
+        (0.5, [0.0, 1.5, 0.0, -0.5, 0.0, 0.0]),  # the three largest entropies: 3, 2, 1
+        (0.2, [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]),  # ⌈0.2 · 6⌉ = 2 of six tokens
+        (1.0, A.tolist()),
+        (1e-9, [0.0] * 6),  # at least one, which here has no advantage
+    ],
+)
+def test_top_entropy(fraction: float, expected: list[float]) -> None:
+    assert credits.create("top_entropy", fraction=fraction).formula(A, H).tolist() == expected
+
+
+def test_top_entropy_keeps_all_of_an_equal_entropy() -> None:
+    found = credits.create("top_entropy").formula(torch.ones(5), torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0]))
+    assert found.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert credits.create("top_entropy").formula(torch.zeros(0), torch.zeros(0)).tolist() == []
+
+
+def test_entropy_bonus() -> None:
+    """min(.4 H, |A| / 2): .04; .75 of .8; .12; .25 of .4; 0; 0 of 1.2."""
+    found = credits.create("entropy_bonus").formula(A, H)
+    assert found.tolist() == pytest.approx([1.54, 2.25, -0.38, -0.25, -0.5, 0.0], abs=1e-6)
+    found = credits.create("entropy_bonus", alpha=1.0, kappa=4.0).formula(A, H)
+    assert found.tolist() == pytest.approx([1.6, 1.875, -0.375, -0.375, -0.5, 0.0], abs=1e-6)
+
+
+def test_the_command_line() -> None:
+    words = ["--model", "m", "--credit", "top_entropy", "--credit.fraction", "0.3"]
+    settings = flags.parse(words).settings
+    assert settings.credit_spec == {"name": "top_entropy", "fraction": 0.3}
+    assert settings.conditions == ("credit",)
+    seams = {seam.ours for seam in active(["credit"])}
+    assert {"ngrpo.trainer.credit_seams:own_credit", "ngrpo.trainer.credit_seams:with_entropies"} < seams
+    for words, message in (
+        (["--credit", "top"], "unknown credit 'top'"),
+        (["--credit.fraction", "0.3"], "--credit.fraction is given, but no credit. Add --credit NAME."),
+        (["--credit", "entropy_bonus", "--credit.kappa", "1"], "kappa='1': must be greater than 1"),
+    ):
+        with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+            flags.parse(words)
+    assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help()
+
+
+# --- in OpenRLHF -----------------------------------------------------------------------------------
+
+
+class Actor(nn.Module):
+    """As OpenRLHF's: log-probabilities of the last tokens, and the entropy of all but the last row when asked."""
+
+    def forward(
+        self, sequences: Tensor, action_mask: Tensor, return_output: bool = False, return_entropy: bool = False
+    ) -> Any:
+        log_probs = -sequences[:, -action_mask.shape[1] :].float()
+        output = SimpleNamespace(entropy=10.0 * sequences[:, 1:].float()) if return_entropy else SimpleNamespace()
+        return (log_probs, output) if return_output else log_probs
+
+
+class ModelActor:
+    def __init__(self) -> None:
+        self.actor = Actor()
+
+    def forward(self, sequences: Tensor, action_mask: Tensor) -> Tensor:
+        return self.actor(sequences, action_mask)
+
+
+def test_the_actor_keeps_entropies_and_returns_what_it_returned() -> None:
+    actor, plain = credit_seams.with_entropies(ModelActor)(), ModelActor()
+    batches = [torch.arange(8).view(2, 4), torch.arange(3).view(1, 3)]
+    masks = [torch.ones(2, 2), torch.ones(1, 1)]
+    for sequences, mask in zip(batches, masks):
+        assert torch.equal(actor.forward(sequences, mask), plain.forward(sequences, mask))
+    assert [h.tolist() for h in actor.token_entropies()] == [[[20.0, 30.0], [60.0, 70.0]], [[20.0]]]
+    assert actor.token_entropies() == []
+    assert "forward" not in vars(actor.actor), "the model's own forward is back in its place"
+
+
+def experience(advantages: list[list[float]], mask: list[list[int]]) -> SimpleNamespace:
+    made = torch.tensor(advantages)
+    return SimpleNamespace(advantages=made, action_mask=torch.tensor(mask), action_log_probs=torch.zeros_like(made))
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Two actors of a tensor-parallel pair each: every second one's answer counts."""
+    kept = [[torch.tensor([[5.0, 9.0], [1.0, 2.0]])], [], [torch.tensor([[4.0, 8.0]])], []]
+    monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda value: value))
+    args = SimpleNamespace(ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2))
+    return SimpleNamespace(
+        strategy=SimpleNamespace(args=args),
+        actor_model_group=SimpleNamespace(async_run_method=lambda method_name: kept),
+    )
+
+
+def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
+    """Padding counts for nothing: the entropy of 9 is beyond its answer, so the two largest of five are 8 and 5."""
+    run_with(monkeypatch, credit_spec={"name": "top_entropy", "fraction": 0.4})
+    experiences = [experience([[1.0, 7.0], [2.0, 2.0]], [[1, 0], [1, 1]]), experience([[-1.0, -1.0]], [[1, 1]])]
+    step = credit_seams.own_credit(lambda maker, experiences: experiences)
+    found = step(maker, experiences)
+    assert [e.advantages.tolist() for e in found] == [[[1.0, 7.0], [0.0, 0.0]], [[0.0, -1.0]]]
+    assert maker.step_measures == {
+        "credit/entropy": pytest.approx(4.0),
+        "credit/trained": pytest.approx(0.4),
+        "credit/size": pytest.approx(2 / 7),
+    }
+
+
+def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
+    run_with(monkeypatch, credit_spec={"name": "top_entropy"})
+    monkeypatch.setattr(type(credits.create("top_entropy")), "formula", lambda self, a, h: a[:1])
+    experiences = [experience([[1.0, 7.0], [2.0, 2.0]], [[1, 0], [1, 1]]), experience([[-1.0, -1.0]], [[1, 1]])]
+    with pytest.raises(RuntimeError, match=r"formula returns \(1,\) for 5 tokens"):
+        credit_seams.shared(maker, experiences)
+
+
+def test_the_summary_has_the_credit() -> None:
+    series = {"train/rollout/reward_mean": {1: 0.5}, "train/credit/trained": {1: 0.2}}
+    assert summary.steps(series) == [{"step": 1, "reward": 0.5, "credit_trained": 0.2}]
+    assert RunSettings(credit_spec={"name": "entropy_bonus"}).credit.kappa == 2.0

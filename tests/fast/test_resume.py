@@ -1,0 +1,44 @@
+"""What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_resume.py."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+from ngrpo.trainer.resume import resuming_trainer
+from ngrpo.trainer.visits import Visits
+
+
+class Trainer:
+    """As OpenRLHF's PPOTrainer: a checkpoint is what it was last given."""
+
+    saved: Any = None
+
+    def __init__(self) -> None:
+        self.samples_generator, self.experience_maker = SimpleNamespace(), SimpleNamespace()
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
+        Trainer.saved = pickle.dumps(client_states)
+
+    def init_checkpoint_states(self) -> Any:
+        return pickle.loads(self.saved)
+
+
+def test_round_and_counts_go_on() -> None:
+    first, second = resuming_trainer(Trainer)(), resuming_trainer(Trainer)()
+    first.samples_generator.rollout_round = 7
+    first.experience_maker.visits = Visits()
+    first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
+    first.save_logs_and_checkpoints(7, {}, {"global_step": 7})
+    states = second.init_checkpoint_states()
+    assert states["global_step"] == 7 and second.samples_generator.rollout_round == 7
+    assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
+    assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
+
+
+def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
+    Trainer.saved = pickle.dumps({"global_step": 3})
+    trainer = resuming_trainer(Trainer)()
+    assert trainer.init_checkpoint_states() == {"global_step": 3}
+    assert not vars(trainer.samples_generator) and not vars(trainer.experience_maker)

@@ -1,0 +1,245 @@
+"""Multiplex, Mixture of Inputs, SeLaR, LEPO and Latent-GRPO against numbers derived by hand (see the comments)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from perturbations.base import Replayed, Step
+from perturbations.edit import InputEdit
+from perturbations.embeddings import matrix_embeddings
+from perturbations.errors import UsageError
+from perturbations.registry import create, create_gate
+from perturbations.step import Positions
+from tests.fast.test_strategies import E, P, close, many, row, step_of
+
+
+class GivenDraws(Step):
+    """A step whose further draws are given."""
+
+    def draws(self, n: int) -> Tensor:
+        return torch.tensor([self.given[:n]])
+
+
+def drawn(probabilities: list[float], first: int, *others: int) -> Step:
+    logits = torch.tensor([probabilities]).log() - 1.5
+    rest = (torch.tensor([first]), torch.ones(1), torch.tensor([7]), torch.tensor([11]), matrix_embeddings(E))
+    step = GivenDraws(logits, *rest)
+    object.__setattr__(step, "given", list(others))
+    return step
+
+
+def by_token(ids: list[int], weights: list[float]) -> dict[int, float]:
+    """The weight of each token, summed over the places where it stands."""
+    total: dict[int, float] = {}
+    for token, weight in zip(ids, weights):
+        total[token] = total.get(token, 0.0) + weight
+    return {token: weight for token, weight in total.items() if weight}
+
+
+def replayed(edit: InputEdit, token: int, probabilities: list[float], temperature: float = 1.0) -> Replayed:
+    """One position in the second of two rows, of a policy with these probabilities at temperature 1."""
+    z = torch.tensor([[1.0] * len(probabilities), probabilities]).log() / temperature + 0.7
+    log_probs = torch.log_softmax(z, dim=-1)[1:, token]
+    lookup = matrix_embeddings(E).lookup
+    return Replayed(z, torch.tensor([1]), log_probs, temperature, edit, None, lookup)
+
+
+# --- multiplex ------------------------------------------------------------------------------------
+
+
+def test_multiplex() -> None:
+    """p = .5, .3, .2; draws 0, 1, 0: weights .5, .3, .5 over 1.3, so 1/1.3 = .769231 and .3/1.3 = .230769."""
+    ids, weights, token = row(create("multiplex").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
+    assert (ids, token) == ([0, 1, 0], 0)
+    assert by_token(ids, weights) == {0: pytest.approx(0.769231, abs=1e-6), 1: pytest.approx(0.230769, abs=1e-6)}
+
+
+def test_multiplex_average() -> None:
+    ids, weights, _ = row(create("multiplex", weights="average").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
+    assert by_token(ids, weights) == {0: pytest.approx(2 / 3), 1: pytest.approx(1 / 3)}
+
+
+def test_multiplex_joint_density() -> None:
+    """2 ln .5 + ln .3 = -2.590267: a draw that repeats another counts again."""
+    perturbation = create("multiplex", density="joint")
+    edit = perturbation.propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)).edit
+    assert perturbation.log_density(replayed(edit, 0, [0.5, 0.3, 0.2])).tolist() == close(-2.590267)
+
+
+def test_multiplex_joint_density_among_the_tokens_left() -> None:
+    """Sampling left tokens 0 and 1, so the first draw's log π is ln(.5/.8): the sum is 2 ln .625 + ln .375."""
+    perturbation = create("multiplex", density="joint")
+    edit = perturbation.propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)).edit
+    whole = replayed(edit, 0, [0.5, 0.3, 0.2])
+    left = Replayed(whole.logits, whole.rows, torch.tensor([0.625]).log(), 1.0, edit, None, whole.lookup)
+    assert perturbation.log_density(left).tolist() == close(2 * math.log(0.625) + math.log(0.375))
+
+
+def test_further_draws_are_independent_samples() -> None:
+    """Pairs of 100,000 positions against p_i p_j: chi-squared with 24 degrees, 0.999 quantile 51.2."""
+    n = 100_000
+    draws = many(n, P).draws(2)
+    counts = torch.bincount(draws[:, 0] * 5 + draws[:, 1], minlength=25).double()
+    expected = n * torch.outer(torch.tensor(P), torch.tensor(P)).flatten().double()
+    assert ((counts - expected).square() / expected).sum() < 51.2
+
+
+def test_further_draws_are_among_those_that_the_request_allows() -> None:
+    step = many(2000, P)
+    allowed = step.logits.clone()
+    allowed[:, [0, 3, 4]] = -torch.inf
+    step = Step(**{**vars(step), "drawable": allowed})
+    draws = step.draws(3)
+    assert set(draws.flatten().tolist()) == {1, 2}
+    assert (draws == 1).float().mean().item() == pytest.approx(2 / 3, abs=0.03)  # 4/16 : 2/16
+    # The weights are of the whole distribution's probabilities, whose ratio is the same.
+    step = Step(**{**vars(step), "sampled": draws[:, 0]})
+    edit = create("multiplex").propose(step).edit
+    p = torch.tensor(P)[edit.ids]
+    torch.testing.assert_close(edit.weights, p / p.sum(-1, keepdim=True))
+
+
+def test_a_long_tail_is_drawn_as_often_as_it_should_be() -> None:
+    """Half of the probability on one token, half on 50,000 others: noise on a grid of 2^-24 would be too coarse."""
+    n, size = 400, 50_001
+    logits = torch.full((n, size), 0.5 / (size - 1)).log()
+    logits[:, 0] = math.log(0.5)
+    step = many(n, P)
+    draws = Step(**{**vars(step), "logits": logits}).draws(1)
+    assert (draws == 0).float().mean().item() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(n))
+    assert len(draws[draws > 0].unique()) > 0.95 * (draws > 0).sum()
+
+
+# --- Mixture of Inputs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entropy", ["all", "top"])
+@pytest.mark.parametrize(
+    ("probabilities", "sampled", "beta", "expected"),
+    [
+        # H = .801819 / ln 3 = .729847; (H p + (2 - H) 1[y]) / 2.
+        ([0.7, 0.2, 0.1], 1, 1.0, [0.255446, 0.708061, 0.036492]),
+        ([0.25] * 4, 1, 1.0, [0.125, 0.625, 0.125, 0.125]),
+        ([0.7, 0.2, 0.1], 0, 0.25, [0.824837, 0.116775, 0.058388]),
+    ],
+)
+def test_moi(probabilities: list[float], sampled: int, beta: float, expected: list[float], entropy: str) -> None:
+    perturbation = create("moi", k=len(probabilities), beta=beta, entropy=entropy)
+    ids, weights, token = row(perturbation.propose(step_of(probabilities, sampled=sampled)))
+    found = by_token(ids, weights)
+    assert (ids[0], token) == (sampled, sampled)
+    assert [found[i] for i in range(len(expected))] == pytest.approx(expected, abs=2e-6)
+
+
+def test_moi_entropy_of_all_or_of_the_likeliest() -> None:
+    """p = .5, .3, .2 with k = 2: all: H = 1.029653 / ln 3 = .937231; the two: .625, .375, H = .661563 / ln 2 = .954434.
+
+    y is not among the two: its weight is 1 - H / 2 all the same.
+    """
+    for entropy, h in (("all", 0.937231), ("top", 0.954434)):
+        ids, weights, _ = row(create("moi", k=2, entropy=entropy).propose(step_of([0.5, 0.3, 0.2], sampled=2)))
+        assert ids == [2, 0, 1] and weights == close(1 - h / 2, 0.625 * h / 2, 0.375 * h / 2)
+
+
+# --- SeLaR ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "expected"),
+    [([0.5, 0.3, 0.2], [0.031385, 0.581169, 0.387446]), ([0.4, 0.35, 0.25], [-0.190123, 0.694239, 0.495885])],
+)
+def test_selar(probabilities: list[float], expected: list[float]) -> None:
+    """H = .937231 and .983539: (1 + H) p, less H at the likeliest. The text keeps the sampled token."""
+    proposal = create("selar").propose(step_of(probabilities, sampled=2))
+    assert row(proposal) == ([2, 0, 1, 2], close(0.0, *expected), 2)
+    assert proposal.acts.tolist() == [True]
+
+
+def test_selar_is_selective() -> None:
+    """p = .9, .07, .03: H = .351507 < .5, an ordinary position; with the threshold below, it is mixed."""
+    step = step_of([0.9, 0.07, 0.03], sampled=1)
+    proposal = create("selar").propose(step)
+    assert row(proposal) == ([1, 0, 1, 2], [1.0, 0.0, 0.0, 0.0], 1) and proposal.acts.tolist() == [False]
+    assert create("selar", threshold=0.3515).propose(step).acts.tolist() == [True]
+    assert create("selar", threshold=0.3516).propose(step).acts.tolist() == [False]
+
+
+# --- LEPO -------------------------------------------------------------------------------------------
+
+
+def test_lepo() -> None:
+    """p = .6, .3, .1, g = 0, 1, -.5, τ = .5: w as below; Σ w ln p = -.965329; the text is the likeliest."""
+    perturbation = create("lepo", k=3, top_p=1.0, density="lepo")
+    proposal = perturbation.propose(step_of([0.6, 0.3, 0.1], sampled=2, noise=[0.0, 1.0, -0.5]))
+    assert row(proposal) == ([0, 1, 2], close(0.349958, 0.646465, 0.003576), 0)
+    assert perturbation.log_density(replayed(proposal.edit, 0, [0.6, 0.3, 0.1])).tolist() == close(-0.965329)
+
+
+def test_lepo_noise_is_not_clamped_and_cut_tokens_take_no_part() -> None:
+    """g = 0, 5 at p = .6, .3 after top-p .85, τ = 1: weights .6 : .3 e^5; log π is of the whole vocabulary."""
+    perturbation = create("lepo", k=3, top_p=0.85, tau=1.0, density="lepo")
+    proposal = perturbation.propose(step_of([0.6, 0.3, 0.1], noise=[0.0, 5.0, 9.0]))
+    share = 0.3 * math.exp(5) / (0.6 + 0.3 * math.exp(5))
+    assert row(proposal) == ([0, 1, 0], close(1 - share, share, 0.0), 0)
+    expected = (1 - share) * math.log(0.6) + share * math.log(0.3)
+    assert perturbation.log_density(replayed(proposal.edit, 0, [0.6, 0.3, 0.1])).tolist() == close(expected)
+
+
+def test_the_gate_of_the_first_tokens() -> None:
+    import numpy as np
+
+    positions = Positions(np.zeros(4, np.int64), np.full(4, 100), np.array([100, 101, 102, 163]))
+    assert create_gate("first", length=2).plan(positions).tolist() == [True, True, False, False]
+    assert create("lepo").gate.length == 64
+    assert create("lepo", **{"gate.length": 2}).selects(positions).tolist() == [True, True, False, False]
+    assert create("lepo", gate="none").selects(positions).tolist() == [True] * 4
+
+
+# --- Latent-GRPO ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_latent(temperature: float) -> None:
+    """p = .6, .3, .1, raw g = -2, .4, 3.7: noise 0, 1.9, 4.5; y = -.510826, .696027, 2.197415. p is at temperature 1.
+
+    The density: Δ = 0, 1.9, 4.5, mean of -Δ - exp(-Δ) = -2.520226.
+    """
+    tempered = torch.softmax(torch.tensor([0.6, 0.3, 0.1]).log() / temperature, dim=-1).tolist()
+    perturbation = create("latent", k=3, density="latent")
+    proposal = perturbation.propose(step_of(tempered, temperature=temperature, noise=[-2.0, 0.4, 3.7]))
+    ids, weights, token = row(proposal)
+    assert (ids, token) == ([2, 1, 0], 2) and weights == close(0.775510, 0.172800, 0.051691)
+    density = perturbation.log_density(replayed(proposal.edit, 2, [0.6, 0.3, 0.1], temperature))
+    assert density.tolist() == pytest.approx([-2.520226], abs=1e-5)
+
+
+def test_latent_density_is_not_clamped() -> None:
+    """A policy that moved from p = .1 to .9 at token 2, whose noise was 4.5: Δ = 4.5 - ln 9; and below 0 as well."""
+    perturbation = create("latent", k=1, density="latent", top_p=1.0)
+    edit = perturbation.propose(step_of([0.6, 0.3, 0.1], noise=[-2.0, -2.0, 4.0])).edit
+    assert edit.ids.tolist() == [[2]]
+    for now, delta in ((0.9, 4.5 - math.log(9)), (1.0 - 1e-7, 4.5 - math.log(10))):
+        density = perturbation.log_density(replayed(edit, 2, [(1 - now) / 2, (1 - now) / 2, now]))
+        assert density.tolist() == pytest.approx([-delta - math.exp(-delta)], abs=1e-5)
+    edit = InputEdit(edit.ids, edit.weights, normalizer=torch.tensor([math.log(0.1) - 0.5]))
+    assert perturbation.log_density(replayed(edit, 2, [0.6, 0.3, 0.1])).tolist() == close(0.5 - math.exp(0.5))
+
+
+def test_latent_takes_the_nucleus_and_at_least_k() -> None:
+    """P = 8 : 4 : 2 : 1 : 1, of 16: a nucleus of .7 holds tokens 0 and 1; large noise elsewhere does not count."""
+    noise = [0.0, 0.0, 3.0, 3.0, 2.9]
+    assert row(create("latent", k=2, top_p=0.7).propose(step_of(P, noise=noise)))[0] == [0, 1]
+    assert row(create("latent", k=3, top_p=0.7).propose(step_of(P, noise=noise)))[0] == [2, 0, 1]
+    assert row(create("latent", k=2, top_p=1.0).propose(step_of(P, noise=noise)))[0] == [2, 3]
+    assert row(create("latent", k=2, top_p=1.0, pool=3).propose(step_of(P, noise=noise)))[0] == [2, 0]
+
+
+def test_latent_refuses_what_it_could_not_replay() -> None:
+    with pytest.raises(UsageError, match=r"tau=0\.1: must be at least 0\.5"):
+        create("latent", density="latent", tau=0.1)
+    with pytest.raises(UsageError, match="pool=5: must be at least k=10"):
+        create("latent", pool=5)

@@ -1,0 +1,82 @@
+"""Conversations: what was recorded of earlier turns stays where their tokens stayed, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngrpo.trainer.metrics import step_metrics
+from ngrpo.trainer.trajectory_record import unpack
+from ngrpo.trainer.turns import Conversation, finished
+from perturbations import ReplayRecord
+
+FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]
+
+
+def record(positions: list[int], prompt: int, tokens: int) -> ReplayRecord:
+    count = len(positions)
+    ids, weights = np.full((count, 1), 5, np.int32), np.ones((count, 1), np.float32)
+    return ReplayRecord(9, prompt, tokens, np.array(positions, np.int32), ids, weights, None, np.ones(count, bool))
+
+
+def taken(positions: list[int], prompt: int, log_probs: list[float]) -> tuple[bytes, bytes, bytes]:
+    kept = record(positions, prompt, prompt + len(log_probs)).to_bytes()
+    return kept, np.array(log_probs, np.float32).tobytes(), b""
+
+
+def first_turn() -> Conversation:
+    """Prompt of 3 tokens, answer of 4, edits at positions 3, 4 and 6."""
+    conversation = Conversation({})
+    conversation.go_on(FIRST)
+    conversation.add(taken([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, ANSWER)
+    return conversation
+
+
+@pytest.mark.parametrize(
+    ("prompt", "positions", "dropped"),
+    [
+        (FIRST + ANSWER + TOOL, [3, 4, 6], 0),
+        (FIRST + ANSWER, [3, 4, 6], 0),
+        (FIRST + ANSWER[:3] + TOOL, [3, 4], 1),  # the last token was taken away
+        ([*FIRST, 10, 99, 12, 13, *TOOL], [3], 2),  # token 4 was changed: its edit, and those behind it
+        (FIRST + ANSWER[1:] + TOOL, [], 3),  # a stripped token moves all that follow
+        ([8, *FIRST[1:], *ANSWER], [], 3),
+    ],
+)
+def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: list[int], dropped: int) -> None:
+    conversation = first_turn()
+    conversation.go_on(prompt)
+    assert conversation.record.replay.positions.tolist() == positions
+    assert conversation.record.dropped == dropped
+
+
+def test_log_probabilities_of_changed_tokens_are_forgotten() -> None:
+    conversation, prompt = first_turn(), [*FIRST, 10, 99, 12, 13, *TOOL]
+    conversation.go_on(prompt)
+    conversation.add(taken([3, 9], 9, [-0.5, -0.6]), prompt, [14, 15])
+    log_probs = conversation.record.log_probs
+    assert np.isnan(log_probs[[0, 1, 2, 4, 5, 6, 7, 8]]).all()
+    np.testing.assert_allclose(log_probs[[3, 9, 10]], [-0.1, -0.5, -0.6], rtol=1e-6)
+    assert conversation.record.replay.positions.tolist() == [3, 9] and conversation.record.dropped == 2
+
+
+def response(tokens: list[int]) -> dict[str, Any]:
+    return {"observation_tokens": tokens}
+
+
+def test_the_response_carries_what_fits_its_tokens_and_the_log_counts_the_rest() -> None:
+    whole = finished(first_turn(), response(FIRST + ANSWER + TOOL))["mm_train_inputs"]
+    cut = finished(first_turn(), response([*FIRST, 10, 99, 12, 13]))["mm_train_inputs"]
+    kept, fewer = unpack([whole, cut])
+    assert (len(kept.replay), kept.dropped, len(fewer.replay), fewer.dropped) == (3, 0, 1, 2)
+    trainer = [np.full(7, -0.1)] * 2
+    assert step_metrics([kept, fewer], trainer)["perturbation/dropped_edits"] == 2.0
+    assert "perturbation/dropped_edits" not in step_metrics([kept], trainer[:1])
+
+
+def test_nothing_recorded_is_nothing_to_keep() -> None:
+    conversation = Conversation({"sample": 3})
+    conversation.go_on(FIRST)
+    assert conversation.record is None and conversation.arguments == {"sample": 3}
