@@ -1,6 +1,7 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
 # make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
 # make test-all adds what is marked slow, and the mutations of formulas (make mutations).
+# make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ stack = status=0; for file in tests/stack/test_*.py; do \
 	  $(BIN)/python -m pytest -q $$file -m "$(1)" || [ $$? = 5 ] || status=1; \
 	done; exit $$status
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline browser lint format bench clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline browser lint format bench gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -68,6 +69,15 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.sampling_mask
 	@$(BIN)/python -m benchmarks.rollout
 	@$(BIN)/python -m benchmarks.replay
+
+# On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.
+ifdef REHEARSE
+gpu: $(READY)
+	@$(BIN)/python -m benchmarks.gpu --rehearse $(if $(STAGE),--stage $(STAGE))
+else
+gpu:
+	@$(PYTHON) -m benchmarks.gpu $(if $(STAGE),--stage $(STAGE))
+endif
 
 # The stamp is written last, so an interrupted set-up starts over and pip skips what is there.
 $(READY): setup.py Makefile

@@ -11,14 +11,66 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from benchmarks.machine import describe
 from ngrpo.models import resolve
 from ngrpo.rollout import set_perturbation
-from perturbations import available
+from perturbations import available, create, parameters
 from tests.stack.harness import build_engine, chat_prompts, gaps, sample
+
+
+def in_tree() -> list[str]:
+    """The perturbations of the tree that perturb."""
+    return [name for name, source in available().items() if source.startswith("perturbations.") and name != "none"]
+
+
+def measure(llm: Any, model: Any, prompts: list[list[int]], name: str, rate: float, tokens: int) -> dict[str, Any]:
+    """Samples with a perturbation and replays.
+
+    Args:
+        llm: an engine with a perturbation, which is replaced.
+        model: the Hugging Face model with the same weights.
+        prompts: token ids.
+        name, rate: the perturbation.
+        tokens: generated for each prompt.
+
+    Returns:
+        ``max``, ``mean``: |Δ log p| with the replay; ``unreplayed``: at worst without it; ``tokens``, ``edits``, and
+        the record's ``bytes`` a token.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        set_perturbation(llm, name, rate=rate)
+        perturbation = create(name, rate=rate)
+    with _with_parameters(model, perturbation):
+        rollouts = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=tokens)
+        gap, without = gaps(model, rollouts), gaps(model, rollouts, replay=False)
+    return {
+        "perturbation": name,
+        "rate": rate,
+        "tokens": len(gap),
+        "edits": sum(len(r.record) for r in rollouts),
+        "max": gap.max().item(),
+        "mean": gap.mean().item(),
+        "unreplayed": without.max().item(),
+        "bytes": sum(len(r.record.to_bytes()) for r in rollouts) / len(gap),
+    }
+
+
+@contextmanager
+def _with_parameters(model: Any, perturbation: Any) -> Iterator[None]:
+    """A perturbation with parameters has its module beside the model, as in training."""
+    learned = parameters.attach(model, perturbation)
+    try:
+        yield
+    finally:
+        if learned is not None:
+            delattr(model, parameters.NAME)
 
 
 def main() -> None:
@@ -34,15 +86,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     print(f"{describe()}; {options.model}, float32, chunked prefill, prefix caching")
     print(f"{'name':10s} {'rate':>5s} {'tokens':>6s} {'max':>8s} {'mean':>8s} {'unreplayed':>10s} {'bytes/tok':>10s}")
-    names = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
-    for name in names:
+    for name in in_tree():
         for rate in (0.1, 1.0):
-            set_perturbation(llm, name, rate=rate)
-            rollouts = sample(llm, chat_prompts(llm, copies=4), max_tokens=80)
-            gap, without = gaps(model, rollouts), gaps(model, rollouts, replay=False)
-            size = sum(len(r.record.to_bytes()) for r in rollouts) / len(gap)
-            figures = f"{len(gap):6d} {gap.max():8.1e} {gap.mean():8.1e} {without.max():10.2f} {size:10.2f}"
-            print(f"{name:10s} {rate:5g} {figures}", flush=True)
+            found = measure(llm, model, chat_prompts(llm, copies=4), name, rate, 80)
+            figures = f"{found['tokens']:6d} {found['max']:8.1e} {found['mean']:8.1e} {found['unreplayed']:10.2f}"
+            print(f"{name:10s} {rate:5g} {figures} {found['bytes']:10.2f}", flush=True)
 
 
 if __name__ == "__main__":

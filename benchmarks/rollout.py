@@ -4,22 +4,15 @@
 
 A stock engine and a perturbed one live side by side; each pair times stock, then the perturbation, on the same prompts.
 Printed: the median of the paired ratios (perturbed / stock, higher is better), and the range.
-
-With `--against PATH`, another checkout of this repository takes the place of stock vLLM: two processes take turns, each
-first as often as the other, and the ratio is this code's speed over that one's.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -33,18 +26,15 @@ from perturbations import available
 QUESTION = "Explain step by step how to find the sum of the first hundred odd numbers."
 
 
-def settings(compiled: bool) -> dict[str, Any]:
-    """Of each engine."""
-    on_cpu = {} if _cuda() else {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
-    on_gpu = {"gpu_memory_utilization": 0.4} if _cuda() else {}
-    common = {"dtype": "bfloat16", "enforce_eager": not compiled, "max_model_len": 1024, "max_num_seqs": 64}
-    return {**common, **on_cpu, **on_gpu}
-
-
-def engine(model: str, spec: dict[str, Any] | None, compiled: bool) -> Any:
+def engine(model: str, spec: dict[str, Any] | None, compiled: bool, **options: Any) -> Any:
+    """A bfloat16 engine in this process; two of them fit beside each other."""
     from vllm import LLM
 
-    return LLM(model, **settings(compiled), **({"additional_config": {"perturbation": spec}} if spec else {}))
+    extra = {"additional_config": {"perturbation": spec}} if spec else {}
+    on_cpu = {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
+    settings = {"dtype": "bfloat16", "enforce_eager": not compiled, "max_model_len": 1024, "max_num_seqs": 64}
+    settings |= {"gpu_memory_utilization": 0.4} if _cuda() else on_cpu
+    return LLM(model, **{**settings, **options}, **extra)
 
 
 def _cuda() -> bool:
@@ -53,79 +43,45 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def rate_of(llm: Any, batch: int, tokens: int) -> float:
+def questions(llm: Any, batch: int) -> list[list[int]]:
+    """Chat-templated token prompts, all different."""
+    tokenizer = llm.get_tokenizer()
+    result = []
+    for i in range(batch):
+        message = [{"role": "user", "content": f"{QUESTION} ({i})"}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        result.append(tokenizer.encode(text, add_special_tokens=False))
+    return result
+
+
+def rate_of(llm: Any, prompts: list[list[int]], tokens: int) -> float:
     """Generated tokens per second."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(batch)]
     began = time.perf_counter()
-    llm.chat(messages, params, use_tqdm=False)
-    return batch * tokens / (time.perf_counter() - began)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return len(prompts) * tokens / (time.perf_counter() - began)
 
 
-class Checkout:
-    """An engine in a process of its own that runs the code of a checkout."""
+def paired(stock: Any, perturbed: Any, prompts: list[list[int]], tokens: int, pairs: int) -> dict[str, float]:
+    """Times both engines in turn.
 
-    def __init__(self, path: Path, model: str, compiled: bool) -> None:
-        worker = Path(__file__).with_name("rollout_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(worker), model, json.dumps(settings(compiled))],
-            cwd=path,
-            env={**os.environ, "PYTHONPATH": str(path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def answer(self) -> str:
-        """The next line that it prints."""
-        line = self._process.stdout.readline().strip()
-        if not line:
-            raise RuntimeError(f"the engine of {self._process.args} ended; run it by hand to see why.")
-        return line
-
-    def ask(self, **what: Any) -> float:
-        """Seconds that something took."""
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return float(self.answer())
-
-    def close(self) -> None:
-        """Ends it."""
-        self._process.kill()
-        self._process.wait()
-
-
-def against(
-    other: Path, model: str, options: argparse.Namespace, names: list[str], rates: list[float], batches: list[int]
-) -> None:
-    """Prints this code's speed over that of another checkout."""
-    checkouts = [Checkout(path, model, options.compiled) for path in (other, Path(__file__).parents[1])]
-    try:
-        [checkout.answer() for checkout in checkouts]
-        for name, rate in ((name, rate) for name in names for rate in rates):
-            for checkout in checkouts:
-                checkout.ask(set=name, rate=rate)
-            for batch in batches:
-                run = {"batch": batch, "tokens": options.tokens}
-                [checkout.ask(**run) for checkout in checkouts]
-                ratios, seconds = [], []
-                for pair in range(options.pairs):
-                    turns = checkouts if pair % 2 == 0 else checkouts[::-1]
-                    spent = {checkout: checkout.ask(**run) for checkout in turns}
-                    ratios.append(spent[checkouts[0]] / spent[checkouts[1]])
-                    seconds.append(spent[checkouts[0]])
-                show(name, rate, batch, batch * options.tokens / statistics.median(seconds), ratios)
-    finally:
-        [checkout.close() for checkout in checkouts]
-
-
-def show(name: str, rate: float, batch: int, theirs: float, ratios: list[float]) -> None:
-    """One line of the table."""
-    middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-    print(f"{name:10s} {rate:5g} {batch:5d} {theirs:12.1f} {middle:7.3f}  {low:.3f}-{high:.3f}", flush=True)
+    Returns:
+        ``stock``: its median of tokens per second; ``ratio``, ``lowest``, ``highest``: perturbed over stock, the
+        median and the range of the pairs.
+    """
+    # The first runs fill the neighbor table and compile the sampler for this batch.
+    rate_of(stock, prompts, tokens), rate_of(perturbed, prompts, tokens)
+    found = [(rate_of(stock, prompts, tokens), rate_of(perturbed, prompts, tokens)) for _ in range(pairs)]
+    take_records(perturbed)
+    ratios = [ours / theirs for theirs, ours in found]
+    return {
+        "stock": statistics.median(theirs for theirs, _ in found),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
 
 
 def main() -> None:
@@ -137,33 +93,25 @@ def main() -> None:
     parser.add_argument("--rates", default="0.1,1")
     parser.add_argument("--perturbations", "--operators", default=None, help="separated by commas; all by default")
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
-    parser.add_argument("--against", type=Path, default=None, help="another checkout, in place of stock vLLM")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     model = resolve(options.model)
+    stock, perturbed = engine(model, None, options.compiled), engine(model, {"name": "gumbel"}, options.compiled)
     in_tree = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
     names = options.perturbations.split(",") if options.perturbations else in_tree
-    batches, rates = [int(b) for b in options.batches.split(",")], [float(r) for r in options.rates.split(",")]
+    batches = [int(b) for b in options.batches.split(",")]
     print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}")
-    base = "stock" if options.against is None else "other"
-    print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {base + ' tok/s':>12s} {'ratio':>7s}  range", flush=True)
-    if options.against is not None:
-        against(options.against.resolve(), model, options, names, rates, batches)
-        return
-    stock, perturbed = engine(model, None, options.compiled), engine(model, {"name": "gumbel"}, options.compiled)
+    print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
     for name in names:
-        for rate in rates:
+        for rate in (float(r) for r in options.rates.split(",")):
             set_perturbation(perturbed, name, rate=rate)
             for batch in batches:
-                # The first runs fill the neighbor table and compile the sampler for this batch.
-                rate_of(stock, batch, options.tokens), rate_of(perturbed, batch, options.tokens)
-                pairs = [
-                    (rate_of(stock, batch, options.tokens), rate_of(perturbed, batch, options.tokens))
-                    for _ in range(options.pairs)
-                ]
-                take_records(perturbed)
-                ratios = [ours / theirs for theirs, ours in pairs]
-                show(name, rate, batch, statistics.median(theirs for theirs, _ in pairs), ratios)
+                found = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs)
+                print(
+                    f"{name:10s} {rate:5g} {batch:5d} {found['stock']:12.1f} {found['ratio']:7.3f}"
+                    f"  {found['lowest']:.3f}-{found['highest']:.3f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -12,11 +14,11 @@ from ngrpo.text_table import aligned
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
-from perturbations.options import allowed, kinds
+from perturbations.options import allowed, kinds, nearest
 from perturbations.registry import Registry
 
 # Each registry, and the flag that takes its names.
-_KINDS = {
+KINDS = {
     registry.perturbations: "--perturbation",
     registry.gates: "--perturbation.gate",
     registry.buffers: "--perturbation.replay_buffer",
@@ -26,20 +28,80 @@ _KINDS = {
 
 
 def listing() -> str:
-    """One line for each perturbation, gate, replay buffer, advantage and credit: name, source, paper, purpose."""
-    return "\n\n".join(map(_rows, _KINDS))
+    """One table of all perturbations, gates, replay buffers, advantages and credits, a line for each."""
+    rows: list[tuple[str, ...]] = []
+    for kept in KINDS:
+        paper = "paper" if hasattr(kept.base_class(), "paper") else ""
+        rate = "rate" if kept is registry.perturbations else ""
+        rows += [(), (kept.kind, rate, "source", paper, "")]
+        for name, address in kept.available().items():
+            source = _source(kept, name, address)
+            try:
+                cls = kept.get(name)
+            except UsageError as error:
+                rows.append((name, "", source, "cannot be loaded", str(error)))
+                continue
+            rate = f"{cls.rate:g}" if kept is registry.perturbations else ""
+            rows.append((name, rate, source, getattr(cls, "paper", ""), _first_line(cls)))
+    lines = iter(aligned([row for row in rows if row], left=5))
+    return "\n".join(next(lines) if row else "" for row in rows[1:]) + "\n\nOne of them in full: ngrpo list NAME"
 
 
-def _rows(kept: Registry) -> str:
-    rows = [(kept.kind, "source", "paper" if hasattr(kept.base_class(), "paper") else "", "")]
-    for name, address in kept.available().items():
+def described(name: str) -> str:
+    """What one name stands for: paper, options with their ranges and defaults, and a picture of what it does.
+
+    Args:
+        name: as on the command line; where several kinds have it, each is described.
+
+    Raises:
+        UsageError: where no kind has the name, or it cannot be loaded.
+    """
+    homes = [kept for kept in KINDS if name in kept.available()]
+    if not homes and ":" not in name and not name.endswith(".py"):
+        known = [each for kept in KINDS for each in kept.available()]
+        raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, known)} All of them: ngrpo list.")
+    return "\n\n".join(_described(kept, name) for kept in homes or _homes_of_own(name))
+
+
+def _homes_of_own(name: str) -> list[Registry]:
+    """The registry that takes a user's file or module."""
+    refusals = []
+    for kept in KINDS:
         try:
-            cls = kept.get(name)
+            kept.get(name)
         except UsageError as error:
-            rows.append((name, _source(kept, name, address), "cannot be loaded", str(error)))
-            continue
-        rows.append((name, _source(kept, name, address), getattr(cls, "paper", ""), _first_line(cls)))
-    return "\n".join(aligned(rows, left=4))
+            refusals.append(error)
+        else:
+            return [kept]
+    raise refusals[0]
+
+
+def _described(kept: Registry, name: str) -> str:
+    cls = kept.get(name)
+    address = kept.available().get(name, name)
+    shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kept is registry.perturbations else {}
+    own = [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
+    about = "; ".join([kept.kind, *([cls.paper] if hasattr(cls, "paper") else []), _source(kept, name, address)])
+    parts = [f"{name}  ({about})\n{inspect.cleandoc(cls.__doc__ or '')}", _table(cls, own, KINDS[kept]).rstrip()]
+    if shared:
+        rest = ", ".join(each for each in shared if each not in {f.name for f in own})
+        parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
+    parts.append("\n".join(_picture(kept, cls)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _picture(kept: Registry, cls: type) -> list[str]:
+    from ngrpo import pictures
+
+    drawing = {
+        registry.perturbations: pictures.of_perturbation,
+        registry.gates: pictures.of_gate,
+        advantages.registry: pictures.of_advantage,
+        credits.registry: pictures.of_credit,
+    }.get(kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return [] if drawing is None else drawing(cls())
 
 
 def train_help(words: Sequence[str] = ()) -> str:
@@ -56,7 +118,7 @@ def train_help(words: Sequence[str] = ()) -> str:
     parts = [train.__doc__ or ""]
     shared = {field.name: field for field in dataclasses.fields(Perturbation)}
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, list(shared.values())))
-    for kept, root in _KINDS.items():
+    for kept, root in KINDS.items():
         common = shared if kept is registry.perturbations else {}
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:

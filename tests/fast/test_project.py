@@ -102,7 +102,7 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "gpu"])
 def test_make_targets(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -110,10 +110,13 @@ def test_make_targets(target: str) -> None:
 def test_what_make_calls_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     scripts = re.findall(r"examples/\w+\.\w+", makefile)
-    scripts += [module.replace(".", "/") + ".py" for module in re.findall(r"benchmarks\.\w+", makefile)]
-    assert len(scripts) >= 3
+    modules = re.findall(r"benchmarks\.\w+", makefile)
+    assert len(scripts) + len(modules) >= 3
     for script in scripts:
         assert (ROOT / script).is_file(), script
+    for module in modules:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 
 def test_ci_runs_make_test() -> None:

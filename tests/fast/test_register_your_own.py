@@ -328,9 +328,9 @@ def test_a_package_that_pip_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     code = "from ngrpo.cli import main; main(['list'])\n" + REBUILD
     listed = elsewhere(code, json.dumps({"specs": [spec]}), path=site)
     assert listed.splitlines()[-1] == perturbation.fingerprint()
-    assert [line.split()[:3] for line in listed.splitlines() if line.startswith(("wobble", "above"))] == [
-        ["wobble", "package", "their-dist"],
-        ["above", "package", "their-dist"],
+    assert [line.split()[:4] for line in listed.splitlines() if line.startswith(("wobble", "above"))] == [
+        ["wobble", "1", "package", "their-dist"],
+        ["above", "package", "their-dist", "Open"],
     ]
 
 
@@ -412,7 +412,7 @@ def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str
 def test_list_names_gates(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("top_margin  in-tree") for line in lines)
+    assert any(line.split()[:2] == ["top_margin", "in-tree"] for line in lines)
 
 
 class TestCheck:

@@ -152,10 +152,10 @@ def replay_log_probs(
 ) -> list[torch.Tensor]:
     """log π of each generated token in one right-padded Hugging Face forward, a (generated,) tensor per rollout."""
     longest = max(len(r.sequence) for r in rollouts)
-    tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64)
+    tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64, device=model.device)
     mask = torch.zeros_like(tokens)
     for row, rollout in enumerate(rollouts):
-        tokens[row, : len(rollout.sequence)] = torch.tensor(rollout.sequence)
+        tokens[row, : len(rollout.sequence)] = tokens.new_tensor(rollout.sequence)
         mask[row, : len(rollout.sequence)] = 1
     records = [r.record if replay else None for r in rollouts]
     with replaying(model, records, attention_mask=mask):
@@ -165,7 +165,7 @@ def replay_log_probs(
         start, end = len(rollout.prompt), len(rollout.sequence)
         chosen = tokens[row, start:end].unsqueeze(-1)
         scaled = logits[row, start - 1 : end - 1].float() / temperature
-        result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1))
+        result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1).cpu())
     return result
 
 

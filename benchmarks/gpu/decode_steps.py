@@ -1,0 +1,78 @@
+"""Stage f: what a decode step asks of the device: launches, copies, and waits of the host; stock beside perturbed."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.stages import Case
+
+TITLE = "counts per decode step: launches, copies, and waits of the host"
+# Names in a trace of torch.profiler, and what they are counted as. On a CPU only the last two can be seen.
+_COUNTED = {
+    "launches": ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchKernelExC", "cuLaunchKernelEx"),
+    "to_device": ("Memcpy HtoD",),
+    "to_host": ("Memcpy DtoH",),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+    "items": ("aten::_local_scalar_dense",),
+    "nonzero": ("aten::nonzero",),
+}
+
+
+def cases(rehearse: bool) -> list[Case]:
+    """One for each model runner."""
+    if rehearse:
+        size = {"rehearse": True, "sequences": 2, "tokens": 4, "perturbations": [["gumbel", 1.0]]}
+        return [Case("V1", size, {"VLLM_USE_V2_MODEL_RUNNER": "0"})]
+    perturbations = [["neighbor", 0.1], ["neighbor", 1.0], ["gumbel", 1.0], ["gaussian", 1.0]]
+    size = {"rehearse": False, "sequences": 64, "tokens": 32, "perturbations": perturbations}
+    return [Case(runner, size, {"VLLM_USE_V2_MODEL_RUNNER": switch}) for runner, switch in (("V2", "1"), ("V1", "0"))]
+
+
+def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row for stock vLLM, then one for each perturbation."""
+    import warnings
+
+    from benchmarks import rollout
+    from benchmarks.gpu import models
+    from ngrpo.rollout import model_runner, set_perturbation
+
+    warnings.simplefilter("ignore")
+    rehearse, count = arguments["rehearse"], arguments["sequences"]
+    folder = models.random_weights("tiny") if rehearse else models.smollm2()[0]
+    options = {"max_num_seqs": count, "disable_log_stats": True}
+    if rehearse:
+        options["kv_cache_memory_bytes"] = 1 << 26
+    stock = rollout.engine(folder, None, not rehearse, **options)
+    perturbed = rollout.engine(folder, {"name": "gumbel"}, not rehearse, **options)
+    runner, prompts = model_runner(perturbed), models.prompts(stock, count)
+    for name, rate in [["stock", None], *arguments["perturbations"]]:
+        if rate is not None:
+            set_perturbation(perturbed, name, rate=rate)
+        llm = stock if rate is None else perturbed
+        found = _per_step(llm, prompts, arguments["tokens"])
+        yield {"runner": runner, "perturbation": name, "rate": rate, "sequences": count, **found}
+
+
+def _per_step(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Counts of twice as many decode steps, less those of half of them: the prefill and the ends cancel."""
+    from benchmarks.rollout import rate_of
+
+    rate_of(llm, prompts, tokens)
+    short, long = (_counts(llm, prompts, length) for length in (tokens, 2 * tokens))
+    return {what: (long[what] - short[what]) / tokens for what in _COUNTED}
+
+
+def _counts(llm: Any, prompts: list[list[int]], tokens: int) -> collections.Counter[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.rollout import rate_of
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        rate_of(llm, prompts, tokens)
+    counts: collections.Counter[str] = collections.Counter()
+    for event in trace.key_averages():
+        for what, names in _COUNTED.items():
+            counts[what] += event.count * event.key.startswith(names)
+    return counts

@@ -1,0 +1,107 @@
+"""Small pictures in text of what each registered thing does, computed by the thing itself: `ngrpo list NAME`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from perturbations.base import Perturbation
+from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
+from perturbations.step import GateStep, Positions, Step
+
+if TYPE_CHECKING:
+    from ngrpo.advantages.base import Advantage
+    from ngrpo.credits.base import Credit
+    from perturbations.gates.base import Gate
+
+_WORDS = ("so", "thus", "but", "hence", "then", "therefore")
+_SHARES = (0.40, 0.25, 0.15, 0.10, 0.05, 0.03)
+_VOCABULARY, _DIMENSION, _BAR = 64, 8, 24
+
+
+def of_perturbation(perturbation: Perturbation) -> list[str]:
+    """What is fed at one position where the policy wavers, and what stands in the text."""
+    step = _step(1)
+    shares = ", ".join(f"{word} {share:.2f}" for word, share in zip(_WORDS, _SHARES))
+    drawn = _word(int(step.sampled))
+    proposal = perturbation.propose(step)
+    edit = proposal.edit
+    weights: dict[int, float] = {}
+    for token, weight in zip(edit.ids[0].tolist(), edit.weights[0].tolist()):
+        weights[token] = weights.get(token, 0.0) + weight
+    shown = sorted((pair for pair in weights.items() if abs(pair[1]) >= 5e-3), key=lambda pair: -abs(pair[1]))[:8]
+    lines = [f"one position: the policy has {shares}; sampling draws {drawn!r}. Fed is"]
+    lines += [f"  {_word(token):<12}{weight:6.2f}  {_bar(weight)}".rstrip() for token, weight in shown]
+    if edit.sigma is not None:
+        lines.append(f"  + noise of {float(edit.sigma):.2f} in each element (the embeddings' own is 1)")
+    if edit.vectors is not None:
+        lines.append("  + a vector of its own")
+    if perturbation.module(_DIMENSION) is not None:
+        lines.append("  through its learned parameters, together with the sampled token")
+    return [*lines, f"and in the text stands {_word(int(proposal.tokens))!r}."]
+
+
+def of_gate(gate: Gate) -> list[str]:
+    """Which of the first positions of three answers are open; the policy is sometimes sure and sometimes not."""
+    count, lines = 72, []
+    for seed in (3, 4, 5):
+        at = Positions(np.full(count, seed), np.zeros(count, dtype=np.int64), np.arange(count))
+        step = dataclasses.replace(_step(count), seeds=torch.full((count,), seed))
+        opened = torch.from_numpy(gate.plan(at)) & gate.open(GateStep.of(step, torch.arange(count)))
+        lines.append("  " + "".join("█" if each else "·" for each in opened.tolist()))
+    return [f"the first {count} positions of three answers, █ open:", *lines]
+
+
+def of_advantage(advantage: Advantage) -> list[str]:
+    """Advantages of three groups of four answers."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    counts = torch.tensor([[0.0, 3.0, 3.0, 3.0]] * 3)
+    fitting = {"k": 2} if hasattr(advantage, "k") else {}
+    advantage = dataclasses.replace(advantage, **fitting)
+    values = advantage.compute(rewards, counts)
+    note = "".join(f", with {name}={value}" for name, value in fitting.items())
+    note += ", the first answer new and the others seen three times before" if advantage.counted else ""
+    lines = [f"rewards of four answers, and their advantages{note}:"]
+    for row, found in zip(rewards.tolist(), values.tolist()):
+        lines.append("  " + " ".join(f"{r:.0f}" for r in row) + "   →  " + " ".join(f"{a:6.2f}" for a in found))
+    return lines
+
+
+def of_credit(credit: Credit) -> list[str]:
+    """Advantages of ten tokens of one answer."""
+    entropies = torch.tensor([0.0, 0.1, 2.1, 0.0, 0.3, 1.2, 0.0, 0.7, 0.1, 0.0])
+    after = credit.formula(torch.ones(10), entropies)
+    lines = ["ten tokens of an answer with the advantage 1:"]
+    for name, values in (("entropy", entropies), ("advantage", after)):
+        lines.append(f"  {name:<10}" + " ".join(f"{value:5.2f}" for value in values.tolist()))
+    return lines
+
+
+def _step(rows: int) -> Step:
+    """Positions of a made-up model, in the first of which the policy has ``_SHARES``; it grows surer and back again."""
+    rest = (1.0 - sum(_SHARES)) / (_VOCABULARY - len(_SHARES))
+    logits = torch.tensor([*_SHARES, *[rest] * (_VOCABULARY - len(_SHARES))]).log().expand(rows, -1)
+    sureness = 1.0 + 4.0 * torch.sin(torch.arange(rows) * 0.3).square()
+    positions = torch.arange(rows)
+    seeds = torch.full((rows,), 7)
+    sampled = torch.ones(rows, dtype=torch.int64)
+    return Step(logits * sureness.unsqueeze(-1), sampled, torch.ones(rows), seeds, positions, _embeddings())
+
+
+def _embeddings() -> ModelEmbeddings:
+    """Random ones, with words that mean nearly the same near each other."""
+    drawn = torch.randn(_VOCABULARY, _DIMENSION, generator=torch.Generator().manual_seed(0))
+    for word in ("thus", "hence", "therefore"):
+        drawn[_WORDS.index(word)] = drawn[0] + 0.5 * drawn[_WORDS.index(word)]
+    return matrix_embeddings(drawn, texts=[_word(token) for token in range(_VOCABULARY)])
+
+
+def _word(token: int) -> str:
+    return _WORDS[token] if token < len(_WORDS) else f"token {token}"
+
+
+def _bar(weight: float) -> str:
+    return ("█" if weight > 0.0 else "░") * max(1, round(abs(weight) * _BAR))

@@ -1,0 +1,111 @@
+"""DeepSpeed compiles its Adam on first use: what is missing for that is said before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ngrpo.hardware import cuda, profile_for
+from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+PLAIN, OFFLOAD = Flags(["--train.seed", "1"]), Flags(["--ds.adam_offload"])
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As on a machine whose torch is built for CUDA 13.0, without a toolkit or a compiler: the only folder on PATH."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda, "_DEFAULT_HOME", tmp_path / "usr-local-cuda")
+    for name in ("CUDA_HOME", "CUDA_PATH", "RAY_ADDRESS", "CXX", "DS_SKIP_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    return programs
+
+
+def program(path: Path, says: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\necho "{says}"\n')
+    path.chmod(0o755)
+    return path
+
+
+def toolkit(folder: Path, release: str) -> Path:
+    program(folder / "bin" / "nvcc", f"Cuda compilation tools, release {release}, V{release}.88")
+    return folder
+
+
+def refusal(flags: Flags = PLAIN) -> str:
+    with pytest.raises(UsageError) as caught:
+        profile_for("cuda").check(flags)
+    return str(caught.value)
+
+
+def test_no_toolkit(bare: Path) -> None:
+    told = refusal()
+    assert told.startswith("DeepSpeed's fused Adam is compiled on first use")
+    assert "none is found" in told and "\n" not in told
+    assert "Fix: install the CUDA toolkit 13.0" in told and "CUDA_HOME" in told and "docs/install.md" in told
+    assert refusal(OFFLOAD).startswith("--ds.adam_offload is compiled on first use"), "it needs the toolkit as well"
+
+
+def test_a_runtime_without_nvcc(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert f"{tmp_path} has no bin/nvcc that runs" in refusal()
+
+
+@pytest.mark.parametrize("place", ["CUDA_HOME", "CUDA_PATH", "PATH", "usr-local-cuda"])
+def test_a_toolkit_is_found_where_torch_looks(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    program(bare / "g++")
+    home = toolkit(tmp_path / "usr-local-cuda" if place == "usr-local-cuda" else tmp_path / "elsewhere", "13.0")
+    if place == "PATH":
+        monkeypatch.setenv("PATH", f"{bare}:{home / 'bin'}")
+    elif place.startswith("CUDA"):
+        monkeypatch.setenv(place, str(home))
+    assert cuda.toolkit() == (home, "13.0")
+    profile_for("cuda").check(PLAIN)
+    profile_for("cuda").check(OFFLOAD)
+
+
+def test_releases(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The fused Adam wants the same major release, the offloaded one the very same."""
+    program(bare / "g++")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "12.8")))
+    assert "of torch's own release 13.0" in refusal() and "is 12.8" in refusal(OFFLOAD)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "13.1")))
+    profile_for("cuda").check(PLAIN)
+    assert "DS_SKIP_CUDA_CHECK=1" in refusal(OFFLOAD)
+    monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
+    profile_for("cuda").check(OFFLOAD)
+
+
+def test_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "13.0")))
+    assert "'g++' is not found" in refusal()
+
+
+@pytest.mark.parametrize("reason", ["torch for CPU", "cluster", "help", "built with DeepSpeed"])
+def test_nothing_is_asked_where_nothing_is_compiled_here(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
+) -> None:
+    import torch
+
+    assert "none is found" in refusal()
+    if reason == "torch for CPU":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    elif reason == "cluster":
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+    elif reason == "built with DeepSpeed":
+        package = tmp_path / "deepspeed"
+        (package / "ops" / "adam").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "ops" / "adam" / "fused_adam_op.cpython-311-x86_64-linux-gnu.so").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+    profile_for("cuda").check(Flags(["--help"]) if reason == "help" else PLAIN)

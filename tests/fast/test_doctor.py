@@ -1,0 +1,117 @@
+"""`ngrpo doctor`: each thing that is wrong is found, with its fix; the self-test itself is in tests/stack."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo import cli, doctor, versions
+from ngrpo.trainer import seams
+
+GOOD = {"runner": "V1", "edits": 16, "tokens": 32, "gap": 2e-5, "unreplayed": 3.0, "plain": 1e-5}
+
+
+def findings(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
+    """The exit code, and what is printed before the block for a bug report."""
+    code = cli.main(["doctor", *words])
+    printed = capsys.readouterr().out
+    head, _, block = printed.partition("\n--- for a bug report ---\n")
+    assert block.endswith("---\n") and all(line.startswith(("- ", "---")) for line in block.splitlines())
+    for line in head.splitlines():
+        if line.startswith(("ok ", "WRONG")):
+            assert "- " + " ".join(line.split()) in " ".join(block.split()), "the block has every finding"
+    return code, head
+
+
+def lines_of(head: str, subject: str) -> str:
+    """A finding with its fix."""
+    start = head.index(f" {subject}: ")
+    end = min((i for i in (head.find("\nok ", start), head.find("\nWRONG", start)) if i >= 0), default=len(head))
+    return head[start:end]
+
+
+def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 0 and "WRONG" not in head and "fix:" not in head
+    told = ("Python", "releases", "hardware", "optimizer", "flash-attn", "what is replaced upstream", "vLLM's plugin")
+    assert [line[7:].split(":")[0] for line in head.splitlines()] == list(told)
+    assert versions.OPENRLHF in head
+
+
+def test_another_release(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: "0.10.0" if name == "openrlhf" else installed(name))
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 1
+    assert "fix: OpenRLHF 0.10.0 is installed" in lines_of(head, "releases")
+    assert f"pip install --no-deps openrlhf=={versions.OPENRLHF}" in head
+
+
+def test_no_compiler(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 1 and "not ready" in lines_of(head, "optimizer") and "'no-such-compiler'" in head
+
+
+def test_a_definition_that_has_changed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in seams.SEAMS if row.upstream.startswith("sha:") and "openrlhf" in row.module)
+    changed = dataclasses.replace(row, upstream="sha:000000000000")
+    monkeypatch.setattr(seams, "SEAMS", (changed, *(other for other in seams.SEAMS if other is not row)))
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 1
+    told = lines_of(head, "what is replaced upstream")
+    assert "1 of" in told and "Install the checked release" in told and "python -m ngrpo.trainer.seams" in told
+
+
+def test_a_plugin_that_vllm_would_not_load(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "some_other_plugin")
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 1 and "fix: add ngrpo_perturbation to VLLM_PLUGINS" in lines_of(head, "vLLM's plugin")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 1 and "is not registered" in lines_of(head, "vLLM's plugin")
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (GOOD, None),
+        ({**GOOD, "gap": 2e-4}, "at most 1.0e-04 is exact"),
+        ({**GOOD, "gap": 2e-4, "plain": 1e-4}, None),  # as a GPU rounds
+        ({**GOOD, "edits": 0}, "was not perturbed"),
+        ({**GOOD, "unreplayed": 5e-5}, "was not perturbed"),
+        (None, "ValueError: there is no such thing"),
+    ],
+)
+def test_what_the_self_test_finds(
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    result: dict[str, Any] | None,
+    told: str | None,
+) -> None:
+    """The process of the self-test, here a script that leaves this result or ends with an error."""
+    script = tmp_path / "python"
+    writes = f"cat > \"$4\" <<'END'\n{json.dumps(result)}\nEND\n"
+    script.write_text("#!/bin/sh\n" + (writes if result else "echo 'ValueError: there is no such thing' >&2\nexit 3\n"))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    code, head = findings(capsys)
+    assert code == int(told is not None)
+    found = lines_of(head, "self-test")
+    assert told is None or told in found
+    assert ("ended with status 3" in found) == (result is None)
+    assert result is None or "perturbed inputs among 32 tokens" in found
+
+
+def test_bad_words(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["doctor", "--modle", "x"]) == 2
+    assert "Did you mean '--model'?" in capsys.readouterr().err
+    assert cli.main(["doctor", "--model", "/no/such/model"]) == 2
+    assert cli.main(["doctor", "--help"]) == 0
