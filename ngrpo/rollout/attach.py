@@ -27,6 +27,9 @@ from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
 
+# vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
+_VOCABULARY_PADDING = 64
+
 
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
@@ -82,12 +85,12 @@ class AttachedPerturbation:
 
     def warm_up(self) -> None:
         """Compiles what the first requests need, for one and for several; forgets vLLM's own warm-up requests."""
-        runner = self._runner
         self.requests.take(None)
+        padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled by itself
-                hidden = torch.zeros(rows, self._hidden, dtype=runner.model_config.dtype, device=runner.device)
-                self.perturber.compile(runner.get_model().compute_logits(hidden))
+                logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
+                self.perturber.compile(logits[:, : self._vocabulary])
 
     def _wrap(self) -> None:
         runner = self._runner
