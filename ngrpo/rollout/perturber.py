@@ -259,7 +259,7 @@ class RolloutPerturber:
             seeds,
             positions,
             self._embeddings,
-            None if drawable is scaled else drawable if everything else picked(drawable),
+            None if drawable is scaled else picked(drawable),
             dict(zip(_STREAMS, keys)),
         )
         proposal = self._perturbation.propose(step)
