@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from perturbations.errors import UsageError
@@ -21,10 +22,11 @@ from perturbations.options import nearest
 
 if TYPE_CHECKING:
     from perturbations.base import Perturbation
+    from perturbations.gates.base import Gate
 
 _PREFIX = "perturbation."
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
-_TRAINING = r"base|(advantage|credit)(\.\w+)?|reproducible"
+_TRAINING = r"base|(advantage|credit|policy_noise)(\.\w+)?|reproducible"
 
 
 @dataclass(frozen=True)
@@ -234,13 +236,33 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
 
 
 def created(name: str, options: Mapping[str, Any]) -> tuple[Perturbation, tuple[str, ...]]:
-    """A perturbation, and what it warns of."""
+    """A perturbation, and what it warns of.
+
+    Raises:
+        UsageError: for an unknown one, options that are not its own, and a class of the user's, or a gate of theirs,
+            that does not keep its contract: it would fail in a worker, once everything has started.
+    """
     from perturbations import registry
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = registry.create(name, **options)
+    for part in (made, made.gate):
+        if part is not None and not type(part).__module__.startswith(f"{part.registry.tree}."):
+            _check_contract(part)
     return made, tuple(str(warning.message) for warning in caught)
+
+
+@lru_cache
+def _check_contract(made: Perturbation | Gate) -> None:
+    from perturbations.testing import inspect
+
+    for _, error in inspect(made, made.kind):
+        if error is not None:
+            name = made.registry.address(type(made))
+            raise UsageError(
+                f"{made.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix} (See: ngrpo check.)"
+            )
 
 
 def _made(arm: Arm) -> Arm:

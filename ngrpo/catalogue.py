@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from ngrpo import advantages, credits
+from ngrpo import advantages, credits, policy_noises
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.text_table import aligned
 from perturbations import registry
@@ -24,11 +24,12 @@ KINDS = {
     registry.buffers: "--perturbation.replay_buffer",
     advantages.registry: "--advantage",
     credits.registry: "--credit",
+    policy_noises.registry: "--policy_noise",
 }
 
 
 def listing() -> str:
-    """One table of all perturbations, gates, replay buffers, advantages and credits, a line for each."""
+    """One table of all perturbations, gates, replay buffers, advantages, credits and policy noises, a line for each."""
     rows: list[tuple[str, ...]] = []
     for kept in KINDS:
         paper = "paper" if hasattr(kept.base_class(), "paper") else ""
@@ -98,6 +99,7 @@ def _picture(kept: Registry, cls: type) -> list[str]:
         registry.gates: pictures.of_gate,
         advantages.registry: pictures.of_advantage,
         credits.registry: pictures.of_credit,
+        policy_noises.registry: pictures.of_policy_noise,
     }.get(kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -105,7 +107,7 @@ def _picture(kept: Registry, cls: type) -> list[str]:
 
 
 def train_help(words: Sequence[str] = ()) -> str:
-    """The help of ``ngrpo train``: our flags, then every perturbation, gate, advantage and credit with its options.
+    """The help of ``ngrpo train``: our flags, then everything that is registered, with its options.
 
     Args:
         words: the rest of the command line; a perturbation or gate that it names by file or module is listed too.

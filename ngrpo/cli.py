@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from ngrpo import processes
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ngrpo``; the process's own by default.
 
     Returns:
-        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted.
+        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -67,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("ngrpo: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        ended = isinstance(error, processes.Terminated)
+        print(f"ngrpo: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
+        return 143 if ended else 130
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -128,10 +130,12 @@ def console() -> NoReturn:
     Ends the process by hand where vLLM was loaded in it: the interpreter would take triton's bindings apart in an
     order that makes them report hundreds of leaked types below the result (vLLM 0.29).
     """
+    processes.raise_on_sigterm()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     if "vllm" in sys.modules:
+        processes.end_children()
         os._exit(code)
     sys.exit(code)
 

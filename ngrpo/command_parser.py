@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -53,6 +57,26 @@ class CommandParser(argparse.ArgumentParser):
         add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
         add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
         add("--skip-unanswered", action="store_true", help="leave problems without an answer out")
+
+
+@contextmanager
+def telling_what_is_kept(
+    command: str, words: Sequence[str], folder: Path, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Says where the block is interrupted what was kept, and how to go on.
+
+    Args:
+        command: its name after ``ngrpo``.
+        words: what follows that.
+        folder: where results are.
+        report: takes a line for the screen.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = ["ngrpo", command, *words, *(() if Flags(words).has("--out") else ("--out", str(folder)))]
+        report(f"ended early; what was finished is kept in {folder}. Go on with: {shlex.join(again)}")
+        raise
 
 
 def checked_model(given: argparse.Namespace) -> str:

@@ -21,6 +21,7 @@ from perturbations.options import nearest
 PERTURBATION = "--perturbation"
 ADVANTAGE = "--advantage"
 CREDIT = "--credit"
+POLICY_NOISE = "--policy_noise"
 SAMPLING = "--sampling"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
@@ -36,6 +37,7 @@ _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
     CREDIT: f"{CREDIT} NAME and {CREDIT}.<option> VALUE",
+    POLICY_NOISE: f"{POLICY_NOISE} NAME and {POLICY_NOISE}.<option> VALUE",
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
@@ -43,6 +45,7 @@ _NEEDS = {
     PERTURBATION: "a perturbation's name (see: ngrpo list)",
     ADVANTAGE: "an advantage's name",
     CREDIT: "a credit's name",
+    POLICY_NOISE: "a policy noise's name",
 }
 _SWITCHES = (REPRODUCIBLE, CORRECT_MASK, STRICT)
 # Ours besides these: the field of TrainCommand that each one sets.
@@ -126,6 +129,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         perturbation_spec=spec,
         advantage_spec=_spec_of(ours, ADVANTAGE),
         credit_spec=_spec_of(ours, CREDIT),
+        policy_noise_spec=_spec_of(ours, POLICY_NOISE),
         sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
         reproducible=reproducible,
         gap_limit=gap_limit,
@@ -201,16 +205,18 @@ def _resembles(word: str, flag: str) -> bool:
 
 
 def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
-    """The spec of the advantage or the credit that is named; None for none."""
+    """The spec of the advantage, credit or policy noise that is named; None for none."""
     options = _options(ours, root)
     if ours.get(root, "none") == "none":
         if options:
-            raise UsageError(f"{root}.{next(iter(options))} is given, but no {root[2:]}. Add {root} NAME.")
+            raise UsageError(
+                f"{root}.{next(iter(options))} is given, but no {root[2:].replace('_', ' ')}. Add {root} NAME."
+            )
         return None
-    from ngrpo import advantages, credits
+    from ngrpo import advantages, credits, policy_noises
 
-    create = {ADVANTAGE: advantages.create, CREDIT: credits.create}[root]
-    return create(ours[root], **options).spec()
+    home = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises}[root]
+    return home.create(ours[root], **options).spec()
 
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from perturbations.options import nearest
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
 _RECIPE = "r1"
 _STALE_SECONDS = 3600
+_HUB_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,41 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
         The made folder of a packaged model; any other existing folder or hub-like name as it is.
 
     Raises:
-        UsageError: for a local folder that is missing or has no config.json, or a misspelt packaged name.
+        UsageError: for a local folder that is missing or has no config.json, a misspelt packaged name, or a model that
+            neither the hub nor its cache has.
     """
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
     check_name(name_or_path)
-    return str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+    path = Path(name_or_path).expanduser()
+    if not path.is_dir():
+        check_on_hub(name_or_path)
+    return str(path) if name_or_path.startswith("~") else name_or_path
+
+
+def check_on_hub(name: str) -> None:
+    """Asks the hub once for a model that is not in its cache; the loaders would ask for most of a minute.
+
+    Raises:
+        UsageError: where the hub does not have it, or cannot be reached. Nothing is asked for ModelScope's names.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    if os.environ.get("VLLM_USE_MODELSCOPE"):
+        return
+    fix = f"Give a folder, another name, or a packaged model: {', '.join(PACKAGED)}."
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except GatedRepoError:
+        raise UsageError(f"model {name!r} is gated: ask for access on its page, and set HF_TOKEN.") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise UsageError(f"model {name!r}: there is no such folder, and no such model on the hub. {fix}") from None
+    except Exception as error:  # of whatever library sends the request
+        raise UsageError(
+            f"model {name!r}: there is no such folder, and the hub cannot be reached ({type(error).__name__}). {fix}"
+        ) from None
 
 
 def check_name(name_or_path: str) -> str:

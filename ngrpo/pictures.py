@@ -15,6 +15,7 @@ from perturbations.step import GateStep, Positions, Step
 if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
+    from ngrpo.policy_noises.base import PolicyNoise
     from perturbations.gates.base import Gate
 
 _WORDS = ("so", "thus", "but", "hence", "then", "therefore")
@@ -77,6 +78,18 @@ def of_credit(credit: Credit) -> list[str]:
     lines = ["ten tokens of an answer with the advantage 1:"]
     for name, values in (("entropy", entropies), ("advantage", after)):
         lines.append(f"  {name:<10}" + " ".join(f"{value:5.2f}" for value in values.tolist()))
+    return lines
+
+
+def of_policy_noise(noise: PolicyNoise) -> list[str]:
+    """σ over a run."""
+    scales: list[float] = []
+    for step in range(100):
+        scales.append(noise.scale(step, 100, scales[-1] if scales else None, 0.0))
+    lines = ["σ of the rollouts' weights in a run of 100 steps:"]
+    for step in range(0, 100, 10):
+        bar = _bar(scales[step] / max(scales)) if scales[step] else ""
+        lines.append(f"  step {step:<4}{scales[step]:<10.3g}{bar}".rstrip())
     return lines
 
 

@@ -106,6 +106,9 @@ BATCH_DEFAULTS = {
 }
 
 
+_CORRECTION = "--algo.advantage.is_correction_level"
+
+
 def _check_density(given: Flags, perturbation: Perturbation) -> None:
     """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
     if not perturbation.has_density:
@@ -117,10 +120,10 @@ def _check_density(given: Flags, perturbation: Perturbation) -> None:
             f"{asked} cannot be used with {subject}: {reason}. {instead}, or add --perturbation.density token."
         )
 
-    correction = given.value("--algo.advantage.is_correction_level")
+    correction = given.value(_CORRECTION)
     if correction not in (None, "off"):
         compared = "it compares with the rollout's log-probabilities, which are the tokens'"
-        refuse(f"--algo.advantage.is_correction_level {correction}", compared)
+        refuse(f"{_CORRECTION} {correction}", compared)
     if not perturbation.density_of_vector:
         return
     reason = (
@@ -137,6 +140,29 @@ def _check_density(given: Flags, perturbation: Perturbation) -> None:
         reason += f", and a rollout has {drawn} samples (--rollout.batch_size {prompts} ×"
         reason += f" --rollout.n_samples_per_prompt {answers})"
         refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {drawn}")
+
+
+def check_policy_noise(given: Flags, settings: RunSettings) -> None:
+    """Raises ``UsageError`` for what a run with noise on the rollouts' weights cannot go with."""
+    if settings.policy_noise is None:
+        return
+    asked = f"--policy_noise {settings.policy_noise.name}"
+    for flag, harmless, reason in (
+        ("--train.async_enable", None, "an evaluation that runs beside the training would see noisy weights"),
+        ("--ds.zero_stage", ("0", "1", "2"), "under ZeRO-3 no process has a whole parameter to add noise to"),
+        ("--ds.tensor_parallel_size", ("1",), "no process has a whole parameter to add noise to"),
+    ):
+        if given.has(flag) and (harmless is None or given.value(flag) not in harmless):
+            value = f" {given.value(flag)}" if given.value(flag) else ""
+            raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
+    correction = given.value(_CORRECTION)
+    perturbation = settings.perturbation
+    if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
+        raise UsageError(
+            f"{asked} weighs the loss by the tokens' log-probabilities ({_CORRECTION} {correction}), which the density"
+            f" of --perturbation {perturbation.name} takes the place of. Add {_CORRECTION} off, or"
+            " --perturbation.density token."
+        )
 
 
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:

@@ -19,7 +19,7 @@ from perturbations import registry
 
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/")
+_PARTS = ("advantage/", "credit/", "policy_noise/")
 _DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
 _BARS = "▁▂▃▄▅▆▇█"
@@ -59,6 +59,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
         "perturbation": settings.perturbation_spec,
         "advantage": settings.advantage_spec,
         "credit": settings.credit_spec,
+        "policy_noise": settings.policy_noise_spec,
         "sampling": rollout_sampling.described(rollout_sampling.create(**settings.sampling), args),
         "reproducible": settings.reproducible,
         "steps": steps(scalars),
@@ -112,7 +113,7 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = summary["steps"]
     places = summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    for part in ("advantage", "credit"):
+    for part in ("advantage", "credit", "policy_noise"):
         if summary.get(part):
             lines.append(f"{part:<14}" + " ".join(_words(summary[part])))
     if rows:

@@ -18,6 +18,8 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --advantage.<option> VALUE     an option of the advantage
   --credit NAME                  how an answer's advantage is shared among its tokens, see below [all have it]
   --credit.<option> VALUE        an option of the credit
+  --policy_noise NAME            noise on the weights that roll out, see below [none]
+  --policy_noise.<option> VALUE  an option of the policy noise
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
@@ -103,8 +105,11 @@ def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
     """
     preflight.check_flags(command.openrlhf_args, command.settings)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
-    advantage = command.settings.advantage
-    complete = presets.applied(given.with_defaults(flags.output_flags(folder)), command.preset, advantage)
+    settings = command.settings
+    of_noise = {} if settings.policy_noise is None else settings.policy_noise.flags(given)
+    given = given.with_defaults({**flags.output_flags(folder), **of_noise})
+    preflight.check_policy_noise(given, settings)
+    complete = presets.applied(given, command.preset, settings.advantage)
     hardware = profile_for(command.hardware)
     whole = complete.with_defaults(hardware.default_flags)
     if command.task is not None:
@@ -130,7 +135,12 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     preflight.check_files(complete.words)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
-    complete = flags.replace_model_names(complete, lambda name: models.resolve(name, report=report))
+
+    def resolved(name: str) -> str:
+        # ModelScope has models that the hub does not have.
+        return name if complete.has("--use_ms") and name not in models.PACKAGED else models.resolve(name, report=report)
+
+    complete = flags.replace_model_names(complete, resolved)
     preflight.check_model(complete.value("--actor.model_name_or_path") or "", command.spec)
     return complete.words
 

@@ -391,6 +391,44 @@ CREDITS = [
     ),
 ]
 
+NOISES = [
+    *_of(
+        "ngrpo/policy_noises/aqn.py",
+        "test_policy_noises.py",
+        ("(stage - 1) / last_exponent", "stage / last_exponent", "aqn: the first noisy stage is below σ_s"),
+        ("self.end / self.start", "self.start / self.end", "aqn: σ rises"),
+        ('(1 if self.form == "paper" else 2)', "1", "aqn: the released exponent"),
+        ("(self.steps or steps)", "steps", "aqn: its own number of steps is ignored"),
+    ),
+    *_of(
+        "ngrpo/policy_noises/psn.py",
+        "test_policy_noises.py",
+        ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
+        ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
+        ("min(max(changed, _LEAST), _MOST)", "changed", "psn: no bounds"),
+        ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
+    ),
+    *_of(
+        "ngrpo/policy_noises/base.py",
+        "test_policy_noises.py",
+        (
+            "                parameter.data.copy_(clean[name])\n",
+            "                pass\n",
+            "the trainer keeps the noise",
+        ),
+        ("+ scale * self._drawn", "+ self._drawn", "noise without its scale"),
+        ("self.seed, sync, name", "self.seed, name", "the same noise in every sync"),
+        ("self.seed, sync, name", "self.seed, sync", "the same noise in every parameter"),
+    ),
+    *_of(
+        "ngrpo/trainer/policy_noise.py",
+        "test_policy_noises.py",
+        ("            self._send(0.0)\n", "", "noisy evaluation"),
+        ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+        ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
+    ),
+]
+
 _LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
@@ -517,7 +555,7 @@ MIXTURES = [
     ),
 ]
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *CREDITS, *SAMPLING, *MIXTURES]
+MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *CREDITS, *NOISES, *SAMPLING, *MIXTURES]
 
 
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:

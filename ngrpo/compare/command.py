@@ -28,16 +28,17 @@ All other words go to ngrpo train, for all runs alike.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ngrpo import flags, models, preflight
+from ngrpo.command_parser import telling_what_is_kept
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
+from ngrpo.diagnose import command as diagnosis
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.train import checked_flags
@@ -67,14 +68,9 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
     _check(plan)
-    command = ["ngrpo", "compare", *words]
-    with ComparisonFolder.opened(out, report) as folder:
+    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
         folder.claim(plan.common())
-        try:
-            return _work(plan, folder, command, report)
-        except KeyboardInterrupt:
-            report(f"interrupted; finished runs are kept. Go on with: {shlex.join(command)}")
-            raise
+        return _work(plan, folder, ["ngrpo", "compare", *words], report)
 
 
 def _check(plan: Plan) -> None:
@@ -90,6 +86,12 @@ def _check(plan: Plan) -> None:
             evaluation.check(runs.eval_words(plan, plan.model, Path("out")))
         except UsageError as error:
             raise UsageError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
+    if plan.diagnosis is not None:
+        try:
+            diagnosis.check(["--model", plan.model, *plan.diagnosis])
+        except UsageError as error:
+            left_out = "--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out"
+            raise UsageError(f"diagnosis: {error} ({left_out})") from None
 
 
 def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from ngrpo.arms import parse_arms
-from ngrpo.command_parser import CommandParser, checked_model, problems_of
+from ngrpo.arms import Arm, parse_arms
+from ngrpo.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.result_folder import folder_for
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngrpo.diagnose.sample import GroupSampling
 
 _EXAMPLES = """\
 SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset, as in ngrpo eval.
@@ -43,19 +48,12 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo import models
-    from ngrpo.diagnose.sample import GroupSampling
     from ngrpo.preflight import check_model
 
-    given = _parser().read(words)
-    if given.tokens and not given.embedding_map:
-        raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
-    sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
-    named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
-    strategies = parse_arms(named, given.sweep, given.strategy)
+    given, sampling, strategies = _read(words)
     problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
-    checked_model(given)
     path = models.resolve(given.model, report=report)
     for strategy in strategies:
         if strategy.spec is not None:
@@ -68,24 +66,51 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if len(problems) < given.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")
     out = folder_for(given.out, "diagnose")
-    result = diagnose(
-        given.model,
-        problems,
-        strategies,
-        out=out,
-        sampling=sampling,
-        dataset=dataset,
-        with_map=given.embedding_map,
-        map_words=given.tokens,
-        hardware=given.hardware,
-        dtype=given.dtype,
-        report=report,
-    )
+    with telling_what_is_kept("diagnose", words, out, report):
+        result = diagnose(
+            given.model,
+            problems,
+            strategies,
+            out=out,
+            sampling=sampling,
+            dataset=dataset,
+            with_map=given.embedding_map,
+            map_words=given.tokens,
+            hardware=given.hardware,
+            dtype=given.dtype,
+            report=report,
+        )
     print("", table(result), differences(result), sep="\n\n", end="\n\n", flush=True)
     for warning in result["warnings"]:
         report(f"warning: {warning}")
     report(f"written: {out} ({REPORT} opens in a browser)")
     return 0
+
+
+def check(words: Sequence[str]) -> None:
+    """Reads words and problems as :func:`run` would, and samples nothing.
+
+    Raises:
+        UsageError: for bad input.
+    """
+    given, _, _ = _read(words)
+    problems_of(given, given.prompts, lambda line: None)
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
+    """The options, how to sample, and the strategies, all checked."""
+    from ngrpo.diagnose.sample import GroupSampling
+    from ngrpo.hardware import profile_for
+
+    given = _parser().read(words)
+    if given.tokens and not given.embedding_map:
+        raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
+    profile_for(given.hardware)
+    sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
+    named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
+    strategies = parse_arms(named, given.sweep, given.strategy)
+    checked_model(given)
+    return given, sampling, strategies
 
 
 def _parser() -> CommandParser:

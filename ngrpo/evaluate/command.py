@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.command_parser import CommandParser, checked_model, problems_of
+from ngrpo.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
 from perturbations.errors import UsageError
@@ -60,7 +60,8 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
             return 1
     else:
         folder = folder_for(given.out, "eval")
-        result = _evaluate(given, command, folder, engine_options, report)
+        with telling_what_is_kept("eval", words, folder, report):
+            result = _evaluate(given, command, folder, engine_options, report)
     print(table(result, folder), flush=True)
     return 0
 
@@ -79,6 +80,7 @@ def check(words: Sequence[str]) -> None:
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
     from ngrpo import flags
+    from ngrpo.hardware import profile_for
 
     command = flags.parse(words)
     rest, engine_options = _engine_options(command.openrlhf_args)
@@ -93,6 +95,7 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
     for flag, (value, fix) in refused.items():
         if value:
             raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
+    profile_for(command.hardware)
     given = _parser().read(rest)
     given.task = command.task
     return given, command, engine_options

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from ngrpo import processes
 from ngrpo.evaluate.problem import Problem
 from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
@@ -39,9 +41,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fine, allowed in (
-            ("temperature", self.temperature >= 0.0, "at least 0"),
+            ("temperature", 0.0 <= self.temperature < inf, "at least 0"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("seed", self.seed >= 0, "at least 0"),
         ):
             if not fine:
                 raise UsageError(f"{name}={getattr(self, name)}: must be {allowed}.")
@@ -89,6 +92,7 @@ def build(
     from ngrpo.hardware import profile_for
 
     profile = profile_for(hardware)
+    processes.own_children()
     for name, value in {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
     import vllm

@@ -139,6 +139,17 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     return output
 
 
+async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
+    """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
+
+    So their memory is taken and given back before a hybrid engine wakes its KV cache.
+    """
+    result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
+    if empty_cache:
+        await actor.llm.collective_rpc("perturbation_prepare")
+    return result
+
+
 def perturbed_engine(plain: type) -> type:
     """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
 
@@ -165,6 +176,12 @@ def perturbed_engine(plain: type) -> type:
             if multi_modal_data:
                 raise UsageError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
             return await generate(self, prompt_token_ids, sampling_params)
+
+        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+            return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
+
+        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+            return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
+    from ngrpo.policy_noises.base import PolicyNoise
     from perturbations.base import Perturbation
 
 # One variable for each setting: Linux limits one to 131,072 bytes, and a spec may carry the text of a user's file.
@@ -23,6 +24,7 @@ _VARIABLES = {
     "perturbation_spec": "NGRPO_PERTURBATION",
     "advantage_spec": "NGRPO_ADVANTAGE",
     "credit_spec": "NGRPO_CREDIT",
+    "policy_noise_spec": "NGRPO_POLICY_NOISE",
     "sampling": "NGRPO_SAMPLING",
     "reproducible": "NGRPO_REPRODUCIBLE",
     "gap_limit": "NGRPO_GAP_LIMIT",
@@ -39,6 +41,7 @@ class RunSettings:
         perturbation_spec: ``perturbations.create(**spec)``; None where nothing is perturbed.
         advantage_spec: as ``ngrpo.advantages.create`` takes it; None for OpenRLHF's own estimator.
         credit_spec: as ``ngrpo.credits.create`` takes it; None where all tokens of an answer have its advantage.
+        policy_noise_spec: as ``ngrpo.policy_noises.create`` takes it; None where engines have the trainer's weights.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, e.g. ``{"top_k": 5}``.
         reproducible: whether the same seed gives the same rollouts from run to run.
         gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
@@ -50,6 +53,7 @@ class RunSettings:
     perturbation_spec: Mapping[str, Any] | None = None
     advantage_spec: Mapping[str, Any] | None = None
     credit_spec: Mapping[str, Any] | None = None
+    policy_noise_spec: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
     gap_limit: float = 10.0
@@ -77,6 +81,13 @@ class RunSettings:
 
         return None if self.credit_spec is None else credits.create(**self.credit_spec)
 
+    @cached_property
+    def policy_noise(self) -> PolicyNoise | None:
+        """The run's noise on the weights that roll out."""
+        from ngrpo import policy_noises
+
+        return None if self.policy_noise_spec is None else policy_noises.create(**self.policy_noise_spec)
+
     @property
     def corrects_sampling(self) -> bool:
         """Whether log-probabilities are those among the tokens that the rollout's sampling left."""
@@ -89,6 +100,7 @@ class RunSettings:
             "perturbation": self.perturbation_spec is not None,
             "advantage": self.advantage_spec is not None,
             "credit": self.credit_spec is not None,
+            "policy_noise": self.policy_noise_spec is not None,
             "sampling": bool(self.sampling),
             "sampling_mask": self.corrects_sampling,
             "reproducible": self.reproducible,

@@ -8,6 +8,17 @@ import pytest
 
 from ngrpo.arms import parse_arms
 from perturbations import create
+from perturbations.errors import UsageError
+
+DAMP = """
+from dataclasses import dataclass
+from perturbations.strategies.gaussian import Gaussian
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damp(Gaussian):
+    paper = "none"
+"""
 
 
 def ids(*args: object) -> list[str]:
@@ -39,7 +50,7 @@ def test_a_path_with_blanks_stays_one_name(tmp_path: Path) -> None:
     folder = tmp_path / "my ops"
     folder.mkdir()
     file = folder / "x.py"
-    file.write_text("from perturbations.strategies.gaussian import Gaussian\n\n\nclass Damp(Gaussian):\n    pass\n")
+    file.write_text(DAMP)
     name = f"{file}:Damp"
     (colons,), (line,) = parse_arms(f"{name}:sigma=0.5"), parse_arms(None, (), [f"'{name}' sigma=0.5"])
     assert colons == line and (line.name, line.options) == (name, {"sigma": "0.5"})
@@ -126,3 +137,14 @@ def test_notes_are_the_perturbations_warnings() -> None:
 def test_errors_say_what_to_do(args: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_arms(*args)  # type: ignore[arg-type]
+
+
+def test_a_perturbation_that_breaks_its_contract_is_refused_at_once(tmp_path: Path) -> None:
+    """What `ngrpo check` says, where a worker would have failed after minutes of loading."""
+    (tmp_path / "x.py").write_text(DAMP + "    def propose(self):\n        return None\n")
+    with pytest.raises(UsageError, match=r"'x.py:Damp' breaks its contract: .*takes 1 positional argument but 2"):
+        parse_arms(f"{tmp_path}/x.py:Damp")
+    gate = DAMP.replace("perturbations.strategies.gaussian import Gaussian", "perturbations import Gate")
+    (tmp_path / "gate.py").write_text(gate.replace("(Gaussian)", "(Gate)") + "    def open(self):\n        return 1\n")
+    with pytest.raises(UsageError, match=r"gate 'gate.py:Damp' breaks its contract"):
+        parse_arms(None, [], [f"neighbor gate={tmp_path}/gate.py:Damp"])

@@ -14,6 +14,16 @@ from perturbations.errors import UsageError
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
 
 
+DAMP = """
+from dataclasses import dataclass
+from perturbations.strategies.gaussian import Gaussian
+
+@dataclass(frozen=True, kw_only=True)
+class Damp(Gaussian):
+    paper = "none"
+"""
+
+
 def plan(*words: str) -> Plan:
     return arguments.parse([*words, *MODEL])[0]
 
@@ -46,6 +56,17 @@ def test_sweep_of_a_training_flag_and_base_algorithms_apply_to_all() -> None:
     assert made.arms[3].training["base"] == "gspo"
 
 
+def test_a_sweep_over_the_correction_of_the_mismatch_between_rollout_and_training() -> None:
+    made = plan("--perturbations", "none,neighbor,soft", "--sweep", "algo.advantage.is_correction_level=off,token,seq")
+    assert len(made.arms) == 9 and made.arms[4].id == "neighbor algo.advantage.is_correction_level=token"
+    assert "--algo.advantage.is_correction_level token" in words(made, 4)
+
+
+def test_credit_and_policy_noise_belong_to_a_strategy() -> None:
+    made = plan("--strategy", "none", "--strategy", "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy")
+    assert "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy" in words(made, 1)
+
+
 def test_one_line_per_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
     arm = made.arms[1]
@@ -57,7 +78,7 @@ def test_one_line_per_strategy() -> None:
 def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
     file = tmp_path / "my ops" / "x.py"
     file.parent.mkdir()
-    file.write_text("from perturbations.strategies.gaussian import Gaussian\n\n\nclass Damp(Gaussian):\n    pass\n")
+    file.write_text(DAMP)
     made = plan("--perturbations", f"none,{file}:Damp:sigma=0.5")
     given = train_words(made, made.runs()[1], Path("folder"))
     assert given[given.index("--perturbation") + 1] == f"{file}:Damp"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from ngrpo import models
+from perturbations.errors import UsageError
 
 NAME = "smollm2-135m"
 
@@ -79,7 +81,8 @@ def test_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         models.resolve(NAME)
 
 
-def test_other_names_pass_through(tmp_path: Path) -> None:
+def test_other_names_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "check_on_hub", lambda name: None)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -107,3 +110,23 @@ def test_bad_names(tmp_path: Path, name: str, parts: list[str]) -> None:
         models.resolve(name)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_name_that_neither_the_hub_nor_its_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own library, with an address where nobody answers, and a cache with one model in it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"'no-such': there is no such folder, and the hub cannot be reached"):
+        models.resolve("no-such")
+    assert time.monotonic() - began < 20
+    snapshot = tmp_path / "models--owner--kept" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--owner--kept" / "refs").mkdir()
+    (tmp_path / "models--owner--kept" / "refs" / "main").write_text("main")
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert models.resolve("owner/kept") == "owner/kept"

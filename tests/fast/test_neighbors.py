@@ -79,7 +79,7 @@ def test_reduced_matmul_precision_changes_nothing(monkeypatch: pytest.MonkeyPatc
     embedding = 1.0 + 0.05 * torch.randn(300, 128, generator=torch.Generator().manual_seed(5))
     want = ExactIndex(embedding).query(torch.arange(300), 4)[0]
     rounded = embedding.bfloat16().float()
-    monkeypatch.setattr(ExactIndex, "_products", lambda self, tokens: rounded[tokens] @ rounded.T)
+    monkeypatch.setattr(ExactIndex, "_products", lambda self, own: own.bfloat16().float() @ rounded.T)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -149,7 +149,7 @@ def test_precompute_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     index = ExactIndex(embedding)
     sizes: list[int] = []
     fill = index._fill_block
-    monkeypatch.setattr(index, "_scratch", 60 * 4 * 16)
+    monkeypatch.setattr(index, "_scratch", 60 * 16 * 16)
     monkeypatch.setattr(index, "_fill_block", lambda tokens: (sizes.append(len(tokens)), fill(tokens))[1])
     index.precompute(2)
     assert sizes == [16, 16, 16, 12]

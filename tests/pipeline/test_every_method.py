@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import credits
+from ngrpo import credits, policy_noises
 from perturbations import registry
 from tests.pipeline.harness import LOUD, steps_of
 
@@ -52,3 +52,26 @@ def test_advantage(advantage: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("credit", sorted(credits.available()))
 def test_credit(credit: str, tmp_path: Path, smollm2: str) -> None:
     check(tmp_path, smollm2, "--perturbation", "neighbor", "--credit", credit, "--preset", "dapo")
+
+
+@pytest.mark.parametrize("noise", sorted(policy_noises.available()))
+def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
+    """With PSN's importance weights, and a divergence between rollout and trainer where there is noise."""
+    loud = {"psn": ["sigma", "0.01"], "aqn": ["start", "0.3"]}[noise]  # an evaluation with clean weights in between
+    flags = [
+        "--policy_noise",
+        noise,
+        f"--policy_noise.{loud[0]}",
+        loud[1],
+        "--perturbation",
+        "neighbor",
+        "--eval.steps",
+        "1",
+    ]
+    flags += ["--policy_noise.steps", "3", "--policy_noise.stages", "3"] if noise == "aqn" else []
+    steps = steps_of(tmp_path, smollm2, *LOUD, *flags, "--algo.kl.init_coef", "0")
+    assert [step["policy_noise_scale"] for step in steps] == ([0.01, 0.01] if noise == "psn" else [0.0, 0.3])
+    assert steps[1]["gap_plain_mean"] > 2 * (GAP if noise == "psn" else steps[0]["gap_plain_mean"])
+    if noise == "psn":
+        assert 0.5 < steps[0]["policy_noise_weight"] < 1.5 and steps[0]["policy_noise_divergence"] > 0.02
+        assert steps[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-2)

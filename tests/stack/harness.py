@@ -148,9 +148,16 @@ def chat_prompts(llm: Any, questions: Sequence[str] = tuple(QUESTIONS), copies: 
 
 @torch.no_grad()
 def replay_log_probs(
-    model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0, replay: bool = True
+    model: Any,
+    rollouts: Sequence[Rollout],
+    temperature: float = 1.0,
+    replay: bool = True,
+    among: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """log π of each generated token in one right-padded Hugging Face forward, a (generated,) tensor per rollout."""
+    """log π of each generated token in one right-padded Hugging Face forward, a (generated,) tensor per rollout.
+
+    ``among``: the tokens that it is normalised over; None for all.
+    """
     longest = max(len(r.sequence) for r in rollouts)
     tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64, device=model.device)
     mask = torch.zeros_like(tokens)
@@ -165,6 +172,9 @@ def replay_log_probs(
         start, end = len(rollout.prompt), len(rollout.sequence)
         chosen = tokens[row, start:end].unsqueeze(-1)
         scaled = logits[row, start - 1 : end - 1].float() / temperature
+        if among is not None:
+            left = tokens.new_tensor(among)
+            scaled = torch.full_like(scaled, -torch.inf).index_copy(1, left, scaled[:, left])
         result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1).cpu())
     return result
 

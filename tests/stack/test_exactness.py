@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ngrpo.rollout import set_perturbation
@@ -53,6 +54,9 @@ def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, options: d
     set_perturbation(engine, name, **options)
     rollouts = sample(engine, chat_prompts(engine, copies=4), max_tokens=80)
     gap = gaps(hf_model, rollouts)
+    # What OpenRLHF's importance sampling compares with the trainer's: vLLM's own log-probability, of the same token.
+    for rollout in rollouts:
+        np.testing.assert_allclose(rollout.engine_log_probs, rollout.log_probs, atol=1e-4)
     perturbed = sum(len(r.record) for r in rollouts)
     assert len(gap) >= 1000
     assert gap.max() <= 1e-4

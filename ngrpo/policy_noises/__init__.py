@@ -1,0 +1,26 @@
+"""Noise on the weights that roll out: `ngrpo train --policy_noise NAME`.
+
+One file for each, named as the noise is. It is no perturbation of inputs, and goes with any of these: the engines are
+given noisy weights, while the trainer's own and those of an evaluation are clean.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from perturbations.registry import Registry
+
+if TYPE_CHECKING:
+    from ngrpo.policy_noises.base import PolicyNoise
+
+registry = Registry("policy noise", "ngrpo.policy_noises:PolicyNoise", "ngrpo.policy_noises", "ngrpo.policy_noises")
+register, available, create = registry.register, registry.available, registry.create
+
+__all__ = ["PolicyNoise", "available", "create", "register", "registry"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PolicyNoise":
+        raise AttributeError(f"module 'ngrpo.policy_noises' has no attribute {name!r}")
+    return import_module("ngrpo.policy_noises.base").PolicyNoise

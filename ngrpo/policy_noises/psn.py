@@ -1,0 +1,51 @@
+"""PSN-RLVR: parameter-space noise on the MLP weights, with importance weights (arXiv 2602.02555)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.policy_noises import register
+from ngrpo.policy_noises.base import PolicyNoise
+from perturbations.errors import UsageError
+from perturbations.options import option
+
+_LEVEL = "--algo.advantage.is_correction_level"
+_LEAST, _MOST = 1e-6, 0.5
+
+
+@register("psn")
+@dataclass(frozen=True, kw_only=True)
+class PSN(PolicyNoise):
+    """PSN-RLVR: fresh noise on the MLP weights for each rollout, and truncated importance sampling in the loss."""
+
+    paper = "PSN-RLVR, arXiv 2602.02555"
+
+    sigma: float = option(0.001, "σ; the first one where it is adaptive", low=_LEAST, high=_MOST)
+    adaptive: bool = option(False, "let σ follow the divergence between the rollout's and the trainer's policy")
+    target: float = option(0.003, "the divergence that an adaptive σ aims at, in nats a token", above=0.0)
+    factor: float = option(1.01, "by which an adaptive σ changes at each step", above=1.0)
+
+    def selects(self, name: str) -> bool:
+        """The weights of the MLPs."""
+        return ".mlp." in name and name.endswith("weight")
+
+    def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
+        """σ; adaptive: the last one times the factor below the target and divided by it above, in [1e-6, 0.5]."""
+        if not self.adaptive or last is None:
+            return self.sigma
+        if divergence is None:
+            raise UsageError(
+                "--policy_noise.adaptive needs the rollout's log-probabilities: leave"
+                f" {_LEVEL} at token, which --policy_noise psn sets."
+            )
+        changed = last * self.factor if divergence < self.target else last / self.factor
+        return min(max(changed, _LEAST), _MOST)
+
+    def flags(self, given: Flags) -> dict[str, Default]:
+        """The loss is weighted by min(π / π_rollout, 10)."""
+        return {
+            _LEVEL: "token",
+            "--algo.advantage.is_correction_mode": "clip",
+            "--algo.advantage.is_correction_threshold": ("0", "10"),
+        }

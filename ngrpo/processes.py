@@ -1,0 +1,67 @@
+"""No process outlives the command that started it, however that command ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from types import FrameType
+
+_OWNER = "NGRPO_OWNER"
+_GRACE_SECONDS = 5.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: handled as Ctrl-C is, so that what runs is ended and the user is told what was kept."""
+
+
+def raise_on_sigterm() -> None:
+    """Makes SIGTERM raise :class:`Terminated` in the main thread, unless somebody handles or ignores it already."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def own_children() -> None:
+    """Lets the processes that vLLM starts from here on end with this one; see :func:`end_with_owner`."""
+    os.environ[_OWNER] = str(os.getpid())
+
+
+def end_with_owner() -> None:
+    """In a process of vLLM: ends it when the process that called :func:`own_children` is gone, even by SIGKILL.
+
+    Does nothing where nobody called that, and where the system has no process file descriptors (they are Linux's).
+    """
+    owner = os.environ.get(_OWNER, "")
+    if not owner.isdecimal() or int(owner) == os.getpid() or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        descriptor = os.pidfd_open(int(owner))
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:
+        return
+
+    def wait() -> None:
+        select.select([descriptor], [], [])  # readable when the process has ended
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
+
+
+def end_children() -> None:
+    """Ends all that this process has started and that still runs, politely first."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            try:
+                child.send_signal(sign)
+            except psutil.NoSuchProcess:
+                continue
+        _, children = psutil.wait_procs(children, timeout=_GRACE_SECONDS)

@@ -1,0 +1,146 @@
+"""``--policy_noise``: engines roll out with noisy weights. The functions are rows of `ngrpo.trainer.seams`.
+
+The noise is added to the trainer's parameters while these are sent to the engines, and taken off again to the bit. So
+whatever way the weights go (NCCL, CUDA IPC, a file), every engine and every tensor-parallel rank gets the same noisy
+weights, vLLM needs to know nothing of it, and the trainer's own are clean. For an evaluation the engines are sent the
+clean weights, and the noisy ones again after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ngrpo.trainer.metrics import note_measures
+from ngrpo.trainer.run_settings import current_run
+
+_CHOSEN = "ngrpo_policy_noise"
+
+
+def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
+    """`ActorPPOTrainer.broadcast_to_vllm`, while the parameters have the noise that the trainer asked for."""
+
+    def broadcast_to_vllm(self: Any) -> None:
+        scale, sync = getattr(self, "policy_noise", (0.0, 0))
+        model = self.actor.model
+        while hasattr(model, "module"):
+            model = model.module
+        noise = current_run().policy_noise
+        with noise.added(dict(model.named_parameters()), scale, sync) if scale else nullcontext():
+            original(self)
+
+    return broadcast_to_vllm
+
+
+def told_of_noise(plain: type) -> type:
+    """`PolicyModelActor`: is told the noise of the next weight sync."""
+
+    class NoisyModelActor(plain):  # type: ignore[misc, valid-type]
+        def set_policy_noise(self, scale: float, sync: int) -> None:
+            self.trainer.policy_noise = (scale, sync)
+
+    return NoisyModelActor
+
+
+def noise_measured(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`RemoteExperienceMaker.make_experience_batch`: how far the noisy policy that rolled out is from the trainer's."""
+
+    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+        experiences = original(self, rollout_samples)
+        found = measures(experiences, self.strategy.args.algo.advantage.is_correction_threshold)
+        self.rollout_divergence = found.get("policy_noise/divergence")
+        note_measures(self, found)
+        return experiences
+
+    return make_experience_batch
+
+
+def measures(experiences: list[Any], threshold: Any) -> dict[str, float]:
+    """What a step reports of its rollouts' policy.
+
+    Args:
+        experiences: with the log-probabilities of rollout and trainer, (B, A) each.
+        threshold: the bounds of the importance weight.
+
+    Returns:
+        ``divergence``: the mean of log π_rollout − log π_trainer over the tokens; ``weight``: the mean importance
+        weight π_trainer / π_rollout within the bounds, ``cut``: the share of tokens at which it is beyond them. Empty
+        where the rollouts' log-probabilities are not known.
+    """
+    if any(experience.rollout_log_probs is None for experience in experiences):
+        return {}
+    parts = [
+        (experience.action_log_probs - experience.rollout_log_probs)[experience.action_mask.bool()].float().cpu()
+        for experience in experiences
+    ]
+    ratio = torch.cat(parts)
+    low, high = float(threshold[0]), float(threshold[-1])
+    weight = ratio.clamp(-20.0, 20.0).exp()
+    found = {
+        "divergence": -ratio.mean().item(),
+        "weight": weight.clamp(low, high).mean().item(),
+        "cut": ((weight < low) | (weight > high)).float().mean().item(),
+    }
+    return {f"policy_noise/{name}": value for name, value in found.items()}
+
+
+def noisy_trainer(plain: type) -> type:
+    """`PPOTrainer` whose engines roll out with noisy weights and evaluate with clean ones.
+
+    A subclass, as `ngrpo.trainer.metrics.reporting_trainer`.
+    """
+
+    class NoisyTrainer(plain):  # type: ignore[misc, valid-type]
+        # The training step whose rollouts come next, and the step and σ that the engines' noise was last chosen for.
+        noise_step, chosen = 0, (-1, None)
+
+        def init_checkpoint_states(self) -> Any:
+            states = super().init_checkpoint_states()
+            self.noise_step, self.chosen = states["global_step"], states.get(_CHOSEN, self.chosen)
+            if not self.noise_step:
+                self.broadcast_to_vllm()  # the first rollout's weights have noise as well; a resumed run sends its own
+            return states
+
+        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
+            if client_states is not None:
+                client_states[_CHOSEN] = self.chosen
+            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            rolled_out = self.chosen[1]
+            self.noise_step = global_step + 1
+            status, global_step = super().train_step(rollout_samples, global_step)
+            status["policy_noise/scale"] = rolled_out
+            return status, global_step
+
+        def broadcast_to_vllm(self) -> None:
+            if self.chosen[0] != self.noise_step:
+                divergence = getattr(self.experience_maker, "rollout_divergence", None)
+                total = steps_of_run(self.args, len(self.prompts_dataloader))
+                scale = current_run().policy_noise.scale(self.noise_step, total, self.chosen[1], divergence)
+                self.chosen = (self.noise_step, scale)
+            self._send(self.chosen[1])
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            self._send(0.0)
+            try:
+                return super().evaluate(*args, **kwargs)
+            finally:
+                self._send(self.chosen[1])
+
+        def _send(self, scale: float) -> None:
+            import ray
+
+            group = self.actor_model_group
+            ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, sync=self.noise_step))
+            super().broadcast_to_vllm()
+
+    return NoisyTrainer
+
+
+def steps_of_run(args: Any, prompts: int) -> int:
+    """Training steps of a run over so many prompts (fewer where prompts are filtered out)."""
+    return max(1, args.train.num_episodes * prompts // args.rollout.batch_size)

@@ -1,0 +1,282 @@
+"""Policy noise: the scales by hand, noise that comes off to the bit, and how trainer and engines are told of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ngrpo import flags, policy_noises, preflight
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer import policy_noise
+from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.trainer.seams import active
+from perturbations import create
+from perturbations.errors import UsageError
+from tests.fast.run import run_with
+from tests.fast.test_policy_gradient import policy_loss
+
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_attention_layernorm.weight",
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.norm.weight",
+)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    drawn = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(40, 30, generator=drawn).to(dtype)) for name in NAMES}
+
+
+# --- scales -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "step", "expected"),
+    [
+        ("released", 59, 0.0),
+        ("released", 60, 1e-2),
+        ("released", 300, 1e-3),  # 1e-2 · .01^(4/8)
+        ("released", 600, 1e-4),
+        ("paper", 59, 0.0),
+        ("paper", 60, 1e-2),
+        ("paper", 599, 1.6681e-4),  # 1e-2 · .01^(8/9)
+    ],
+)
+def test_aqn_over_600_steps(form: str, step: int, expected: float) -> None:
+    noise = policy_noises.create("aqn", start=1e-2, end=1e-4, form=form)
+    assert noise.scale(step, 600, None, None) == pytest.approx(expected, rel=1e-4)
+    assert policy_noises.create("aqn", start=1e-2, end=1e-4, form=form, steps=600).scale(
+        step, 9999, 0.3, 0.1
+    ) == pytest.approx(expected, rel=1e-4)
+
+
+def test_psn_adaptive() -> None:
+    """σ = .004: a divergence of .001 is below .003, so .004 · 1.01; .005 is above, so .004 / 1.01."""
+    noise = policy_noises.create("psn", adaptive=True)
+    assert noise.scale(0, 9, None, None) == 0.001
+    assert noise.scale(1, 9, 0.004, 0.001) == pytest.approx(0.00404)
+    assert noise.scale(1, 9, 0.004, 0.005) == pytest.approx(0.00396040, abs=1e-8)
+    assert noise.scale(1, 9, 0.4999, 0.0) == 0.5 and noise.scale(1, 9, 1.001e-6, 1.0) == 1e-6
+    assert policy_noises.create("psn").scale(5, 9, 0.004, 0.005) == 0.001
+    with pytest.raises(UsageError, match="needs the rollout's log-probabilities"):
+        noise.scale(1, 9, 0.004, None)
+
+
+# --- noise -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "noised"), [("aqn", NAMES[1:3]), ("psn", NAMES[3:4])])
+def test_noise_is_added_to_the_method_s_weights_and_comes_off_to_the_bit(
+    name: str, noised: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    noise, model = policy_noises.create(name), parameters(dtype)
+    before = {name: p.detach().clone() for name, p in model.items()}
+    with pytest.raises(RuntimeError, match="in the middle"), noise.added(model, 0.5, 3):
+        for name, parameter in model.items():
+            moved = (parameter - before[name]).float()
+            if name not in noised:
+                assert torch.equal(parameter, before[name])
+                continue
+            assert moved.std().item() == pytest.approx(0.5, rel=4 / math.sqrt(2 * moved.numel()))
+            assert moved.mean().item() == pytest.approx(0.0, abs=4 * 0.5 / math.sqrt(moved.numel()))
+        raise RuntimeError("in the middle")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.items())
+
+
+def test_aqn_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """w = 2 and Z = .02: the rows behind the norm are multiplied by 1.01."""
+    noise, model = policy_noises.create("aqn"), {"x.input_layernorm.weight": nn.Parameter(torch.full((1,), 2.0))}
+    monkeypatch.setattr(type(noise), "_drawn", lambda self, name, sync, like: torch.full((1,), 2.0))
+    with noise.added(model, 0.01, 0):
+        assert (model["x.input_layernorm.weight"] / 2.0).item() == pytest.approx(1.01)
+
+
+def test_noise_follows_from_seed_sync_and_name() -> None:
+    def drawn(sync: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        model = parameters()
+        torch.manual_seed(torch.seed() % 1000)  # whatever stands in the process
+        with policy_noises.create("aqn", seed=seed).added(model, 1.0, sync):
+            first, second = (model[name].detach().clone() for name in NAMES[1:3])
+        return first - model[NAMES[1]].detach(), second - model[NAMES[2]].detach()
+
+    one, again = drawn(), drawn()
+    assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
+    for other in (drawn(sync=2)[0], drawn(seed=1)[0], one[1]):
+        assert torch.corrcoef(torch.stack([one[0].flatten(), other.flatten()]))[0, 1].abs() < 0.15
+
+
+def test_a_model_without_such_weights_is_refused() -> None:
+    added = policy_noises.create("psn").added({"h.0.weight": nn.Parameter(torch.ones(2))}, 0.1, 0)
+    with pytest.raises(UsageError, match=r"none of the model's parameters \(h\.0\.weight, …\)"), added:
+        pass
+
+
+# --- importance weights --------------------------------------------------------------------------------
+
+
+def test_the_importance_weight_is_cut_at_ten() -> None:
+    """log π − log π_rollout of 2.5 and 1: min(12.1825, 10) = 10 and e. Loss −A times that, at ratio 1."""
+    loss = policy_loss()
+    noise = policy_noises.create("psn").flags(Flags())
+    level, mode = noise["--algo.advantage.is_correction_level"], noise["--algo.advantage.is_correction_mode"]
+    bounds = [float(bound) for bound in noise["--algo.advantage.is_correction_threshold"]]
+    made = type(loss)(is_correction_level=level, is_correction_mode=mode, is_correction_threshold=bounds)
+    old = torch.tensor([[-1.0, -1.0]])
+    found = made(old, old, torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[-3.5, -2.0]]), batch_num_tokens=1.0)
+    assert found[0].item() == pytest.approx(-(10.0 + math.e)) and found[4].item() == pytest.approx(0.5)
+    experience = SimpleNamespace(
+        action_log_probs=old, rollout_log_probs=torch.tensor([[-3.5, -2.0]]), action_mask=torch.ones(1, 2)
+    )
+    assert policy_noise.measures([experience], bounds) == {
+        "policy_noise/divergence": pytest.approx(-1.75),
+        "policy_noise/weight": pytest.approx((10.0 + math.e) / 2),
+        "policy_noise/cut": pytest.approx(0.5),
+    }
+    experience.rollout_log_probs = None
+    assert policy_noise.measures([experience], bounds) == {}
+
+
+def test_the_gradient_on_a_noisy_policys_rollouts_is_the_clean_policys() -> None:
+    """Over all outcomes of a bandit that a noisy policy draws: E_π̂[w R ∇ log π] = ∇ E_π[R], where nothing is cut."""
+    z = torch.tensor([0.4, -0.3, 0.1, 0.9], requires_grad=True)
+    noisy = torch.log_softmax(torch.tensor([0.1, 0.2, -0.4, 1.0]), dim=0)
+    reward, log_p = torch.tensor([[1.0, -0.5, 0.3, 0.2]]), torch.log_softmax(z, dim=0)
+    (true,) = torch.autograd.grad((log_p.exp() * reward[0]).sum(), z, retain_graph=True)
+    made = type(policy_loss())(
+        is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0.0, 10.0]
+    )
+    losses = [
+        made(
+            log_p[i].view(1, 1), log_p[i].detach().view(1, 1), reward[:, i : i + 1], torch.ones(1, 1),
+            noisy[i].view(1, 1), batch_num_tokens=1.0,
+        )[0] * noisy[i].exp()
+        for i in range(4)
+    ]  # fmt: skip
+    (found,) = torch.autograd.grad(-sum(losses), z)
+    torch.testing.assert_close(found, true)
+
+
+# --- in OpenRLHF ----------------------------------------------------------------------------------------
+
+
+class Actors:
+    """A model actor, its trainer's weight sync, and the engines that it ends in."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        class Trainer:
+            actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"input_layernorm": nn.LayerNorm(4)})))
+
+            def plain(self) -> None:
+                sent.append(self.actor.model.module.input_layernorm.weight.detach().clone())
+
+            broadcast_to_vllm = policy_noise.sent_with_noise(plain)
+
+        class Plain:
+            trainer = Trainer()
+
+            def broadcast_to_vllm(self) -> None:
+                self.trainer.broadcast_to_vllm()
+
+        self.actor = policy_noise.told_of_noise(Plain)()
+
+    def async_run_method(self, method_name: str, **kwargs: Any) -> None:
+        getattr(self.actor, method_name)(**kwargs)
+
+
+class PlainTrainer:
+    """As OpenRLHF's, with two training steps, and an evaluation after the first."""
+
+    def __init__(self, sent: list[Any], states: dict[str, Any]) -> None:
+        self.actor_model_group, self.experience_maker = Actors(sent), SimpleNamespace()
+        self.args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
+        self.prompts_dataloader, self.states, self.saved, self.sent = range(8), states, [], sent
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        return self.states
+
+    def fit(self) -> None:
+        step = self.init_checkpoint_states()["global_step"]
+        if step:
+            self.broadcast_to_vllm()
+        while step < 2:
+            self.status, step = self.train_step([], step)
+            states = {"global_step": step}
+            self.save_logs_and_checkpoints(step, None, states)
+            self.saved.append(states)
+            if step == 1:
+                self.evaluate(step)
+
+    def train_step(self, samples: Any, step: int) -> tuple[dict, int]:
+        self.broadcast_to_vllm()
+        return {}, step + 1
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
+        pass
+
+    def broadcast_to_vllm(self) -> None:
+        self.actor_model_group.async_run_method("broadcast_to_vllm")
+
+    def evaluate(self, step: int) -> None:
+        self.sent.append("evaluation")
+
+
+def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
+    # Four steps in all, four stages: none, then 0.3 and less.
+    spec = policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec()
+    run_with(monkeypatch, policy_noise_spec=spec)
+    sent: list[Any] = []
+    trainer = policy_noise.noisy_trainer(PlainTrainer)(sent, {"global_step": 0})
+    trainer.fit()
+    clean, first, again, evaluation, back, second = sent[0], sent[1], sent[2], sent[3], sent[4], sent[5]
+    assert evaluation == "evaluation" and len(sent) == 6
+    ones = torch.ones(4)
+    assert torch.equal(clean, ones) and torch.equal(again, ones), "stage 0, and the evaluation"
+    assert not torch.equal(first, ones) and torch.equal(first, back) and not torch.equal(second, first)
+    assert torch.equal(trainer.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
+    assert trainer.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
+    # Resumed after the first step, the engines get what they had.
+    resumed: list[Any] = []
+    policy_noise.noisy_trainer(PlainTrainer)(resumed, trainer.saved[0]).fit()
+    assert torch.equal(resumed[0], first) and torch.equal(resumed[1], second) and len(resumed) == 2
+
+
+# --- the command line ------------------------------------------------------------------------------------
+
+
+def test_the_command_line() -> None:
+    settings = flags.parse(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"]).settings
+    assert settings.policy_noise_spec["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
+    assert {seam.ours.rpartition(":")[2] for seam in active(["policy_noise"])} == {
+        "sent_with_noise", "told_of_noise", "noise_measured", "noisy_trainer", "reporting_trainer",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):
+        flags.parse(["--policy_noise.sigma", "0.1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train.async_enable"], "--train.async_enable cannot be used with --policy_noise psn: an evaluation"),
+        (["--ds.zero_stage", "3"], "--ds.zero_stage 3 cannot be used with --policy_noise psn: under ZeRO-3"),
+        (["--algo.advantage.is_correction_level", "token"], "which the density of --perturbation gumbel takes"),
+    ],
+)
+def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
+    spec, density = policy_noises.create("psn").spec(), create("gumbel", density="gumbel").spec()
+    settings = RunSettings(policy_noise_spec=spec, perturbation_spec=density)
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+        preflight.check_policy_noise(Flags(words), settings)
+    preflight.check_policy_noise(
+        Flags(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"]), settings
+    )
