@@ -38,7 +38,7 @@ def test_a_decode_step_waits_for_nothing(name: str, rate: float) -> None:
     assert counts.launches < 200 * counts.steps
 
 
-@pytest.mark.parametrize("name", ["gaussian", "gumbel"])
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"neighbor"}))  # whose table on a CPU is filled by what is asked for
 def test_a_decode_step_does_not_loop_over_requests(name: str) -> None:
     assert loops(create(name)) == 0
 
