@@ -27,7 +27,7 @@ def test_decode_steps_wait_for_nothing(engine: Any, rate: float, params: dict[st
         sample(engine, chat_prompts(engine)[:3], max_tokens=10, **params)
     assert counts.steps >= 8
     assert counts.waits == ()
-    assert counts.uploads <= 2 * counts.steps
+    assert counts.uploads <= 2 * counts.steps + 6  # and two each time that the batch is laid out anew
     assert counts.launches < 120 * counts.steps
 
 
