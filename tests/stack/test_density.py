@@ -19,10 +19,10 @@ from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
 pytestmark = pytest.mark.stack
 CASES = [
     ("gumbel", {"density": "gumbel"}),
-    ("dirichlet", {"density": "dirichlet"}),
-    ("normal", {"density": "normal"}),
+    pytest.param("dirichlet", {"density": "dirichlet"}, marks=pytest.mark.slow),
+    pytest.param("normal", {"density": "normal"}, marks=pytest.mark.slow),
     ("multiplex", {"density": "joint"}),
-    ("lepo", {"density": "lepo"}),
+    pytest.param("lepo", {"density": "lepo"}, marks=pytest.mark.slow),
     ("latent", {"density": "latent"}),
     ("gaussian", {"density": "gaussian", "base": "soft"}),
     ("gaussian", {"density": "gaussian", "base": "fuzzy"}),
