@@ -13,6 +13,7 @@ import numpy as np
 
 from ngrpo.rollout.records import check_installed
 from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
@@ -31,6 +32,9 @@ class RecordingExecutor:
     def __init__(self, executor: Any) -> None:
         self._executor = executor
         self._numbers = AnswerNumbers()
+        self._reward: CheckedReward | None = None
+        if getattr(executor, "reward_func", None) is not None:
+            self._reward = executor.reward_func = CheckedReward(executor.reward_func)
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
@@ -43,6 +47,8 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _conversation.reset(token)
+        if self._reward is not None:
+            self._reward.raise_failure()
         run = current_run()
         if conversation.record is not None and (run.perturbation is not None or run.corrects_sampling):
             return finished(conversation, response)
