@@ -8,7 +8,7 @@ import os
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from perturbations.errors import UsageError
 
 _FORMAT = 1
+_DIGEST_BYTES = 32
 
 
 def fingerprint(embedding: Tensor) -> str:
@@ -26,6 +27,15 @@ def fingerprint(embedding: Tensor) -> str:
     for part in rows.split(4096):
         digest.update(part.view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _digest(file: BinaryIO) -> bytes:
+    """SHA-256 of all that follows a file's own digest, which stands first in it."""
+    digest = hashlib.sha256()
+    file.seek(_DIGEST_BYTES)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.digest()
 
 
 def write(path: str | Path, kind: str, embedding: Tensor, header: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -45,7 +55,12 @@ def write(path: str | Path, kind: str, embedding: Tensor, header: dict[str, Any]
     handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
+            file.write(bytes(_DIGEST_BYTES))
             np.savez(file, header=text, **{name: np.asarray(array) for name, array in arrays.items()})
+        with open(temporary, "r+b") as file:
+            digest = _digest(file)
+            file.seek(0)
+            file.write(digest)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -60,8 +75,13 @@ def read(path: str | Path, kind: str, embedding: Tensor) -> tuple[dict[str, Any]
         UsageError: for a file of another kind or format, or made from another embedding.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with open(path, "rb") as whole:
+            # Before anything is parsed: a damaged length may ask for any amount of memory.
+            if whole.read(_DIGEST_BYTES) != _digest(whole):
+                raise ValueError("its checksum is not that of its content")
+            whole.seek(_DIGEST_BYTES)
+            with np.load(whole, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
         header = json.loads(arrays.pop("header").tobytes())
     except FileNotFoundError:
         raise

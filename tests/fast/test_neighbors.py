@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from perturbations.errors import UsageError
 from perturbations.neighbors import ExactIndex, NeighborIndex
 
 # From token 0 = (1, 0):   cosine  dot   L2      L1
@@ -211,3 +214,20 @@ def test_it_is_a_neighbor_index() -> None:
     assert isinstance(ExactIndex(SMALL), NeighborIndex)
     with pytest.raises(TypeError, match="abstract"):
         NeighborIndex()
+
+
+def test_a_file_with_an_altered_byte_is_refused(tmp_path: Path) -> None:
+    """By its checksum, before anything of it is parsed: every byte of the first and last kilobyte, others by sample."""
+    embedding = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    ExactIndex(embedding).save(tmp_path / "index")
+    data = (tmp_path / "index").read_bytes()
+    for place in sorted({*range(min(1024, len(data))), *range(max(0, len(data) - 1024), len(data))}):
+        (tmp_path / "index").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(UsageError, match="is no saved neighbor index"):
+            ExactIndex.load(tmp_path / "index", embedding)
+    for size in (0, 10, 32, len(data) // 2, len(data) - 1):
+        (tmp_path / "index").write_bytes(data[:size])
+        with pytest.raises(UsageError, match="is no saved neighbor index"):
+            ExactIndex.load(tmp_path / "index", embedding)
+    (tmp_path / "index").write_bytes(data)
+    ExactIndex.load(tmp_path / "index", embedding)
