@@ -27,7 +27,7 @@ OPENRLHF_NEEDS = [
     "uvicorn",
     "wandb",
 ]
-HNSW = ["hnswlib==0.8.0"]  # --perturbation.index hnsw; it comes as source, so it needs a C++ compiler
+HNSW = ["faiss-cpu>=1.12,<2"]  # --perturbation.index hnsw
 MODELS = ["gguf", "safetensors"]  # `ngrpo model`: packaged GGUF weights to a Hugging Face folder
 ANSWERS = ["math-verify", "reasoning-gym"]  # `ngrpo eval`: answer checking, procedural tasks
 

@@ -1,21 +1,25 @@
 """Neighbor indices on a real model's embeddings: the graph's recall, and the time and memory of graph and exact index.
 
-    python -m benchmarks.neighbors [--model smollm2-135m] [--metrics cosine l2 dot] [--tokens 2000] [--words]
+    python -m benchmarks.neighbors [--model smollm2-135m | --random 151936 1536] [--metrics cosine l2 dot]
+                                   [--tokens 2000] [--words | --hnswlib]
 
 Recall: of the two nearest tokens by the exact index, the share that the graph finds, over tokens spread evenly over
 the vocabulary. Times of queries are the best of several, and the build's is of the processor: both hold on a machine
 that others use too. Whole table: two neighbors of every token, at the pace of blocks of 64 (exact) after the build
-(hnsw). `--words` prints examples of the same-word filter instead.
+(hnsw). `--random` takes random rows of this size in place of a model's, around a common vector as embeddings have it.
+
+Instead of that, `--words` prints examples of the same-word filter, and `--hnswlib` builds graphs of the same vectors by
+faiss and by hnswlib (which is not among the requirements) and compares them.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,20 +73,15 @@ def measure(embedding: Tensor, metric: str, count: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
     graph = HnswIndex(embedding, metric)
+    graph.search(tokens[:1], 2)  # builds it
     built = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     found = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
     recall = (found.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
     one, block = on_demand(graph, shuffled)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "index"
-        written = seconds(lambda: graph.save(place))
-        disk = place.stat().st_size
-        loaded = seconds(lambda: HnswIndex.load(place, embedding))
-    report(metric, "hnsw", recall, built, built + size * block / 1e3, one, block, disk)
-    print(
-        f"    {graph._settings}; peak while building +{peak / 1024:.0f} MiB; save {written:.1f} s, load {loaded:.1f} s"
-    )
+    memory = 4 * (graph._graph.ntotal * graph._graph.d + graph._graph.hnsw.neighbors.size())  # vectors and links
+    report(metric, "hnsw", recall, built, built + size * block / 1e3, one, block, memory)
+    print(f"    {graph._settings}; peak while building +{peak / 1024:.0f} MiB")
 
 
 def report(metric: str, *cells: Any) -> None:
@@ -92,6 +91,50 @@ def report(metric: str, *cells: Any) -> None:
         f" {memory / 2**20:10.1f}",
         flush=True,
     )
+
+
+def random_rows(size: int, width: int) -> Tensor:
+    """(V, D) bfloat16 rows around a common one."""
+    draws = torch.Generator().manual_seed(0)
+    common = torch.randn(width, generator=draws)
+    rows = [0.05 * (common + torch.randn(min(4096, size - i), width, generator=draws)) for i in range(0, size, 4096)]
+    return torch.cat([part.bfloat16() for part in rows])
+
+
+def compare_graphs(embedding: Tensor, metric: str, count: int) -> None:
+    """faiss beside hnswlib: the same vectors and settings, one thread, of two neighbors the share found by each."""
+    import faiss
+    import hnswlib
+
+    graph = HnswIndex(embedding, metric)
+    tokens = torch.arange(count) * len(embedding) // count
+    want = torch.cat([ExactIndex(embedding, metric).search(block, 2)[0] for block in tokens.split(64)])
+    faiss.omp_set_num_threads(1)
+
+    class AsFaiss:
+        """hnswlib's graph under the names that HnswIndex calls."""
+
+        def __init__(self) -> None:
+            self.hnsw = SimpleNamespace()
+            settings = graph._settings
+            self._graph = hnswlib.Index("l2", embedding.shape[1])
+            self._graph.init_index(len(embedding), M=settings["m"], ef_construction=settings["ef_construction"])
+            for part in torch.arange(len(embedding)).split(4096):
+                self._graph.add_items(graph._placed(part).numpy(), num_threads=1)
+
+        def search(self, rows: Any, k: int) -> tuple[Any, Any]:
+            self._graph.set_ef(self.hnsw.efSearch)
+            labels, distances = self._graph.knn_query(rows, k=k, num_threads=1)
+            return distances, labels.astype("int64")
+
+    for name, build in (("faiss", graph._build), ("hnswlib", AsFaiss)):
+        began = time.process_time()
+        graph._graph = build()
+        built = time.process_time() - began
+        found = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
+        recall = (found.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
+        one, block = on_demand(graph, tokens[torch.randperm(count, generator=torch.Generator().manual_seed(0))])
+        print(f"{metric} {name}: recall@2 {recall:.4f}, built in {built:.1f} s, one {one:.2f} ms, of 64 {block:.3f} ms")
 
 
 def show_words(model: str, embedding: Tensor) -> None:
@@ -128,13 +171,20 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--metrics", nargs="+", default=["cosine", "l2", "dot"])
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--random", type=int, nargs=2, metavar=("V", "D"))
     parser.add_argument("--words", action="store_true")
+    parser.add_argument("--hnswlib", action="store_true")
     options = parser.parse_args()
-    folder = resolve(options.model)
-    embedding = load_embedding(folder)
-    print(f"{describe()}; {options.model}, {len(embedding)} x {embedding.shape[1]} {embedding.dtype}")
+    folder = None if options.random else resolve(options.model)
+    embedding = random_rows(*options.random) if options.random else load_embedding(folder)
+    name = "random rows" if options.random else options.model
+    print(f"{describe()}; {name}, {len(embedding)} x {embedding.shape[1]} {embedding.dtype}", flush=True)
     if options.words:
         show_words(folder, embedding)
+        return
+    if options.hnswlib:
+        for metric in options.metrics:
+            compare_graphs(embedding, metric, options.tokens)
         return
     print(
         f"{'metric':7s} {'index':6s} {'recall@2':>9s} {'build s':>8s} {'whole table s':>12s} {'one new ms':>12s}"

@@ -7,7 +7,7 @@ commands
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
   list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
-  check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
+  check     does a perturbation, gate or advantage of yours keep its contract: ngrpo check ./mine.py:Mine
   doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
 """

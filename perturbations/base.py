@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perturbations.edit import InputEdit
+from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import GateOptions
 from perturbations.options import option
 from perturbations.registry import perturbations
@@ -111,6 +112,13 @@ class Perturbation(GateOptions, ABC):
         Returns:
             Edits, with the same number of candidates at every step, and the tokens (B,).
         """
+
+    def prepare(self, embeddings: ModelEmbeddings) -> None:
+        """Computes ahead what :meth:`propose` would ask of the embeddings on its first use.
+
+        Called on a GPU alone: once the model is loaded, before its memory is profiled, and after each weight sync.
+        """
+        return None
 
     def module(self, hidden_size: int) -> nn.Module | None:
         """The learned parameters, for embeddings of D = ``hidden_size``; None where there are none.

@@ -37,38 +37,29 @@ class InputEdit:
     normalizer: Tensor | None = None
 
 
-def mix(
-    vectors: Tensor,
-    weights: Tensor,
-    sigma: Tensor | None,
-    noise_keys: Tensor | None,
-    added: Tensor | None = None,
-    module: nn.Module | None = None,
-) -> Tensor:
-    """Σ_k w_k · v_k + σ · ε, computed in float32 whatever the dtype of the vectors.
+def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: nn.Module | None = None) -> Tensor:
+    """Σ_k w_k · e_k + σ · ε + v, computed in float32 whatever the dtype of the candidates.
 
     Rollout and replay both call this function, so that they round alike.
 
     Args:
-        vectors: candidate embeddings, (N, K, D), any float dtype.
-        weights: (N, K) float32.
-        sigma: (N,) float32, or None.
-        noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with ``sigma``.
-        added: the vectors of a dense perturbation, (N, D) float32, or None.
+        candidates: e, the candidates' embeddings, (N, K, D), any float dtype.
+        edit: N positions; its ids are not looked at.
+        noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with σ.
         module: the perturbation's module, or None: what it makes of the first candidate and the mixture is fed.
 
     Returns:
-        (N, D) in the dtype of ``vectors``, with gradient to ``vectors`` and to the module's parameters.
+        (N, D) in the candidates' dtype, with gradient to them and to the module's parameters.
     """
-    wide = vectors.float()
-    mixed = (wide * weights.unsqueeze(-1)).sum(dim=-2)
-    if sigma is not None:
-        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(noise_keys, vectors.shape[-1])
+    wide = candidates.float()
+    mixed = (wide * edit.weights.unsqueeze(-1)).sum(dim=-2)
+    if edit.sigma is not None:
+        mixed = mixed + edit.sigma.unsqueeze(-1) * streams.normal(noise_keys, candidates.shape[-1])
     if module is not None:
         mixed = module(wide[:, 0], mixed)
-    if added is not None:
-        mixed = mixed + added
-    return mixed.to(vectors.dtype)
+    if edit.vectors is not None:
+        mixed = mixed + edit.vectors
+    return mixed.to(candidates.dtype)
 
 
 def realise(
@@ -88,9 +79,8 @@ def realise(
     Returns:
         (B, D) in the embedding's dtype.
     """
-    rows, width = edit.ids.shape
-    vectors = lookup(edit.ids.reshape(-1))
-    return mix(vectors.view(rows, width, -1), edit.weights, edit.sigma, noise_keys, edit.vectors, module)
+    candidates = lookup(edit.ids.reshape(-1))
+    return mix(candidates.view(*edit.ids.shape, candidates.shape[-1]), edit, noise_keys, module)
 
 
 def one_hot(tokens: Tensor) -> InputEdit:

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from perturbations.shard import Shard
+
 if TYPE_CHECKING:
     from perturbations.neighbors import Drift, Neighborhood, NeighborIndex
+
+
+_ROWS = 1024  # of the matrix, in float64 at once
 
 
 class ModelEmbeddings:
@@ -18,16 +23,16 @@ class ModelEmbeddings:
     def __init__(
         self,
         lookup: Callable[[Tensor], Tensor],
-        input_matrix: Callable[[], Tensor],
-        output_matrix: Callable[[], Tensor] | None = None,
+        input_matrix: Callable[[], Tensor | Shard],
+        output_matrix: Callable[[], Tensor | Shard] | None = None,
         special_ids: Callable[[], Sequence[int]] = tuple,
         token_texts: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         """
         Args:
             lookup: ids of any shape to their input embeddings, shape + (D,).
-            input_matrix: gives the input embedding matrix E, (V, D).
-            output_matrix: gives the output embedding matrix, (V, D); None where the model ties the two.
+            input_matrix: gives the input embedding matrix E, (V, D), or the shard of a tensor-parallel rank.
+            output_matrix: gives the output embedding matrix likewise; None where the model ties the two.
             special_ids: gives the special and never-trained tokens, which some options leave out.
             token_texts: gives the text of each token, by which tokens are the same word; rows of the embedding beyond
                 them are words of their own.
@@ -42,13 +47,17 @@ class ModelEmbeddings:
         self._rms: Tensor | None = None
 
     def matrix(self, space: str = "input") -> Tensor:
-        """The input or output embedding matrix, (V, D), as it is now."""
-        return self._matrices[space]()
+        """The input or output embedding matrix, (V, D), as it is now; gathered where ranks share it."""
+        return Shard.of(self._matrices[space]()).whole()
 
     def rms(self) -> Tensor:
         """Root-mean-square element of E, a float32 scalar tensor."""
         if self._rms is None:
-            self._rms = self._matrices["input"]().float().square().mean().sqrt()
+            shard = Shard.of(self._matrices["input"]())
+            # A block at a time: E in float32 would be twice its size in bfloat16.
+            squares = sum(block.double().square().sum() for block in shard.real.split(_ROWS))
+            total = shard.gather(squares.view(1)).sum()
+            self._rms = (total / (shard.size * shard.rows.shape[1])).sqrt().float()
         return self._rms
 
     def index(
@@ -90,8 +99,8 @@ class ModelEmbeddings:
 
         exclude = self._special_ids() if skip_special else ()
 
-        def make(embedding: Tensor, probe: bool) -> NeighborIndex:
-            words = self._word_numbers(embedding.shape[0]) if skip_same_word else None
+        def make(embedding: Shard, probe: bool) -> NeighborIndex:
+            words = self._word_numbers(embedding.size) if skip_same_word else None
             # A graph is not built for a look at a few tokens.
             return create_index(embedding, "exact" if probe else kind, metric, exclude, words, True if probe else None)
 

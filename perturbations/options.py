@@ -7,7 +7,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,12 +95,17 @@ class Options:
         return cls.registry.create(**spec)
 
     @classmethod
-    def check_option_names(cls, names: Sequence[str]) -> None:
+    def option_names(cls) -> set[str]:
+        """The names of its options."""
+        return {field.name for field in dataclasses.fields(cls)}
+
+    @classmethod
+    def check_option_names(cls, names: Iterable[str]) -> None:
         """Raises ``UsageError`` for a name that is not an option."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = sorted(cls.option_names())
         for name in names:
             if name not in known:
-                its = f"Its options: {', '.join(sorted(known))}." if known else "It has no options."
+                its = f"Its options: {', '.join(known)}." if known else "It has no options."
                 owner = f"{cls.kind} {cls.name!r}" if hasattr(cls, "name") else cls.kind
                 raise UsageError(f"{owner} has no option {name!r}.{nearest(name, known)} {its}")
 

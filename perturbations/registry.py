@@ -138,14 +138,14 @@ class Registry:
         for field in dataclasses.fields(cls):
             if field.metadata.get("registry") is not None:
                 self._make_nested(field, field.metadata["registry"], options)
-        for option_name in options:
-            owners = self._owners(option_name, cls)
+        for unknown in (key for key in options if key not in cls.option_names()):
+            owners = [other for other in self.in_tree() if unknown in self.get(other).option_names()]
             if owners:
                 raise UsageError(
-                    f"option {option_name!r} belongs to {self.kind} {' and '.join(owners)}, not to {name!r}. Leave it"
+                    f"option {unknown!r} belongs to {self.kind} {' and '.join(owners)}, not to {name!r}. Leave it"
                     f" out, or choose {owners[0]!r}."
                 )
-        cls.check_option_names(list(options))
+        cls.check_option_names(options)
         return cls(**options)
 
     @staticmethod
@@ -162,12 +162,6 @@ class Registry:
                 f" {name!r} (available: {', '.join(registry.available())})."
             )
         options[name] = registry.create(chosen, **{key[len(name) + 1 :]: value for key, value in own.items()})
-
-    def _owners(self, option_name: str, cls: type) -> list[str]:
-        """Names in the tree that have an option which this class lacks."""
-        if option_name in {field.name for field in dataclasses.fields(cls)}:
-            return []
-        return [n for n in self.in_tree() if option_name in {f.name for f in dataclasses.fields(self.get(n))}]
 
     def address(self, cls: type) -> str:
         """The name under which another process finds the class, with :meth:`source` where there is one."""
@@ -215,11 +209,8 @@ class Registry:
         )
 
     def _from_module(self, name: str, target: str) -> type:
-        module_name, _, attribute = target.partition(":")
         try:
-            cls: Any = importlib.import_module(module_name)
-            for part in attribute.split("."):
-                cls = getattr(cls, part)
+            cls = pkgutil.resolve_name(target)
         except Exception as error:  # a stranger's module may raise anything
             raise UsageError(
                 f"{self.kind} {name!r}: cannot load {target!r} ({error}). Install its package, put its folder on"
@@ -232,8 +223,7 @@ class Registry:
 
     def base_class(self) -> type:
         """The class that all of this kind derive from."""
-        module, _, name = self.base.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(self.base)
 
     @property
     def _base_name(self) -> str:

@@ -61,7 +61,8 @@ class Step:
     def draws(self, n: int) -> Tensor:
         """(B, n) further tokens, each drawn independently as ``sampled`` was: among those that the request allows.
 
-        Like the other draws they are functions of seed and position, and stay the same under float rounding.
+        Like the other draws they are functions of seed and position, and stay the same under float rounding. A greedy
+        request's are at temperature 1, as its logits here are.
         """
         logits = self.logits if self.drawable is None else self.drawable
         tokens = torch.arange(logits.shape[-1], device=logits.device)

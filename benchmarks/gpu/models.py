@@ -12,9 +12,8 @@ from perturbations.errors import UsageError
 
 SMOLLM2 = "smollm2-135m"
 SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen2.5-1.5B, from its config.json.
+    # The sizes of Qwen2.5-1.5B; as a Llama, which differs by a bias, because a Qwen2 brings its own tokenizer's tokens.
     "1.5b": {
-        "model_type": "qwen2",
         "vocab_size": 151936,
         "hidden_size": 1536,
         "intermediate_size": 8960,
@@ -25,7 +24,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     # SmolLM2-135M, for a machine without the package of its weights.
     SMOLLM2: {
-        "model_type": "llama",
         "vocab_size": 49152,
         "hidden_size": 576,
         "intermediate_size": 1536,
@@ -36,7 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,
     },
     "tiny": {
-        "model_type": "llama",
         "vocab_size": 512,
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -83,12 +80,9 @@ def without_weights(shape: str) -> str:
 
 
 def _config(factory: Any, shape: str) -> Any:
-    given = dict(SHAPES[shape])
-    kind, classes = given.pop("model_type"), {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    return factory.for_model(
-        kind, max_position_embeddings=LONGEST, architectures=[classes[kind]], dtype="float32", **tokens, **given
-    )
+    kind = {"architectures": ["LlamaForCausalLM"], "dtype": "float32", "max_position_embeddings": LONGEST}
+    return factory.for_model("llama", **kind, **tokens, **SHAPES[shape])
 
 
 def _made(name: str, shape: str, fill: Any) -> str:

@@ -161,8 +161,8 @@ class AnnealedK(Advantage):
 
     def flags(self, given: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` where k does not fit the groups that the run will have."""
-        size = given.value("--rollout.n_samples_per_prompt")
+        size = given.value("--rollout.n_samples_per_prompt") or "1"  # OpenRLHF 0.11.2's default
         for advantage in (self, self.at_step(self.k_steps)):
-            if size is not None and size.isdecimal():
+            if size.isdecimal():
                 advantage.check_group(int(size))
         return super().flags(given)

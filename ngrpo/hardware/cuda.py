@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,6 +76,19 @@ def check(flags: Flags) -> None:
             f"{why} and a C++ compiler: {compiler!r} is not found. Fix: install one (Debian: apt-get install g++) or"
             " point CXX at it."
         )
+    if not _links(compiler, home):
+        raise UsageError(
+            f"{why} with libcudart.so to link to: {compiler} finds none in {home}. {install}; NVIDIA's packages for pip"
+            f" leave that name out: ln -s libcudart.so.{release.split('.')[0]} {home}/lib/libcudart.so"
+        )
+
+
+def _links(compiler: str, home: Path) -> bool:
+    """Whether what is compiled with a toolkit can be linked, in the folder of libraries that torch 2.13 takes."""
+    libraries = home / ("lib64" if (home / "lib64").is_dir() else "lib")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler, "-shared", "-o", f"{folder}/probe.so", f"-L{libraries}", "-lcudart"]
+        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def _compiled_before(extension: str) -> bool:

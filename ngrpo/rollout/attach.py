@@ -25,6 +25,7 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.shard import Shard, over_ranks
 
 
 class AttachedPerturbation:
@@ -49,8 +50,11 @@ class AttachedPerturbation:
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
+        # On a CPU a table of neighbors takes half a minute, so that its rows are computed as they are needed.
+        self._ahead = runner.device.type != "cpu"
         self.replace(perturbation)
-        self._wrap()
+        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
+        self._follow_syncs()
 
     def replace(self, perturbation: Perturbation) -> None:
         """Puts another perturbation in place, between requests.
@@ -78,13 +82,24 @@ class AttachedPerturbation:
         )
         self._buffer.drop(self._buffer.names())
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer)
+        self.prepare()
 
-    def _wrap(self) -> None:
-        runner = self._runner
-        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
-        model = runner.get_model()
-        model.load_weights = self._then_refresh(self._without_ours(model.load_weights))
-        runner.reload_weights = self._then_refresh(runner.reload_weights)
+    def prepare(self) -> None:
+        """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""
+        if self._ahead:
+            self.perturbation.prepare(self.embeddings)
+
+    def weights_changed(self) -> None:
+        """All new weights are in place."""
+        self.perturber.weights_changed()
+        self.prepare()
+
+    def _follow_syncs(self) -> None:
+        runner, model = self._runner, self._runner.get_model()
+        # OpenRLHF loads parameter by parameter, so that only what loads all of them at once is the end of a sync.
+        load, reload = self._without_ours(model.load_weights), runner.reload_weights
+        model.load_weights = self._then(lambda: self.perturber.weights_changed(), load)
+        runner.reload_weights = self._then(self.weights_changed, reload)
 
     def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Every weight sync ends here, whatever way it comes: the perturbation's own parameters go to its module."""
@@ -103,12 +118,13 @@ class AttachedPerturbation:
 
         return load_weights
 
-    def _then_refresh(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @staticmethod
+    def _then(act: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
         def load(*args: Any, **kwargs: Any) -> Any:
             try:
                 return original(*args, **kwargs)
             finally:
-                self.perturber.weights_changed()
+                act()
 
         return load
 
@@ -128,20 +144,21 @@ def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module |
 def _embeddings(
     model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
 ) -> ModelEmbeddings:
-    def whole(module: Any) -> Tensor:
+    def shard(module: Any) -> Shard:
         weight = module.weight.data
-        if module.tp_size > 1:
-            from vllm.distributed import tensor_model_parallel_all_gather
+        if module.tp_size == 1:
+            return Shard(weight[:vocabulary], vocabulary)
+        from vllm.distributed import get_tp_group
 
-            weight = tensor_model_parallel_all_gather(weight, dim=0)
-        return weight[:vocabulary]
+        start = module.shard_indices.org_vocab_start_index
+        return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
     head = getattr(model, "lm_head", None)
     separate = head is not None and head is not embedding and head.weight is not embedding.weight
     return ModelEmbeddings(
         override.lookup,
-        lambda: whole(embedding),
-        (lambda: whole(head)) if separate else None,
+        lambda: shard(embedding),
+        (lambda: shard(head)) if separate else None,
         lambda: tokenizer.special_ids(vocabulary),
         tokenizer.vocabulary,
     )

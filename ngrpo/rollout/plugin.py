@@ -47,7 +47,7 @@ def register() -> None:
     forget = _then(lambda attached: attached.requests.take(None))
     _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", forget)
     # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
-    refresh = _then(lambda attached: attached.perturber.weights_changed())
+    refresh = _then(lambda attached: attached.weights_changed())
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
@@ -207,9 +207,10 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
 
     def abort_request(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> None:
         names = list(request_ids)
+        dropped = _with_internal_ids(self, names)
         original(self, names, *args, **kwargs)
         if _perturbed(self):
-            self.collective_rpc("perturbation_drop", args=(names,))
+            self.collective_rpc("perturbation_drop", args=(dropped,))
 
     return abort_request
 
@@ -217,11 +218,21 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
 def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def abort(self: Any, request_id: Any, *args: Any, **kwargs: Any) -> None:
         names = [request_id] if isinstance(request_id, str) else list(request_id)
+        dropped = _with_internal_ids(self, names)
         await original(self, names, *args, **kwargs)
         if _perturbed(self):
-            await self.collective_rpc("perturbation_drop", args=(names,))
+            await self.collective_rpc("perturbation_drop", args=(dropped,))
 
     return abort
+
+
+def _with_internal_ids(engine: Any, names: list[str]) -> list[str]:
+    """The names, and what the engine calls those of them that are not finished: the samples of a parent have its name.
+
+    To be asked before the abort, which forgets them.
+    """
+    known = engine.output_processor.external_req_ids
+    return [*names, *(internal for name in names for internal in known.get(name, ()))]
 
 
 def _perturbed(engine: Any) -> bool:
@@ -251,10 +262,13 @@ def _extend_workers() -> None:
         found = self.perturbation.embeddings.drift()
         return None if found is None else dataclasses.astuple(found)
 
+    def prepare(self: Any) -> None:
+        self.perturbation.prepare()
+
     def replace(self: Any, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
 
-    for method in (fingerprint, runner, take, drop, drift, replace):
+    for method in (fingerprint, runner, take, drop, drift, prepare, replace):
         setattr(WorkerBase, f"perturbation_{method.__name__}", method)

@@ -120,8 +120,13 @@ class RunningRequests:
         return taken
 
     def drop(self, names: list[str]) -> None:
-        """Forgets the records of aborted requests; names as in :meth:`take`."""
-        matching = self._matching(names)
+        """Forgets the records of aborted requests; names as in :meth:`take`.
+
+        The samples of one request go together: vLLM calls them ``0_<its internal id>``, ``1_...``.
+        """
+        parents = {name.partition("_")[2] for name in names} - {""}
+        here = dict.fromkeys([*self._buffer.names(), *self._store.live])
+        matching = {*self._matching(names), *(name for name in here if name.partition("_")[2] in parents)}
         self._buffer.drop(matching)
         self._dropped.update(name for name in matching if name in self._store.live)
 

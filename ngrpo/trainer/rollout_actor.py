@@ -13,6 +13,7 @@ import numpy as np
 
 from ngrpo.rollout.records import check_installed
 from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
@@ -31,6 +32,9 @@ class RecordingExecutor:
     def __init__(self, executor: Any) -> None:
         self._executor = executor
         self._numbers = AnswerNumbers()
+        self._reward: CheckedReward | None = None
+        if getattr(executor, "reward_func", None) is not None:
+            self._reward = executor.reward_func = CheckedReward(executor.reward_func)
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
@@ -43,6 +47,8 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _conversation.reset(token)
+        if self._reward is not None:
+            self._reward.raise_failure()
         run = current_run()
         if conversation.record is not None and (run.perturbation is not None or run.corrects_sampling):
             return finished(conversation, response)
@@ -94,6 +100,17 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     return output
 
 
+async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
+    """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
+
+    So their memory is taken and given back before a hybrid engine wakes its KV cache.
+    """
+    result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
+    if empty_cache:
+        await actor.llm.collective_rpc("perturbation_prepare")
+    return result
+
+
 def perturbed_engine(plain: type) -> type:
     """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
 
@@ -119,6 +136,12 @@ def perturbed_engine(plain: type) -> type:
             if multi_modal_data:
                 raise UsageError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
             return await generate(self, prompt_token_ids, sampling_params)
+
+        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+            return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
+
+        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+            return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""

@@ -14,6 +14,7 @@ from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
 from perturbations.neighbors.table import TableIndex
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
 from perturbations.options import nearest
+from perturbations.shard import Shard
 
 INDICES = ("exact", "hnsw")
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 def create_index(
-    embedding: Tensor,
+    embedding: Tensor | Shard,
     kind: str = "exact",
     metric: str = "cosine",
     exclude: Sequence[int] = (),
@@ -44,7 +45,7 @@ def create_index(
     """An index with its default settings.
 
     Args:
-        embedding: (V, D), any float dtype; kept by reference.
+        embedding: (V, D), any float dtype, or a rank's shard of it; kept by reference.
         kind: exact or hnsw; metric l1, which a graph does not know, is always served by the exact one.
         metric: cosine, l2, l1 or dot.
         exclude: ids that are never neighbors.
@@ -53,7 +54,6 @@ def create_index(
 
     Raises:
         UsageError: for an unknown kind, and as :class:`ExactIndex`.
-        ImportError: for hnsw where hnswlib is not installed.
     """
     if kind not in INDICES:
         raise UsageError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from perturbations.errors import UsageError
-from perturbations.neighbors import files
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.scores import PairScores, order
 from perturbations.neighbors.table import TableIndex
+from perturbations.shard import Shard
 
 _MARGIN = 8
 _BLOCK = 64  # tokens scored at once
-_SEED = 100  # of the graph's levels
 _SETTINGS = {"m": 2, "ef_construction": 1, "ef": 1, "rerank": 1, "hubs": 0}  # lowest values
 # At 0 the graph's order is the wanted one and its search gets lost, at 1 its search is easy and its order another.
 _POWER = {"cosine": 0.65, "l2": 0.75, "dot": 0.75}
@@ -38,14 +35,14 @@ class HnswIndex(TableIndex):
     - the ``hubs`` tokens that are near everything (the closest to the mean; for dot the longest) are compared with
       every query by one matrix product.
 
-    The graph is built by one thread in the order of the ids, so the same embedding gives the same graph; several
-    threads would build another one each time, and the ranks of a tensor-parallel group must agree. It lies in the
-    host's memory, whatever the embedding's device.
+    The graph is built on the first query, by one thread in the order of the ids, so the same embedding gives the same
+    graph; several threads would build another one each time, and the ranks of a tensor-parallel group must agree. It
+    lies in the host's memory, whatever the embedding's device.
     """
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: Tensor | Shard,
         metric: str = "cosine",
         exclude: Sequence[int] = (),
         m: int = 32,
@@ -57,7 +54,8 @@ class HnswIndex(TableIndex):
     ) -> None:
         """
         Args:
-            embedding: (V, D), any float dtype; kept by reference on CPU, copied there from elsewhere.
+            embedding: (V, D), any float dtype, or a rank's shard of it; kept by reference where a CPU has all of it,
+                else copied there.
             metric: cosine, l2 or dot.
             exclude: ids that are never neighbors; they may still be queried.
             m: links of a vector in the graph (twice as many at its base).
@@ -69,43 +67,49 @@ class HnswIndex(TableIndex):
 
         Raises:
             UsageError: as :class:`ExactIndex`, for l1, and for a number that is out of range.
-            ImportError: where hnswlib is not installed.
         """
-        settings = {"m": m, "ef_construction": ef_construction, "ef": ef, "rerank": rerank, "hubs": hubs}
-        self._set_up(embedding, metric, exclude, settings, lazy)
-        self._graph = _library().Index("l2", embedding.shape[1])
-        kept = (~self._excluded.cpu()).nonzero().flatten()
-        self._graph.init_index(len(kept), M=m, ef_construction=ef_construction, random_seed=_SEED)
-        for part in kept.split(4096):
-            self._graph.add_items(self._placed(part).numpy(), part.numpy(), num_threads=1)
-
-    def _set_up(
-        self, embedding: Tensor, metric: str, exclude: Sequence[int], settings: dict[str, int], lazy: bool | None
-    ) -> None:
-        """All but the graph."""
         if metric == "l1":
             raise UsageError("metric='l1': an HNSW graph knows cosine, l2 and dot; take ExactIndex for l1.")
+        settings = {"m": m, "ef_construction": ef_construction, "ef": ef, "rerank": rerank, "hubs": hubs}
         for name, low in _SETTINGS.items():
             if settings[name] < low:
                 raise UsageError(f"{name}={settings[name]}: must be at least {low}.")
-        self._pairs = PairScores(embedding.detach().cpu(), metric)
-        super().__init__(embedding.shape[0], embedding.device, exclude, lazy)
-        self.metric = metric
-        self._settings = settings
-        self._exact = ExactIndex(self._pairs.embedding, metric, exclude)
+        self.metric, self._settings = metric, settings
+        shard = Shard.of(embedding)
+        self._embedding = shard.whole().cpu()
+        self._pairs = PairScores(Shard.of(self._embedding), metric)
+        super().__init__(shard.size, shard.rows.device, exclude, lazy)
+        self._exact = ExactIndex(self._embedding, metric, exclude)
+        self._kept = (~self._excluded.cpu()).nonzero().flatten()
+
+    @cached_property
+    def _graph(self) -> Any:
+        """The graph; its vectors stand in the order of ``_kept``."""
+        return self._build()
+
+    def _build(self) -> Any:
+        faiss, settings = _library(), self._settings
         with torch.inference_mode(False), torch.no_grad():
-            parts = self._pairs.embedding.split(4096)
-            whole = torch.cat([self._directions(part) for part in parts])
+            whole = torch.cat([self._directions(part) for part in self._embedding.split(4096)])
             self._mean = whole.mean(dim=0)
             self._lengths = (whole - self._mean).norm(dim=-1)
-            rank = -self._pairs.norms.float() if metric == "dot" else self._lengths
-            kept = (~self._excluded.cpu()).nonzero().flatten()
-            near_everything = kept[rank[kept].argsort(stable=True)[: settings["hubs"]]]
+            rank = -self._pairs.norms.float() if self.metric == "dot" else self._lengths
+            near_everything = self._kept[rank[self._kept].argsort(stable=True)[: settings["hubs"]]]
             self._hubs = near_everything.sort().values
-            self._hub_rows = self._pairs.embedding[self._hubs].float()
+            self._hub_rows = self._embedding[self._hubs].float()
+            graph = faiss.IndexHNSWFlat(whole.shape[1], settings["m"])
+            graph.hnsw.efConstruction = settings["ef_construction"]
+            with _one_thread(faiss):
+                for part in self._kept.split(4096):
+                    graph.add(self._placed(part).numpy())
+        return graph
 
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`TableIndex.search`."""
+        """See :meth:`TableIndex.search`.
+
+        Raises:
+            ImportError: where faiss is not installed.
+        """
         found = [self._search_block(block, k) for block in tokens.cpu().split(_BLOCK)]
         ids, scores = (torch.cat(part) for part in zip(*found))
         return ids.to(self._device), scores.to(self._device)
@@ -115,24 +119,24 @@ class HnswIndex(TableIndex):
         if ids is None:
             return self._exact.search(tokens, k)
         ids = ids.sort(dim=-1).values
-        rows = tokens.unsqueeze(-1).expand_as(ids)
-        scores = self._pairs.of(rows.reshape(-1), ids.reshape(-1)).view_as(rows)
+        pairs = torch.arange(len(ids)).repeat_interleave(ids.shape[1])
+        scores = self._pairs.of(tokens, self._embedding[tokens], pairs, ids.reshape(-1)).view_as(ids)
         scores[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :-1], -torch.inf)
-        ids, scores = order(ids, scores.masked_fill(ids == rows, -torch.inf))
+        ids, scores = order(ids, scores.masked_fill(ids == tokens.unsqueeze(-1), -torch.inf))
         return ids[:, :k], scores[:, :k]
 
     def _candidates(self, tokens: Tensor, k: int) -> Tensor | None:
         """(Q, C) ids, with repetitions; None where the graph cannot name enough."""
-        count = self._graph.element_count
         wanted = max(self._settings["rerank"], k + _MARGIN) + 1
-        if wanted + self._settings["hubs"] >= count:
+        if wanted + self._settings["hubs"] >= len(self._kept):
             return None  # the exact search looks at fewer pairs
-        self._graph.set_ef(max(self._settings["ef"], wanted))
-        try:
-            labels, _ = self._graph.knn_query(self._placed(tokens).numpy(), k=wanted, num_threads=1)
-        except RuntimeError:
+        graph = self._graph
+        graph.hnsw.efSearch = max(self._settings["ef"], wanted)
+        with _one_thread(_library()):
+            places = torch.from_numpy(graph.search(self._placed(tokens).numpy(), wanted)[1])
+        if (places < 0).any():
             return None  # vectors that are equal by the hundreds can fall apart into islands
-        found = torch.from_numpy(labels.astype("int64"))
+        found = self._kept[places]
         if not len(self._hubs):
             return found
         near = self._hub_scores(tokens).topk(min(k + _MARGIN, len(self._hubs)), dim=-1).indices
@@ -140,7 +144,7 @@ class HnswIndex(TableIndex):
 
     def _hub_scores(self, tokens: Tensor) -> Tensor:
         """What orders the hubs for each token, (Q, hubs) float32; the token itself is last."""
-        products = self._pairs.embedding[tokens].float() @ self._hub_rows.T
+        products = self._embedding[tokens].float() @ self._hub_rows.T
         norms = self._pairs.norms[self._hubs].float()
         if self.metric == "cosine":
             products.div_(norms.clamp_min(torch.finfo(torch.float32).tiny))
@@ -153,54 +157,23 @@ class HnswIndex(TableIndex):
 
     def _placed(self, tokens: Tensor) -> Tensor:
         """Where tokens lie in the graph's space, (Q, D) float32."""
-        moved = self._directions(self._pairs.embedding[tokens]) - self._mean
+        moved = self._directions(self._embedding[tokens]) - self._mean
         return moved / self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric]).unsqueeze(-1)
 
-    # --- files ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> None:
-        """Writes graph and table to one file, whole or not at all.
-
-        Args:
-            path: the file; it holds the graph's own copy of the vectors, 4 bytes per element.
-        """
-        header, arrays = self._state()
-        header |= {"metric": self.metric, **self._settings}
-        with tempfile.TemporaryDirectory() as folder:
-            graph = os.path.join(folder, "graph")
-            self._graph.save_index(graph)
-            arrays["graph"] = np.fromfile(graph, dtype=np.uint8)
-        files.write(path, "HnswIndex", self._pairs.embedding, header, arrays)
-
-    @classmethod
-    def load(cls, path: str | Path, embedding: Tensor, lazy: bool | None = None) -> HnswIndex:
-        """An index with the graph, the settings and the rows that were saved.
-
-        Args:
-            path: what :meth:`save` wrote.
-            embedding: (V, D), the same values as then.
-            lazy: as in :class:`TableIndex`.
-
-        Raises:
-            UsageError: where the file is no saved HnswIndex, or the embedding another one.
-            ImportError: where hnswlib is not installed.
-        """
-        header, arrays = files.read(path, "HnswIndex", embedding)
-        index = cls.__new__(cls)
-        settings = {name: header[name] for name in _SETTINGS}
-        index._set_up(embedding, header["metric"], header["exclude"], settings, lazy)
-        index._graph = _library().Index("l2", embedding.shape[1])
-        with tempfile.TemporaryDirectory() as folder:
-            graph = os.path.join(folder, "graph")
-            arrays["graph"].tofile(graph)
-            index._graph.load_index(graph)
-        index._restore(header, arrays)
-        return index
+@contextmanager
+def _one_thread(faiss: Any) -> Iterator[None]:
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
 
 
 def _library() -> Any:
     try:
-        import hnswlib
+        import faiss
     except ImportError as error:
-        raise ImportError("HnswIndex needs hnswlib: pip install 'ngrpo[hnsw]', or take the exact index.") from error
-    return hnswlib
+        raise ImportError("HnswIndex needs faiss: pip install 'ngrpo[hnsw]', or take the exact index.") from error
+    return faiss

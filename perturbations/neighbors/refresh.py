@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
 from perturbations.options import nearest
+from perturbations.shard import Shard
 
 _WATCHED, _WATCHED_L1 = 128, 8  # an L1 row costs as much as some twenty others
 
@@ -76,7 +77,7 @@ class Drift:
 class MakeIndex(Protocol):
     """Makes an index from an embedding matrix; a ``probe`` answers for few tokens and is then thrown away."""
 
-    def __call__(self, embedding: Tensor, probe: bool) -> NeighborIndex: ...
+    def __call__(self, embedding: Shard, probe: bool) -> NeighborIndex: ...
 
 
 class Neighborhood(NeighborIndex):
@@ -90,23 +91,26 @@ class Neighborhood(NeighborIndex):
     is the k nearest, in any order.
     """
 
-    def __init__(self, make: MakeIndex, matrix: Callable[[], Tensor], refresh: Refresh, metric: str = "cosine") -> None:
+    def __init__(
+        self, make: MakeIndex, matrix: Callable[[], Tensor | Shard], refresh: Refresh, metric: str = "cosine"
+    ) -> None:
         """
         Args:
             make: makes the index.
-            matrix: gives the embedding matrix, (V, D), as it is now.
+            matrix: gives the embedding matrix, (V, D), or a rank's shard of it, as it is now.
             refresh: the policy.
             metric: the index's metric.
         """
-        self._make, self._matrix, self._refresh = make, matrix, refresh
+        self._make, self._refresh = make, refresh
+        self._matrix = lambda: Shard.of(matrix())
         self._most = _WATCHED_L1 if metric == "l1" else _WATCHED
         self._syncs = self._k = 0
         self.drift: Drift | None = None
         self._index = self._built()
         with torch.inference_mode(False):
-            size, device = matrix().shape[0], matrix().device
-            self._asked = torch.zeros(size, dtype=torch.bool, device=device)
-            self._watched = torch.zeros(0, dtype=torch.int64, device=device)
+            shard = self._matrix()
+            self._asked = torch.zeros(shard.size, dtype=torch.bool, device=shard.rows.device)
+            self._watched = torch.zeros(0, dtype=torch.int64, device=shard.rows.device)
 
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :meth:`NeighborIndex.query`."""
@@ -153,7 +157,8 @@ class Neighborhood(NeighborIndex):
 
     def _built(self) -> NeighborIndex:
         matrix = self._matrix()
-        return self._make(matrix if self._refresh.every == 1 else matrix.clone(), probe=False)
+        kept = matrix if self._refresh.every == 1 else replace(matrix, rows=matrix.rows.clone())
+        return self._make(kept, probe=False)
 
     def _joining(self, k: int) -> Tensor:
         """Tokens asked for that are not followed yet, as many as there is room for."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from perturbations.errors import UsageError
 from perturbations.options import nearest
+from perturbations.shard import Shard
 
 METRICS = ("cosine", "l2", "l1", "dot")
 
@@ -18,12 +19,15 @@ class PairScores:
     """Scores of pairs of tokens: cosine similarity, dot product, or the negative L2 or L1 distance.
 
     The cosine with a zero vector, which has no direction, is defined as -1.
+
+    Attributes:
+        norms: of all tokens, (V,) float64.
     """
 
-    def __init__(self, embedding: Tensor, metric: str) -> None:
+    def __init__(self, shard: Shard, metric: str) -> None:
         """
         Args:
-            embedding: (V, D), any float dtype; kept by reference, not copied.
+            shard: of an embedding matrix (V, D), any float dtype; kept by reference, not copied.
             metric: cosine, l2, l1 or dot.
 
         Raises:
@@ -31,30 +35,41 @@ class PairScores:
         """
         if metric not in METRICS:
             raise UsageError(f"metric={metric!r}: must be one of {', '.join(METRICS)}.{nearest(str(metric), METRICS)}")
-        if embedding.dim() != 2 or not embedding.is_floating_point():
+        if shard.rows.dim() != 2 or not shard.rows.is_floating_point():
             raise UsageError(
-                f"embedding of shape {tuple(embedding.shape)} and {embedding.dtype}: must be a (V, D) matrix of floats."
+                f"embedding of shape {tuple(shard.rows.shape)} and {shard.rows.dtype}: must be a (V, D) matrix of"
+                " floats."
             )
-        self.metric = metric
-        self.embedding = embedding.detach()
-        rows = ROWS_CPU if embedding.device.type == "cpu" else ROWS_DEVICE
+        self.metric, self._shard = metric, shard
+        self.block = ROWS_CPU if shard.rows.device.type == "cpu" else ROWS_DEVICE
         with torch.inference_mode(False), torch.no_grad():
-            parts = [part.double().square().sum(dim=-1).sqrt() for part in self.embedding.split(rows)]
-            self.norms = torch.cat(parts)
-        if not bool(torch.isfinite(self.norms).all()):
-            bad = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
+            parts = [part.double().square().sum(dim=-1).sqrt() for part in shard.rows.split(self.block)]
+            self.norms = shard.gather(torch.cat(parts))[: shard.size]
+        bad = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
+        if bad:
             raise UsageError(
                 f"embedding row {bad[0]} (and {len(bad) - 1} more) is not finite: the model's weights are broken."
             )
 
-    def of(self, left: Tensor, right: Tensor) -> Tensor:
-        """Scores of pairs of tokens, (N,) and (N,) int64: (N,) float32."""
-        rows = ROWS_CPU if left.device.type == "cpu" else ROWS_DEVICE
-        parts = [self._of_block(a, b) for a, b in zip(left.split(rows), right.split(rows))]
-        return torch.cat(parts).float() if parts else left.new_zeros(0, dtype=torch.float32)
+    def of(self, tokens: Tensor, own: Tensor, pairs: Tensor, others: Tensor) -> Tensor:
+        """Scores of pairs of tokens.
 
-    def _of_block(self, left: Tensor, right: Tensor) -> Tensor:
-        a, b = self.embedding[left].double(), self.embedding[right].double()
+        Args:
+            tokens: (Q,) int64.
+            own: their embeddings, (Q, D).
+            pairs: which of ``tokens`` each pair has, (N,) int64.
+            others: the other token of each pair, one of this rank's, (N,) int64.
+
+        Returns:
+            (N,) float32.
+        """
+        scores = [
+            self._of_block(own[a].double(), self._shard.rows[b - self._shard.first].double(), tokens[a], b)
+            for a, b in zip(pairs.split(self.block), others.split(self.block))
+        ]
+        return torch.cat(scores).float()
+
+    def _of_block(self, a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> Tensor:
         if self.metric == "l1":
             return -(a - b).abs().sum(dim=-1)
         if self.metric == "l2":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,8 @@ from torch import Tensor
 from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
 
-_SCRATCH_CPU, _SCRATCH_DEVICE = 32 << 20, 512 << 20  # bytes of temporary values held at once
+_SCRATCH_CPU, _SCRATCH_DEVICE = 64 << 20, 512 << 20  # bytes of temporary values held at once
+_BYTES = 16  # of them for each pair of tokens that is looked at: three numbers and a few flags
 
 
 class TableIndex(NeighborIndex):
@@ -49,7 +49,7 @@ class TableIndex(NeighborIndex):
         """Computes the rows of a block of tokens, whatever the table holds.
 
         Args:
-            tokens: (Q,) int64; (Q, V) float32 values fit into the scratch memory.
+            tokens: (Q,) int64; four (Q, V) float32 tensors fit into the scratch memory.
             k: in [1, possible neighbors].
 
         Returns:
@@ -70,11 +70,12 @@ class TableIndex(NeighborIndex):
             try:
                 known = self._filled.index_select(0, token_ids)
             except (IndexError, RuntimeError):
-                low, high = int(token_ids.min()), int(token_ids.max())
-                if low >= 0 and high < self._size:
+                bad = token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist()
+                if not bad:
                     raise
-                bad = low if low < 0 else high
-                raise UsageError(f"token id {bad}: must be in [0, {self._size - 1}], the embedding's rows.") from None
+                raise UsageError(
+                    f"token id {bad[0]}: must be in [0, {self._size - 1}], the embedding's rows."
+                ) from None
             if not known.all():
                 self._fill(token_ids[~known].unique())
         ids = self._ids.index_select(0, token_ids)[:, :k].long()
@@ -110,28 +111,10 @@ class TableIndex(NeighborIndex):
 
     def _fill(self, tokens: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            for block in tokens.split(max(1, self._scratch // (4 * self._size))):
+            for block in tokens.split(max(1, self._scratch // (_BYTES * self._size))) if len(tokens) else ():
                 self._fill_block(block)
 
     def _fill_block(self, tokens: Tensor) -> None:
         ids, scores = self.search(tokens, self._width)
         self._ids[tokens], self._scores[tokens] = ids.int(), scores
         self._filled[tokens] = True
-
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Excluded ids and the rows filled so far, for a file."""
-        header = {"exclude": self._excluded.nonzero().flatten().tolist(), "width": self._width}
-        if not self._width:
-            return header, {}
-        known = self._filled.nonzero().flatten()
-        rows = {"rows": known, "ids": self._ids[known], "scores": self._scores[known]}
-        return header, {name: tensor.cpu() for name, tensor in rows.items()}
-
-    def _restore(self, header: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Puts back what :meth:`_state` gave. A table that is not lazy must have been whole to be of use."""
-        if not header["width"] or not (self._lazy or len(arrays["rows"]) == self._size):
-            return
-        self._widen(header["width"])
-        rows, ids, scores = (torch.from_numpy(arrays[name]).to(self._device) for name in ("rows", "ids", "scores"))
-        self._ids[rows], self._scores[rows] = ids, scores
-        self._filled[rows] = True

@@ -7,9 +7,9 @@ gathering of parameters, LoRA) and its gradient work as ever, and the lookup hap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,60 +60,41 @@ class _Flat:
 
     sample: Tensor
     position: Tensor
-    ids: Tensor
-    weights: Tensor
-    sigma: Tensor | None
+    edit: InputEdit
     noise_keys: Tensor | None
-    vectors: Tensor | None
-    normalizer: Tensor | None = None
 
 
-def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat | None:
+def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat:
     present = [(i, r) for i, r in enumerate(records) if r is not None and len(r)]
     if not present:
-        return None
+        # Learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        ids, floats = none.view(0, 1), none.float()
+        return _Flat(none, none, InputEdit(ids, ids.float(), floats, None, floats), none)
+
+    def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype)).to(device)
+
+    def optional(name: str) -> Tensor | None:
+        """Zeros where a record has none; None where no record has it."""
+        shape = next((p.shape[1:] for _, r in present if (p := getattr(r, name)) is not None), None)
+        if shape is None:
+            return None
+        parts = ((r, getattr(r, name)) for _, r in present)
+        return joined(np.zeros((len(r), *shape)) if part is None else part for r, part in parts)
+
+    def widened(part: np.ndarray, mode: str) -> np.ndarray:
+        """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
+        return np.pad(part, ((0, 0), (0, width - part.shape[1])), mode=mode)
+
     width = max(r.ids.shape[1] for _, r in present)
-    sample = np.concatenate([np.full(len(r), i) for i, r in present])
-    position = np.concatenate([r.positions for _, r in present]).astype(np.int64)
-    # Narrower records are padded with weight 0 on their own first candidate, which adds nothing to the sum.
-    ids = np.concatenate([np.pad(r.ids, ((0, 0), (0, width - r.ids.shape[1])), mode="edge") for _, r in present])
-    weights = np.concatenate([np.pad(r.weights, ((0, 0), (0, width - r.ids.shape[1]))) for _, r in present])
-    sigma = noise_keys = None
-    if any(r.sigma is not None for _, r in present):
-        scales = [np.zeros(len(r), np.float32) if r.sigma is None else r.sigma for _, r in present]
-        seeds = np.concatenate([np.full(len(r), r.seed, dtype=np.int64) for _, r in present])
-        sigma = torch.from_numpy(np.concatenate(scales)).to(device)
-        noise_keys = streams.keys(
-            torch.from_numpy(seeds).to(device), torch.from_numpy(position).to(device), streams.Stream.NOISE
-        )
-    vectors = None
-    if any(r.vectors is not None for _, r in present):
-        size = next(r.vectors.shape[1] for _, r in present if r.vectors is not None)
-        added = [np.zeros((len(r), size), np.float32) if r.vectors is None else r.vectors for _, r in present]
-        vectors = torch.from_numpy(np.concatenate(added)).to(device)
-    normalizer = None
-    if all(r.normalizer is not None for _, r in present):
-        normalizer = torch.from_numpy(np.concatenate([r.normalizer for _, r in present])).to(device)
-    return _Flat(
-        torch.from_numpy(sample).to(device),
-        torch.from_numpy(position).to(device),
-        torch.from_numpy(ids.astype(np.int64)).to(device),
-        torch.from_numpy(np.ascontiguousarray(weights)).to(device),
-        sigma,
-        noise_keys,
-        vectors,
-        normalizer,
-    )
-
-
-def _nothing(device: torch.device) -> _Flat:
-    """No position at all, with every part that a density may ask for.
-
-    So learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
-    """
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    ids, floats = none.view(0, 1), none.float()
-    return _Flat(none, none, ids, ids.float(), floats, none, None, floats)
+    ids = joined((widened(r.ids, "edge") for _, r in present), np.int64)
+    weights = joined(widened(r.weights, "constant") for _, r in present)
+    edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
+    position = joined((r.positions for _, r in present), np.int64)
+    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
+    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
+    return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys)
 
 
 def flat_rows(
@@ -179,11 +160,6 @@ class ReplayScope:
         self.perturbation = perturbation
         self._measure = measure
         self._look_up = look_up
-        self._records: Sequence[ReplayRecord | None] = ()
-        self._mask: Tensor | None = None
-        self._flat: _Flat | None = None
-        self._inside: Tensor | None = None
-        self._rows: Tensor | None = None
         self._shape: torch.Size | None = None
         self._bypassed = False
         self.stats = ReplayStats()
@@ -197,10 +173,9 @@ class ReplayScope:
         """
         weight = next(self._embedding.parameters())
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
-        self._flat = _flatten(records, weight.device) or _nothing(weight.device)
-        self._records, self._mask, self._shape, self.stats = records, attention_mask, None, ReplayStats()
-        if attention_mask is not None:
-            self._mask = attention_mask.to(weight.device)
+        self._flat = _flatten(records, weight.device)
+        self._records, self._shape, self.stats = records, None, ReplayStats()
+        self._mask = None if attention_mask is None else attention_mask.to(weight.device)
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
@@ -236,21 +211,19 @@ class ReplayScope:
                 f"density: {len(logits)} rows of logits for a replayed forward of {seen}; one row per token is needed"
                 " (no sequence-parallel slices, no logits of the answer alone)."
             )
-        flat = self._flat
-        _, sigma, vectors = self._scaled()
+        _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        edit = InputEdit(flat.ids, flat.weights, sigma, vectors, flat.normalizer)
-        return Replayed(logits, rows, log_probs[rows], temperature, edit, flat.noise_keys, self.lookup), inside
+        return Replayed(logits, rows, log_probs[rows], temperature, edit, self._flat.noise_keys, self.lookup), inside
 
-    def _scaled(self) -> tuple[float, Tensor | None, Tensor | None]:
-        """The factor of a module that multiplies its output, as Gemma's does, and recorded σ and vectors times it.
+    def _scaled(self) -> tuple[float, InputEdit]:
+        """The factor of a module that multiplies its output, as Gemma's does, and the edit with σ and vectors times it.
 
         What is recorded or learned is for the bare matrix.
         """
-        scale = float(getattr(self._embedding, "scalar_embed_scale", 1.0))
-        sigma, vectors = (None if p is None else p * scale for p in (self._flat.sigma, self._flat.vectors))
-        return scale, sigma, vectors
+        scale, edit = float(getattr(self._embedding, "scalar_embed_scale", 1.0)), self._flat.edit
+        sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
+        return scale, replace(edit, sigma=sigma, vectors=vectors)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Embeddings of ids of any shape, with gradient and without a replay: shape + (D,)."""
@@ -276,18 +249,18 @@ class ReplayScope:
         rows, self._inside = flat_rows(self._flat.sample, self._flat.position, tuple(tokens.shape), self._mask)
         # A position that was cut off is pointed at row 0 and masked below: no data-dependent shape, no sync.
         self._rows = torch.where(self._inside, rows, 0)
-        return (torch.cat([tokens.reshape(-1), self._flat.ids.reshape(-1)]), *inputs[1:])
+        return (torch.cat([tokens.reshape(-1), self._flat.edit.ids.reshape(-1)]), *inputs[1:])
 
     def _substitute(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if self._bypassed:
             return None
-        flat, count = self._flat, self._shape.numel()
-        plain, candidates = output[:count], output[count:].view(*flat.ids.shape, output.shape[-1])
-        scale, sigma, added = self._scaled()
+        count = self._shape.numel()
+        scale, edit = self._scaled()
+        plain, candidates = output[:count], output[count:].view(*edit.ids.shape, output.shape[-1])
         learned = self._module
         if learned is not None and scale != 1.0:
             learned = _Scaled(learned, scale)
-        mixed = mix(candidates, flat.weights, sigma, flat.noise_keys, added, learned)
+        mixed = mix(candidates, edit, self._flat.noise_keys, learned)
         if self.perturbation is not None and self.perturbation.density_of_vector:
             mixed = mixed.detach()  # a fixed action: the density has the whole gradient
         if self._measure:
@@ -303,12 +276,12 @@ class ReplayScope:
 
     def _compare_with_vocabulary(self, mixed: Tensor) -> None:
         """Notes how many of a few inputs lie nearer to another token than to their anchor, the heaviest candidate."""
-        flat, matrix = self._flat, getattr(self._embedding, "weight", None)
-        count = min(self._look_up, len(flat.ids))
+        edit, matrix = self._flat.edit, getattr(self._embedding, "weight", None)
+        count = min(self._look_up, len(edit.ids))
         if not count or matrix is None or matrix.dim() != 2 or matrix.shape[1] != mixed.shape[1]:
             return
-        chosen = ((torch.arange(count, device=mixed.device) + 0.5) * len(flat.ids) / count).long()
-        anchors = flat.ids.gather(1, flat.weights.argmax(dim=1, keepdim=True)).squeeze(1)[chosen]
+        chosen = ((torch.arange(count, device=mixed.device) + 0.5) * len(edit.ids) / count).long()
+        anchors = edit.ids.gather(1, edit.weights.argmax(dim=1, keepdim=True)).squeeze(1)[chosen]
         inside = self._inside[chosen]
         self.stats.looked_at.append(inside.sum())
         self.stats.left_anchor.append(((nearest_tokens(mixed[chosen], matrix, anchors) != anchors) & inside).sum())

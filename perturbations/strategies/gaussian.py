@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perturbations import density as densities
 from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit, mix, one_hot, realise
+from perturbations.edit import InputEdit, one_hot, realise
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
@@ -85,7 +85,7 @@ class Gaussian(Perturbation):
         """
         edit, lookup = replayed.edit, replayed.lookup
         with torch.no_grad():
-            fed = mix(lookup(edit.ids), edit.weights, edit.sigma, replayed.noise_keys).float()
+            fed = realise(edit, lookup, replayed.noise_keys).float()
         if self.base == "token":
             mean = lookup(edit.ids[:, 0])
         elif self.base == "fuzzy":

@@ -10,8 +10,9 @@ import torch
 
 from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit
+from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError
-from perturbations.neighbors import Refresh
+from perturbations.neighbors import NeighborIndex, Refresh
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -45,7 +46,7 @@ class Neighbor(Perturbation):
     mix_temperature: float = option(1.0, "divides the set's scores before the softmax", above=0.0)
     skip_special: bool = option(False, "leave special and never-trained tokens out of the neighbors")
     skip_same_word: bool = option(False, "leave out neighbors that differ in case, space or English inflection only")
-    index: str = option("exact", "how neighbors are found; hnsw needs hnswlib", choices=("exact", "hnsw"))
+    index: str = option("exact", "how neighbors are found; hnsw needs faiss", choices=("exact", "hnsw"))
     refresh: str = option(
         "every_sync", "when neighbor sets are computed anew: every_sync, never, or each n weight syncs"
     )
@@ -69,15 +70,7 @@ class Neighbor(Perturbation):
     def propose(self, step: Step) -> Proposal:
         """Section 3 of the paper: anchor, neighbor set C_t, softmax within the set, mixture."""
         anchor = step.logits.argmax(dim=-1)
-        index = step.embeddings.index(
-            self.metric,
-            self.space,
-            self.skip_special,
-            kind=self.index,
-            skip_same_word=self.skip_same_word,
-            refresh=self.refresh,
-        )
-        neighbors, _ = index.query(anchor, self.k - 1)
+        neighbors, _ = self._neighbors(step.embeddings).query(anchor, self.k - 1)
         ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)
         if self.weights == "logits":
             scores = step.logits.gather(-1, ids)
@@ -89,10 +82,22 @@ class Neighbor(Perturbation):
         tokens = anchor if self.realization == "anchor" else step.sampled
         return Proposal(InputEdit(ids, mixture), tokens)
 
+    def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
+        return embeddings.index(
+            self.metric,
+            self.space,
+            self.skip_special,
+            kind=self.index,
+            skip_same_word=self.skip_same_word,
+            refresh=self.refresh,
+        )
+
+    def prepare(self, embeddings: ModelEmbeddings) -> None:
+        """The neighbors of all tokens."""
+        self._neighbors(embeddings).precompute(self.k - 1)
+
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary, and a graph needs its library."""
-        if self.index == "hnsw" and self.metric != "l1" and find_spec("hnswlib") is None:
-            raise UsageError(
-                "perturbation option index='hnsw': needs hnswlib; pip install 'ngrpo[hnsw]', or take exact."
-            )
+        if self.index == "hnsw" and self.metric != "l1" and find_spec("faiss") is None:
+            raise UsageError("perturbation option index='hnsw': needs faiss; pip install 'ngrpo[hnsw]', or take exact.")
         check_top_k(self.k, vocabulary, low=2)

@@ -10,39 +10,25 @@ from typing import Any
 from perturbations import registry
 from perturbations.options import coerce
 from perturbations.registry import Registry
-from perturbations.testing.report import PerturbationError
+from perturbations.testing.report import PerturbationError, require
 
 RESERVED = ("name", "config", "source")
 
 
 def check_class(kind: Registry, cls: Any, base: type) -> None:
     """The class itself, and the declaration of each option."""
-    if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise PerturbationError(
-            f"{cls!r} is not {'a perturbation' if kind is registry.perturbations else 'a gate'}.",
-            f"Please derive it from perturbations.{base.__name__}.",
-        )
-    if "__dataclass_fields__" not in vars(cls):
-        raise PerturbationError(
-            f"{cls.__qualname__} is not a dataclass, so its options would not be seen.",
-            "Write @dataclass(frozen=True, kw_only=True) above the class.",
-        )
-    if not cls.__dataclass_params__.frozen:
-        raise PerturbationError(
-            f"{cls.__qualname__} can be changed after it is made.", "Write @dataclass(frozen=True, kw_only=True)."
-        )
-    if "name" not in vars(cls):
-        word = "register" if kind is registry.perturbations else "register_gate"
-        raise PerturbationError(
-            f"{cls.__qualname__} has no name of its own.",
-            f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{cls.__name__}.',
-        )
+    derived, home = isinstance(cls, type) and issubclass(cls, base), kind.base.replace(":", ".")
+    require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from {home}.")
+    name, fix = cls.__qualname__, "Write @dataclass(frozen=True, kw_only=True) above the class."
+    decorated = "__dataclass_fields__" in vars(cls)
+    require(decorated, f"{name} is not a dataclass, so its options would not be seen.", fix)
+    require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", fix)
+    word = "register_gate" if kind is registry.gates else "register"
+    fix = f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{cls.__name__}.'
+    require("name" in vars(cls), f"{name} has no name of its own.", fix)
     missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    if missing:
-        raise PerturbationError(
-            f"{cls.name}: {missing} must be implemented.",
-            "Write propose(self, step) -> Proposal.",
-        )
+    fix = f"{base.__name__} says what it is given and what it returns."
+    require(not missing, f"{cls.name}: {missing} must be implemented.", fix)
     for field in dataclasses.fields(cls):
         _check_declaration(cls, field, kind)
 
@@ -50,14 +36,13 @@ def check_class(kind: Registry, cls: Any, base: type) -> None:
 def _check_declaration(cls: type, field: dataclasses.Field, kind: Registry) -> None:
     label = f"{cls.name}: option {field.name!r}"
     written = f"{field.name}: … = option(default, help)"
-    if field.name in RESERVED or (kind is registry.perturbations and field.name.startswith(registry.GATE_OPTION)):
-        raise PerturbationError(
-            f"{label} has a reserved name: the spec uses {', '.join(RESERVED)} itself.", "Please rename the option."
-        )
-    if field.default is dataclasses.MISSING:
-        raise PerturbationError(f"{label} has no default.", f"Declare it as {written}.")
-    if not field.metadata.get("help"):
-        raise PerturbationError(f"{label} has no help text for `ngrpo train --help`.", f"Declare it as {written}.")
+    reserved = field.name in RESERVED or field.name.startswith(registry.GATE_OPTION)
+    what = f"{label} has a reserved name: the spec uses {', '.join(RESERVED)} itself."
+    require(not reserved, what, "Please rename the option.")
+    has_default = field.default is not dataclasses.MISSING
+    require(has_default, f"{label} has no default.", f"Declare it as {written}.")
+    helps = field.metadata.get("help")
+    require(helps, f"{label} has no help text for `ngrpo train --help`.", f"Declare it as {written}.")
     try:
         coerce(cls, field, field.default, kind.kind)
     except ValueError as error:
@@ -89,10 +74,9 @@ def check_options(made: Any) -> None:
             try:
                 cls(**{**present, field.name: value})
             except ValueError as error:
-                if repr(value) not in str(error) and f"{value:g}" not in str(error):
-                    raise PerturbationError(
-                        f"{label} is refused without naming the value ({error}).", "Put the value into the message."
-                    ) from error
+                named = repr(value) in str(error) or f"{value:g}" in str(error)
+                what = f"{label} is refused without naming the value ({error})."
+                require(named, what, "Put the value into the message.")
             except Exception as error:
                 raise PerturbationError(
                     f"{label} raises {type(error).__name__} ({error}) instead of ValueError.",
@@ -115,11 +99,8 @@ def check_spec(made: Any) -> None:
             "Options must be scalars: int, float, bool, str or None.",
         ) from error
     shown = {key: value for key, value in spec.items() if not key.endswith("source")}
-    if "<locals>" in spec["name"]:
-        raise PerturbationError(
-            f"{name}: its class {spec['name']!r} stands inside a function, where no other process finds it.",
-            "Move it to the top of a module or a file.",
-        )
+    what = f"{name}: its class {spec['name']!r} stands inside a function, where no other process finds it."
+    require("<locals>" not in spec["name"], what, "Move it to the top of a module or a file.")
     try:
         again = made.registry.create(**plain)
     except ValueError as error:
@@ -127,17 +108,12 @@ def check_spec(made: Any) -> None:
             f"{name}: create(**spec()) fails for {shown}: {error}",
             "Every value that spec() gives must be a value that the class takes.",
         ) from error
-    if type(again) is not type(made) or again != made:
-        raise PerturbationError(
-            f"{name}: create(**spec()) gives {again!r}, not {made!r}.",
-            "Each option must survive being passed again, and two classes must not share a name.",
-        )
+    fix = "Each option must survive being passed again, and two classes must not share a name."
+    same = type(again) is type(made) and again == made
+    require(same, f"{name}: create(**spec()) gives {again!r}, not {made!r}.", fix)
     for how, one in (("asked twice", made), ("made again from the spec", again)):
-        if one.fingerprint() != made.fingerprint():
-            raise PerturbationError(
-                f"{name}: fingerprint() is not stable: {how}, it is {one.fingerprint()} instead of"
-                f" {made.fingerprint()}.",
-                "It must depend on the options alone.",
-            )
-    if pickle.loads(pickle.dumps(made)) != made:
-        raise PerturbationError(f"{name}: it comes out of pickle changed.", "Do not override __reduce__.")
+        seen, wanted = one.fingerprint(), made.fingerprint()
+        what = f"{name}: fingerprint() is not stable: {how}, it is {seen} instead of {wanted}."
+        require(seen == wanted, what, "It must depend on the options alone.")
+    unchanged = pickle.loads(pickle.dumps(made)) == made
+    require(unchanged, f"{name}: it comes out of pickle changed.", "Do not override __reduce__.")

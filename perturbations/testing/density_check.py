@@ -10,7 +10,7 @@ from torch import Tensor
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.step import Step
-from perturbations.testing.report import EVERY_ROW, PerturbationError, answered, of_rows
+from perturbations.testing.report import EVERY_ROW, answered, of_rows, require
 
 
 def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
@@ -35,29 +35,26 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
     logits = step.logits.clone().requires_grad_()
     full = replayed(step, proposal, logits)
     density = answered(label, lambda: perturbation.log_density(full))
-    if not isinstance(density, Tensor) or density.shape != (len(logits),) or density.dtype != torch.float32:
-        seen = f"{density.dtype} {tuple(density.shape)}" if isinstance(density, Tensor) else type(density).__name__
-        fix = f"It must be torch.float32 ({len(logits)},): a number per position."
-        raise PerturbationError(f"{label} returns {seen}.", fix)
-    if not torch.isfinite(density).all():
-        raise PerturbationError(f"{label} holds {density[~torch.isfinite(density)][0].item()}.", "It must be finite.")
+    seen = f"{density.dtype} {tuple(density.shape)}" if isinstance(density, Tensor) else type(density).__name__
+    wanted = f"torch.float32 ({len(logits)},)"
+    require(seen == wanted, f"{label} returns {seen}.", f"It must be {wanted}: a number per position.")
+    broken = density[~torch.isfinite(density)].tolist()
+    require(not broken, f"{label} holds {broken[:1]}.", "It must be finite.")
     if density.requires_grad:
         density.sum().backward()
-        if logits.grad is not None and not torch.isfinite(logits.grad).all():
-            raise PerturbationError(f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
+        finite = logits.grad is None or torch.isfinite(logits.grad).all()
+        require(finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
     order = torch.arange(len(logits)).flip(0)
     other = perturbation.log_density(_selected(replayed(step, proposal, step.logits), order))
     worst = (other.detach() - density.detach()[order]).abs().max().item()
-    if worst > 1e-4 * (1.0 + density.detach().abs().max().item()):
-        raise PerturbationError(f"{label} differs by {worst:g} in another batch order.", EVERY_ROW)
+    close = worst <= 1e-4 * (1.0 + density.detach().abs().max().item())
+    require(close, f"{label} differs by {worst:g} in another batch order.", EVERY_ROW)
     # On several ranks one may have no perturbed position: it must gather and reduce as the others do.
     shape = "For no positions it must return shape (0,)."
     none = answered(f"{label} for no positions", lambda: perturbation.log_density(_selected(full, order[:0])), shape)
-    if none.shape != (0,):
-        raise PerturbationError(f"{label} returns {tuple(none.shape)} for no positions.", shape)
-    if none.requires_grad != density.requires_grad:
-        fix = "Compute it on no rows; skip nothing."
-        raise PerturbationError(f"{label} leaves the graph where there are no positions.", fix)
+    require(none.shape == (0,), f"{label} returns {tuple(none.shape)} for no positions.", shape)
+    kept = none.requires_grad == density.requires_grad
+    require(kept, f"{label} leaves the graph where there are no positions.", "Compute it on no rows; skip nothing.")
 
 
 def _selected(full: Replayed, order: Tensor) -> Replayed:

@@ -8,18 +8,25 @@ from torch import Tensor
 
 from perturbations.gates.base import Gate
 from perturbations.step import GateStep, Positions, Step
-from perturbations.testing.report import PerturbationError, answered, check_answers, check_tensor, global_random_state
+from perturbations.testing.report import (
+    PerturbationError,
+    answered,
+    check_answers,
+    check_tensor,
+    global_random_state,
+    require,
+)
 
 _TRAJECTORIES = ((1, 5), (-9, 0), (2**47, 300))  # seed, prompt's length
 
 
 def check_decides(gate: Gate) -> None:
     """The gate implements at least one of its two methods."""
-    if type(gate).plan is Gate.plan and type(gate).open is Gate.open:
-        raise PerturbationError(
-            f"{gate.name}: it has neither plan() nor open(), so it is always open.",
-            "Write open(self, step) -> (B,) bool to look at logits, plan(self, positions) -> (N,) bool for positions.",
-        )
+    require(
+        type(gate).plan is not Gate.plan or type(gate).open is not Gate.open,
+        f"{gate.name}: it has neither plan() nor open(), so it is always open.",
+        "Write open(self, step) -> (B,) bool to look at logits, plan(self, positions) -> (N,) bool for positions.",
+    )
 
 
 def check_plan(gate: Gate) -> None:
@@ -29,13 +36,13 @@ def check_plan(gate: Gate) -> None:
     every = Positions(seeds, first, first + np.tile(steps, len(_TRAJECTORIES)))
     before, state = every.positions.copy(), global_random_state()
     whole = _plan(gate, every)
-    if global_random_state() != state:
-        raise PerturbationError(
-            f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's).",
-            "Draw with positions.uniform: the same numbers whenever the position is asked for.",
-        )
-    if not np.array_equal(every.positions, before):
-        raise PerturbationError(f"{gate.name}: plan() changes positions.positions in place.", "Work on a copy.")
+    require(
+        global_random_state() == state,
+        f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's).",
+        "Draw with positions.uniform: the same numbers whenever the position is asked for.",
+    )
+    unchanged = np.array_equal(every.positions, before)
+    require(unchanged, f"{gate.name}: plan() changes positions.positions in place.", "Work on a copy.")
     rows = np.arange(len(whole))
     for part in (rows[:1], rows[1:2], rows[2:40], rows[40:41], rows[::-1], rows[7::11]):
         again = _plan(gate, every.where(part))
@@ -51,14 +58,11 @@ def check_plan(gate: Gate) -> None:
 
 def _plan(gate: Gate, positions: Positions) -> np.ndarray:
     planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must answer for any positions.")
-    if not isinstance(planned, np.ndarray) or planned.dtype != bool or planned.shape != positions.positions.shape:
-        seen = type(planned).__name__
-        if isinstance(planned, np.ndarray):
-            seen = f"an array of {planned.dtype}, {planned.shape}"
-        raise PerturbationError(
-            f"{gate.name}: plan() returns {seen}.",
-            f"Return a numpy array of bool, {positions.positions.shape}: one a position.",
-        )
+    seen, shape = type(planned).__name__, positions.positions.shape
+    if isinstance(planned, np.ndarray):
+        seen = f"an array of {planned.dtype}, {planned.shape}"
+    fix = f"Return a numpy array of bool, {shape}: one a position."
+    require(seen == f"an array of bool, {shape}", f"{gate.name}: plan() returns {seen}.", fix)
     return planned
 
 

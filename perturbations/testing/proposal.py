@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from perturbations.testing.report import (
     check_answers,
     check_tensor,
     differing,
+    require,
 )
 
 ROWS, _DIMENSION = 7, 8
@@ -101,11 +103,11 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
 
 def _propose(perturbation: Perturbation, step: Step, where: str) -> Proposal:
     proposal = answered(f"{where} propose()", lambda: perturbation.propose(step))
-    if not isinstance(proposal, Proposal) or not isinstance(proposal.edit, InputEdit):
-        raise PerturbationError(
-            f"{where} propose() returns {type(proposal).__name__}.",
-            "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token that stands in the text.",
-        )
+    require(
+        isinstance(proposal, Proposal) and isinstance(proposal.edit, InputEdit),
+        f"{where} propose() returns {type(proposal).__name__}.",
+        "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token that stands in the text.",
+    )
     _check_proposal(perturbation, step, proposal, where)
     return proposal
 
@@ -119,31 +121,29 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     check_tensor(f"{where} edit.weights", edit.weights, (rows, width), torch.float32, device)
     check_tensor(f"{where} tokens", proposal.tokens, (rows,), torch.int64, device)
     for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
-        outside = ids[(ids < 0) | (ids >= vocabulary)]
-        if len(outside):
-            raise PerturbationError(
-                f"{where} {name} holds {outside[0].item()}.", f"Token ids must be in [0, {vocabulary - 1}]."
-            )
-    if not torch.isfinite(edit.weights).all():
-        bad = edit.weights[~torch.isfinite(edit.weights)][0].item()
-        raise PerturbationError(
-            f"{where} edit.weights holds {bad}.",
-            "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan.",
-        )
+        outside = ids[(ids < 0) | (ids >= vocabulary)].tolist()
+        require(not outside, f"{where} {name} holds {_first(outside)}.", f"Token ids must be in [0, {vocabulary - 1}].")
+    broken = edit.weights[~torch.isfinite(edit.weights)].tolist()
+    fix = "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan."
+    require(not broken, f"{where} edit.weights holds {_first(broken)}.", fix)
     _check_weights(perturbation, edit, where)
     if proposal.acts is not None:
         _check_acts(proposal, where)
     _check_parts(step, edit, where)
-    masked = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
-    if masked.any():
-        token = proposal.tokens[masked][0].item()
-        raise PerturbationError(
-            f"{where} token {token} stands in the text though its logit is -inf: it was ruled out.",
-            "Choose a possible token, for example step.sampled or the argmax of step.logits.",
-        )
+    ruled_out = proposal.tokens[step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()].tolist()
+    require(
+        not ruled_out,
+        f"{where} token {_first(ruled_out)} stands in the text though its logit is -inf: it was ruled out.",
+        "Choose a possible token, for example step.sampled or the argmax of step.logits.",
+    )
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    if not torch.isfinite(realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))).all():
-        raise PerturbationError(f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
+    fed = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
+    finite = torch.isfinite(fed).all()
+    require(finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
+
+
+def _first(values: list[Any]) -> Any:
+    return values[0] if values else None
 
 
 def _check_acts(proposal: Proposal, where: str) -> None:
@@ -160,25 +160,20 @@ def _check_acts(proposal: Proposal, where: str) -> None:
 
 def _check_weights(perturbation: Perturbation, edit: InputEdit, where: str) -> None:
     weights, kind = edit.weights, perturbation.mixture
-    if kind not in ("convex", "affine", "free"):
-        raise PerturbationError(
-            f"{where} mixture is {kind!r}.",
-            "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'.",
-        )
-    if kind == "convex" and weights.min() < 0.0:
-        raise PerturbationError(
-            f"{where} edit.weights holds {weights.min().item():g}.",
-            "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class.",
-        )
+    fix = "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'."
+    require(kind in ("convex", "affine", "free"), f"{where} mixture is {kind!r}.", fix)
+    least = weights.min().item()
+    fix = "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class."
+    require(kind != "convex" or least >= 0.0, f"{where} edit.weights holds {least:g}.", fix)
     sums = weights.double().sum(dim=-1)
     worst = sums[(sums - 1.0).abs().argmax()].item()
     replaced = edit.vectors is not None or perturbation.module(_DIMENSION) is not None
-    if kind != "free" and not replaced and abs(worst - 1.0) > CLOSE:
-        raise PerturbationError(
-            f"{where} the weights of a position sum to {worst:.6g}.",
-            "They must sum to 1, or the input's length would change: normalise them (divide by their sum). Where that"
-            " is meant, say mixture = 'free' in the class.",
-        )
+    require(
+        kind == "free" or replaced or abs(worst - 1.0) <= CLOSE,
+        f"{where} the weights of a position sum to {worst:.6g}.",
+        "They must sum to 1, or the input's length would change: normalise them (divide by their sum). Where that"
+        " is meant, say mixture = 'free' in the class.",
+    )
 
 
 def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
@@ -189,10 +184,9 @@ def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
         if part is None:
             continue
         check_tensor(f"{where} edit.{name}", part, shape, torch.float32, step.logits.device)
-        if not torch.isfinite(part).all() or (name == "sigma" and part.min() < 0.0):
-            extreme = part.min().item()
-            limits = "finite and not negative" if name == "sigma" else "finite"
-            raise PerturbationError(f"{where} edit.{name} holds {extreme}.", f"It must be {limits}.")
+        limits = "finite and not negative" if name == "sigma" else "finite"
+        within = torch.isfinite(part).all() and (name != "sigma" or part.min() >= 0.0)
+        require(within, f"{where} edit.{name} holds {part.min().item()}.", f"It must be {limits}.")
 
 
 def check_module(perturbation: Perturbation) -> None:
@@ -202,38 +196,32 @@ def check_module(perturbation: Perturbation) -> None:
     torch.manual_seed(2)
     other = perturbation.module(_DIMENSION)
     for (name, one), two in zip(module.named_parameters(), other.parameters()):
-        if not torch.equal(one, two):
-            raise PerturbationError(
-                f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process.",
-                "Trainer and rollout each make their own: start with constants, or draw with perturbations.streams.",
-            )
+        require(
+            torch.equal(one, two),
+            f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process.",
+            "Trainer and rollout each make their own: start with constants, or draw with perturbations.streams.",
+        )
     rows = torch.randn(5, _DIMENSION, generator=torch.Generator().manual_seed(3))
     for kind in (torch.float32, torch.bfloat16):
         made, label = module.to(kind), f"{perturbation.name}: its module with parameters in {kind}"
         whole = made(rows, rows.flip(0))
-        if whole.dtype != torch.float32:
-            raise PerturbationError(
-                f"{label} gives {whole.dtype}.",
-                "It must compute in float32 whatever its parameters are: write self.w.float() in forward().",
-            )
+        fix = "It must compute in float32 whatever its parameters are: write self.w.float() in forward()."
+        require(whole.dtype == torch.float32, f"{label} gives {whole.dtype}.", fix)
         alone = torch.cat([made(rows[i : i + 1], rows.flip(0)[i : i + 1]) for i in range(5)])
         difference = differing(whole.detach(), alone.detach(), name="its output")
-        if difference:
-            raise PerturbationError(
-                f"{label}: a row alone gives another result, {difference}.",
-                f"It must treat each row alone. {EVERY_ROW}",
-            )
+        fix = f"It must treat each row alone. {EVERY_ROW}"
+        require(not difference, f"{label}: a row alone gives another result, {difference}.", fix)
         check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
     whole = perturbation.module(_DIMENSION).requires_grad_()
     reached = whole(rows, rows.flip(0)).square().sum()
     if reached.requires_grad:
         reached.backward()
     for name, parameter in whole.named_parameters():
-        if parameter.grad is None or not torch.isfinite(parameter.grad).all():
-            raise PerturbationError(
-                f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
-                "Use it in forward(), without detach, no_grad or a division by 0.",
-            )
+        require(
+            parameter.grad is not None and torch.isfinite(parameter.grad).all(),
+            f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
+            "Use it in forward(), without detach, no_grad or a division by 0.",
+        )
 
 
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:
@@ -244,8 +232,6 @@ def _check_record(step: Step, proposal: Proposal, where: str) -> None:
     record = ReplayRecord(seed=1, prompt_tokens=1, num_tokens=int(step.positions[-1]) + 1, **parts)
     again = ReplayRecord.from_bytes(record.to_bytes())
     for name, value in parts.items():
-        restored = getattr(again, name)
-        if (value is None) != (restored is None) or (value is not None and not np.array_equal(value, restored)):
-            raise PerturbationError(
-                f"{where} {name} does not survive a replay record.", "Please report this: the record format is ours."
-            )
+        same = np.array_equal(value, getattr(again, name))
+        fix = "Please report this: the record format is ours."
+        require(same, f"{where} {name} does not survive a replay record.", fix)

@@ -35,21 +35,21 @@ class PerturbationError(AssertionError):
         return type(self), (self.what, self.fix)
 
 
+def require(holds: object, what: str, fix: str) -> None:
+    """Raises :class:`PerturbationError` unless something holds."""
+    if not holds:
+        raise PerturbationError(what, fix)
+
+
 def check_tensor(label: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Raises where something is not a tensor of this shape, type and device; ``label`` names owner and tensor."""
-    if not isinstance(tensor, Tensor):
-        raise PerturbationError(f"{label} is a {type(tensor).__name__}.", f"It must be a tensor of shape {shape}.")
-    if tuple(tensor.shape) != shape:
-        raise PerturbationError(
-            f"{label} has shape {tuple(tensor.shape)}.", f"It must be {shape}: one row for each position."
-        )
-    if tensor.dtype != dtype:
-        raise PerturbationError(f"{label} is {tensor.dtype}.", f"It must be {dtype}: convert it with .to({dtype}).")
-    if tensor.device != device:
-        raise PerturbationError(
-            f"{label} is on {tensor.device}.",
-            f"It must be on the logits' device, {device}: make tensors with device=step.logits.device.",
-        )
+    is_tensor = isinstance(tensor, Tensor)
+    require(is_tensor, f"{label} is a {type(tensor).__name__}.", f"It must be a tensor of shape {shape}.")
+    seen = tuple(tensor.shape)
+    require(seen == shape, f"{label} has shape {seen}.", f"It must be {shape}: one row for each position.")
+    require(tensor.dtype == dtype, f"{label} is {tensor.dtype}.", f"It must be {dtype}: convert it with .to({dtype}).")
+    fix = f"It must be on the logits' device, {device}: make tensors with device=step.logits.device."
+    require(tensor.device == device, f"{label} is on {tensor.device}.", fix)
 
 
 def answered(label: str, ask: Callable[[], Any], fix: str = "It must answer for any logits.") -> Any:
@@ -99,28 +99,24 @@ def check_answers(where: str, method: str, ask: Callable[[Any], Any], step: Any)
     before = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
     state = global_random_state()
     answer = ask(step)
-    if global_random_state() != state:
-        raise PerturbationError(
-            f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
-            "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed.",
-        )
+    require(
+        global_random_state() == state,
+        f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
+        "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed.",
+    )
     for name, tensor in before.items():
-        if not torch.equal(tensor, getattr(step, name)):
-            raise PerturbationError(
-                f"{where} {method} changes step.{name} in place, which others read after it.",
-                "Work on a copy: step.logits.clone(), or methods without a trailing underscore.",
-            )
-    found = differing(answer, ask(step), exact=True)
-    if found:
-        raise PerturbationError(
-            f"{where} {method} gives two results for the same step, {found}.",
-            "Use no randomness but the step's, and keep no state between calls.",
+        require(
+            torch.equal(tensor, getattr(step, name)),
+            f"{where} {method} changes step.{name} in place, which others read after it.",
+            "Work on a copy: step.logits.clone(), or methods without a trailing underscore.",
         )
+    found = differing(answer, ask(step), exact=True)
+    fix = "Use no randomness but the step's, and keep no state between calls."
+    require(not found, f"{where} {method} gives two results for the same step, {found}.", fix)
     order = torch.tensor(_ORDER)
     for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
         found = differing(of_rows(answer, rows), ask(of_rows(step, rows)))
-        if found:
-            raise PerturbationError(f"{where} {what} {method} gives another result, {found}.", EVERY_ROW)
+        require(not found, f"{where} {what} {method} gives another result, {found}.", EVERY_ROW)
     return answer
 
 

@@ -133,6 +133,8 @@ def test_k_must_fit_the_group() -> None:
             advantage(name, [0.0, 1.0, 1.0, 0.0], k=5)
         with pytest.raises(UsageError, match=r"k=8: must be in \[1, 4\]"):
             advantages.create(name, k=2, k_end=8).flags(Flags(["--rollout.n_samples_per_prompt", "4"]))
+        with pytest.raises(UsageError, match=r"k=4: must be in \[1, 1\]"):
+            advantages.create(name).flags(Flags())
     with pytest.raises(UsageError, match=r"k=4 with variant=loo: must be below the group's 4 answers"):
         advantage("pkpo", REWARDS, k=4, variant="loo")
 

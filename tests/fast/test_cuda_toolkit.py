@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,22 @@ def test_releases(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "13.0")))
     assert "'g++' is not found" in refusal()
+
+
+def test_no_library_to_link_to(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As NVIDIA's packages for pip leave it: libcudart.so.13 without its other name."""
+    home, compiler = toolkit(tmp_path / "cuda", "13.0"), shutil.which("g++", path="/usr/bin:/usr/local/bin")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("PATH", f"{bare}:/usr/bin:/bin")
+    (home / "lib").mkdir()
+    library = home / "lib" / "libcudart.so.13"
+    subprocess.run([compiler, "-shared", "-o", library, "-x", "c++", "/dev/null"], check=True)
+    assert f"ln -s libcudart.so.13 {home}/lib/libcudart.so" in refusal()
+    (home / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
+    profile_for("cuda").check(PLAIN)
 
 
 @pytest.mark.parametrize("reason", ["torch for CPU", "cluster", "help", "built with DeepSpeed"])

@@ -7,15 +7,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import __main__ as script
+from benchmarks.gpu import training
 from benchmarks.gpu.run import Results, run_stage
 from benchmarks.gpu.stages import STAGES, Case, stage
 from benchmarks.gpu.tables import markdown
+from ngrpo import openrlhf_parser
+from perturbations.errors import UsageError
 
 TITLE = "a stage of this test"
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
@@ -119,6 +123,16 @@ def test_cases_are_light_and_have_names_of_their_own(letter: str, rehearse: bool
     assert found and len({case.name for case in found}) == len(found)
     assert all(case.missing() == "" for case in found) or not rehearse
     json.dumps([case.arguments for case in found])
+
+
+@pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF's own parser")
+def test_openrlhf_takes_the_flags_of_the_training() -> None:
+    """They have run on no GPU so far: at least OpenRLHF's parser and its conditions are asked."""
+    least = ["--actor.model_name_or_path", "m", "--reward.remote_url", "reward.py", "--algo.kl.init_coef", "0"]
+    for case in training.cases(False):
+        openrlhf_parser.check([*least, *case.arguments["flags"]])
+    with pytest.raises(UsageError, match=r"--vllm\.enable_sleep"):
+        openrlhf_parser.check([*least, *case.arguments["flags"], "--train.async_enable"])
 
 
 def test_listing_the_stages_loads_no_engine() -> None:

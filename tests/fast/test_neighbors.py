@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from perturbations.errors import UsageError
 from perturbations.neighbors import ExactIndex, NeighborIndex
 
 # From token 0 = (1, 0):   cosine  dot   L2      L1
@@ -82,7 +79,7 @@ def test_reduced_matmul_precision_changes_nothing(monkeypatch: pytest.MonkeyPatc
     embedding = 1.0 + 0.05 * torch.randn(300, 128, generator=torch.Generator().manual_seed(5))
     want = ExactIndex(embedding).query(torch.arange(300), 4)[0]
     rounded = embedding.bfloat16().float()
-    monkeypatch.setattr(ExactIndex, "_products", lambda self, tokens: rounded[tokens] @ rounded.T)
+    monkeypatch.setattr(ExactIndex, "_products", lambda self, own: own.bfloat16().float() @ rounded.T)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -152,7 +149,7 @@ def test_precompute_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     index = ExactIndex(embedding)
     sizes: list[int] = []
     fill = index._fill_block
-    monkeypatch.setattr(index, "_scratch", 60 * 4 * 16)
+    monkeypatch.setattr(index, "_scratch", 60 * 16 * 16)
     monkeypatch.setattr(index, "_fill_block", lambda tokens: (sizes.append(len(tokens)), fill(tokens))[1])
     index.precompute(2)
     assert sizes == [16, 16, 16, 12]
@@ -214,20 +211,3 @@ def test_it_is_a_neighbor_index() -> None:
     assert isinstance(ExactIndex(SMALL), NeighborIndex)
     with pytest.raises(TypeError, match="abstract"):
         NeighborIndex()
-
-
-def test_a_file_with_an_altered_byte_is_refused(tmp_path: Path) -> None:
-    """By its checksum, before anything of it is parsed: every byte of the first and last kilobyte, others by sample."""
-    embedding = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    ExactIndex(embedding).save(tmp_path / "index")
-    data = (tmp_path / "index").read_bytes()
-    for place in sorted({*range(min(1024, len(data))), *range(max(0, len(data) - 1024), len(data))}):
-        (tmp_path / "index").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(UsageError, match="is no saved neighbor index"):
-            ExactIndex.load(tmp_path / "index", embedding)
-    for size in (0, 10, 32, len(data) // 2, len(data) - 1):
-        (tmp_path / "index").write_bytes(data[:size])
-        with pytest.raises(UsageError, match="is no saved neighbor index"):
-            ExactIndex.load(tmp_path / "index", embedding)
-    (tmp_path / "index").write_bytes(data)
-    ExactIndex.load(tmp_path / "index", embedding)

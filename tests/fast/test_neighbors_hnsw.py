@@ -1,9 +1,10 @@
-"""The graph index against the exact one, and indices on disk."""
+"""The graph index against the exact one."""
 
 from __future__ import annotations
 
+import pickle
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ import torch
 
 from perturbations import create
 from perturbations.neighbors import ExactIndex, HnswIndex, create_index
-from perturbations.neighbors.hnsw import HnswIndex as Graph
 
-pytest.importorskip("hnswlib", reason="hnswlib is not installed: pip install 'ngrpo[hnsw]'")
+pytest.importorskip("faiss", reason="faiss is not installed: pip install 'ngrpo[hnsw]'")
 
 SMALL = {"hubs": 100}
 SIZE = 2500
@@ -64,7 +64,7 @@ def test_the_same_embedding_gives_the_same_graph() -> None:
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
-def test_a_small_vocabulary_and_islands_are_served_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_vocabulary_and_islands_are_served_exactly() -> None:
     """Where the graph would look at everything anyway, or cannot name enough tokens."""
     embedding, tokens = matrix("clustered")[:150], torch.arange(150)
     want = ExactIndex(embedding).query(tokens, 5)[0]
@@ -74,15 +74,12 @@ def test_a_small_vocabulary_and_islands_are_served_exactly(monkeypatch: pytest.M
     assert graph._candidates(tokens, 5) is not None
 
     class Torn:
-        element_count = 150
+        hnsw = SimpleNamespace(efSearch=0)
 
-        def set_ef(self, ef: int) -> None:
-            pass
+        def search(self, rows: np.ndarray, count: int) -> tuple[None, np.ndarray]:
+            return None, np.full((len(rows), count), -1)
 
-        def knn_query(self, *args: object, **kwargs: object) -> None:
-            raise RuntimeError("Cannot return the results in a contiguous 2D array.")
-
-    monkeypatch.setattr(graph, "_graph", Torn())
+    graph._graph = Torn()
     assert torch.equal(graph.query(tokens, 5)[0], want)
 
 
@@ -105,59 +102,29 @@ def test_bfloat16_is_scored_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("cls", [ExactIndex, HnswIndex])
-def test_saved_and_loaded(cls: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding, place = matrix("random"), tmp_path / "folder" / "index"
-    index = cls(embedding, "l2", exclude=[4]) if cls is ExactIndex else cls(embedding, "l2", [4], **SMALL)
+def test_an_index_can_be_pickled(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rows that it has computed, and its graph, which takes minutes to build."""
+    index = cls(matrix("random"), "l2", [4]) if cls is ExactIndex else cls(matrix("random"), "l2", [4], **SMALL)
     asked = torch.tensor([9, 4, 77])
     want = index.query(asked, 2)
-    index.save(place)
-    loaded = cls.load(place, embedding.clone())
-    assert loaded.metric == "l2" and loaded._filled.nonzero().flatten().tolist() == [4, 9, 77]
-    everything = index.query(torch.arange(SIZE), 2)
-    again = loaded.query(torch.arange(SIZE), 2)
+    loaded = pickle.loads(pickle.dumps(index))
+    monkeypatch.setattr("perturbations.neighbors.hnsw.HnswIndex._build", None)
+    everything, again = index.query(torch.arange(SIZE), 2), loaded.query(torch.arange(SIZE), 2)
     assert torch.equal(again[0], everything[0]) and torch.equal(again[1], everything[1])
+    loaded = pickle.loads(pickle.dumps(index))
     monkeypatch.setattr(cls, "search", None)
-    assert torch.equal(cls.load(place, embedding).query(asked, 2)[0], want[0]), "rows in the file are not sought again"
+    assert torch.equal(loaded.query(asked, 2)[0], want[0]), "known rows are not sought again"
 
 
-def test_an_index_saved_before_any_query(tmp_path: Path) -> None:
-    graph = HnswIndex(matrix("random"), **SMALL)
-    graph.save(tmp_path / "index")
-    loaded = HnswIndex.load(tmp_path / "index", matrix("random"))
-    assert loaded._settings == graph._settings
-    assert torch.equal(loaded.query(torch.arange(50), 2)[0], graph.query(torch.arange(50), 2)[0])
-
-
-def test_a_file_is_refused_for_other_weights_kinds_and_contents(tmp_path: Path) -> None:
-    embedding, place = matrix("random"), tmp_path / "index"
-    ExactIndex(embedding).save(place)
-    other = embedding.clone()
-    other[5, 5] = torch.nextafter(other[5, 5], torch.tensor(9.0))
-    for wrong in (other, embedding.double(), embedding[:-1]):
-        with pytest.raises(ValueError, match="another embedding"):
-            ExactIndex.load(place, wrong)
-    with pytest.raises(ValueError, match=r"'ExactIndex'.*'HnswIndex'"):
-        HnswIndex.load(place, embedding)
-    place.write_bytes(place.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"no saved neighbor index.*ExactIndex\.save"):
-        ExactIndex.load(place, embedding)
-    with pytest.raises(FileNotFoundError):
-        ExactIndex.load(tmp_path / "nothing", embedding)
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding, place = matrix("random"), tmp_path / "index"
-    ExactIndex(embedding).save(place)
-    before = place.read_bytes()
-
-    def full(file: object, **arrays: object) -> None:
-        file.write(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(OSError, match="No space"):
-        ExactIndex(embedding).save(place)
-    assert place.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["index"]
+def test_the_graph_is_built_on_the_first_query_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[HnswIndex] = []
+    build = HnswIndex._build
+    monkeypatch.setattr(HnswIndex, "_build", lambda self: (built.append(self), build(self))[1])
+    index = HnswIndex(matrix("random"), **SMALL)
+    assert built == []
+    for token in (3, 4):
+        index.query(torch.tensor([token]), 2)
+    assert built == [index]
 
 
 def test_the_factory() -> None:
@@ -188,9 +155,9 @@ def test_errors_name_value_and_range(options: dict, words: list[str]) -> None:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"pip install 'ngrpo\[hnsw\]'"):
-        Graph(matrix("random")[:50])
+        HnswIndex(matrix("random"), **SMALL).query(torch.tensor([0]), 2)
     monkeypatch.setattr("perturbations.strategies.neighbor.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"index='hnsw'.*pip install"):
         create("neighbor", index="hnsw").check_model(100)

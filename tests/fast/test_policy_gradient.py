@@ -39,7 +39,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.density_loss import densities, with_densities
+from ngrpo.trainer.density_loss import densities
+from ngrpo.trainer.log_prob_replacement import with_replacements
 from perturbations import available, streams
 from perturbations.base import Perturbation, Step
 from perturbations.edit import realise
@@ -100,7 +101,7 @@ def plain_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
-log_probs_from_logits = with_densities(plain_log_probs)
+log_probs_from_logits = with_replacements(plain_log_probs)
 
 
 @torch.no_grad()

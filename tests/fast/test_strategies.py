@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perturbations import streams
 from perturbations.base import Proposal, Step
-from perturbations.edit import mix, realise
+from perturbations.edit import InputEdit, mix, realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.registry import create
 
@@ -340,7 +340,7 @@ def test_gumbel_draws_come_from_the_weights_stream() -> None:
 def test_mix_by_hand_with_gradient() -> None:
     """1/4 (4, 8) + 3/4 (0, 4) = (1, 5); the gradient to a candidate is its weight."""
     vectors = torch.tensor([[[4.0, 8.0], [0.0, 4.0]]], dtype=torch.bfloat16, requires_grad=True)
-    mixed = mix(vectors, torch.tensor([[0.25, 0.75]]), None, None)
+    mixed = mix(vectors, InputEdit(torch.tensor([[0, 1]]), torch.tensor([[0.25, 0.75]])), None)
     assert mixed.dtype == torch.bfloat16 and mixed.tolist() == [[1.0, 5.0]]
     mixed.sum().backward()
     assert vectors.grad.tolist() == [[[0.25, 0.25], [0.75, 0.75]]]
@@ -352,10 +352,12 @@ def test_mix_rounds_once_at_the_end() -> None:
     vectors = torch.randn(100, 3, 32, generator=generator).bfloat16()
     weights = torch.softmax(torch.randn(100, 3, generator=generator), dim=-1)
     want = (vectors.double() * weights.double().unsqueeze(-1)).sum(dim=1).bfloat16()
-    assert (mix(vectors, weights, None, None) == want).double().mean() > 0.999  # sums near a midpoint aside
+    edit = InputEdit(torch.zeros(100, 3, dtype=torch.int64), weights)
+    assert (mix(vectors, edit, None) == want).double().mean() > 0.999  # sums near a midpoint aside
 
 
 def test_mix_adds_scaled_noise() -> None:
     keys = streams.keys(torch.tensor([3]), torch.tensor([4]), streams.Stream.NOISE)
-    mixed = mix(torch.ones(1, 1, 6), torch.ones(1, 1), torch.tensor([0.5]), keys)
+    edit = InputEdit(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), torch.tensor([0.5]))
+    mixed = mix(torch.ones(1, 1, 6), edit, keys)
     assert torch.allclose(mixed, 1.0 + 0.5 * streams.normal(keys, 6))

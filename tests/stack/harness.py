@@ -115,7 +115,8 @@ def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
+    from ngrpo.trainer.log_prob_replacement import with_replacements
+    from ngrpo.trainer.mask_correction import corrected
     from ngrpo.trainer.trajectory_record import TrajectoryRecord
 
     result = []
@@ -126,7 +127,7 @@ def trainer_log_probs(
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature
         with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
-            log_probs = with_sampling_masks(_token_log_probs)(logits, tokens.roll(-1, dims=1))
+            log_probs = with_replacements(_token_log_probs)(logits, tokens.roll(-1, dims=1))
         result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
     return torch.cat(result)
 
@@ -148,9 +149,16 @@ def chat_prompts(llm: Any, questions: Sequence[str] = tuple(QUESTIONS), copies: 
 
 @torch.no_grad()
 def replay_log_probs(
-    model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0, replay: bool = True
+    model: Any,
+    rollouts: Sequence[Rollout],
+    temperature: float = 1.0,
+    replay: bool = True,
+    among: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """log π of each generated token in one right-padded Hugging Face forward, a (generated,) tensor per rollout."""
+    """log π of each generated token in one right-padded Hugging Face forward, a (generated,) tensor per rollout.
+
+    ``among``: the tokens that it is normalised over; None for all.
+    """
     longest = max(len(r.sequence) for r in rollouts)
     tokens = torch.zeros(len(rollouts), longest, dtype=torch.int64, device=model.device)
     mask = torch.zeros_like(tokens)
@@ -165,6 +173,9 @@ def replay_log_probs(
         start, end = len(rollout.prompt), len(rollout.sequence)
         chosen = tokens[row, start:end].unsqueeze(-1)
         scaled = logits[row, start - 1 : end - 1].float() / temperature
+        if among is not None:
+            left = tokens.new_tensor(among)
+            scaled = torch.full_like(scaled, -torch.inf).index_copy(1, left, scaled[:, left])
         result.append(torch.log_softmax(scaled, dim=-1).gather(-1, chosen).squeeze(-1).cpu())
     return result
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ from ngrpo.rollout import set_perturbation
 from ngrpo.trainer.weight_sync import load_weights_file
 from perturbations import create, parameters
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
+from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.stack
-ROOT = Path(__file__).resolve().parents[2]
 DENSE = "tests.stack.own_perturbations:DenseShake"
 
 
@@ -143,24 +140,5 @@ def test_dense_vectors(engine: Any, hf_model: Any) -> None:
 
 def test_two_ranks_under_zero_2_and_3(tmp_path: Path) -> None:
     """In processes of their own: gradient, learning rates, checkpoint; also where a rank has nothing perturbed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "tests.stack.zero_gate"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port, str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    run_two_ranks("tests.stack.zero_gate", str(tmp_path))
     assert (tmp_path / "zero-3" / parameters_file.FILE).is_file()

@@ -15,7 +15,7 @@ from ngrpo.trainer.weight_sync import load_weights_file
 from perturbations.neighbors import ExactIndex, HnswIndex, word_numbers
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
-pytest.importorskip("hnswlib", reason="hnswlib is not installed: pip install 'ngrpo[hnsw]'")
+pytest.importorskip("faiss", reason="faiss is not installed: pip install 'ngrpo[hnsw]'")
 
 
 @pytest.fixture(scope="module")

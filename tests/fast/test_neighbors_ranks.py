@@ -1,0 +1,10 @@
+"""Tensor-parallel ranks share the search: each looks among its own rows, and both find what one rank finds."""
+
+from __future__ import annotations
+
+from tests.two_ranks import run_two_ranks
+
+
+def test_two_ranks_find_what_one_finds() -> None:
+    for output in run_two_ranks("tests.fast.neighbor_ranks"):
+        assert output.split() == ["torch.float32", "torch.bfloat16"]

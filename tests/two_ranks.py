@@ -1,0 +1,39 @@
+"""Runs a module in two processes at once, as two ranks that talk over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+
+
+def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0) -> list[str]:
+    """What each rank of ``python -m module RANK PORT *arguments`` printed; both must succeed.
+
+    A rank that makes fewer collective calls than the other hangs until ``timeout``, or aborts.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), port, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    return outputs
