@@ -441,8 +441,8 @@ _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 SAMPLING = [
     Mutation(
         _LOSS,
-        "return log_probs if correction is None else correction.replace(logits, labels, log_probs)",
-        "return log_probs if correction is None else (correction.replace(logits, labels, log_probs), log_probs)[1]",
+        "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
+        "return log_probs",
         _MASKED,
         "sampling mask: the log-probability of the whole distribution",
     ),

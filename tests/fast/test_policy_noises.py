@@ -19,8 +19,8 @@ from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
+from tests.fast.gradient_problem import policy_loss
 from tests.fast.run import run_with
-from tests.fast.test_policy_gradient import policy_loss
 
 NAMES = (
     "model.embed_tokens.weight",
