@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.preflight import check_flags
-from ngrpo.trainer.density_loss import densities, token_log_probs, with_densities
+from ngrpo.trainer.density_loss import densities, token_log_probs
+from ngrpo.trainer.log_prob_replacement import with_replacements
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
@@ -63,7 +64,7 @@ def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
-hooked = with_densities(log_probs_of)
+hooked = with_replacements(log_probs_of)
 
 
 def a_gaussian(base: str) -> Perturbation:

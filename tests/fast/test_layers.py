@@ -40,7 +40,7 @@ FLOORS = (
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
-    ("ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
+    ("ngrpo.train", "ngrpo.check", "ngrpo.advantage_check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
     ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.cli"),

@@ -206,6 +206,11 @@ class TestFiles:
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
 
+    @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
+    def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:
+        jsonl.write_text(jsonl.read_text() * 500 + f"{row}\n")
+        self.refuse(self.args(jsonl, "--data.input_key", "inputs"), "row 501 has no 'inputs' (--data.input_key)")
+
     @pytest.mark.parametrize(
         ("name", "text", "part"),
         [
