@@ -14,6 +14,8 @@ from torch import Tensor
 from perturbations import streams
 from perturbations.embeddings import ModelEmbeddings
 
+_BLOCK = 64
+
 
 @dataclass(frozen=True)
 class Step:
@@ -73,19 +75,31 @@ class Step:
         Like the other draws they are functions of seed and position, and stay the same under float rounding. A greedy
         request's are at temperature 1, as its logits here are.
         """
-        logits = self.logits if self.drawable is None else self.drawable
-        tokens = torch.arange(logits.shape[-1], device=logits.device)
-        # In slices of rows: a draw hashes 64 bits for each token of the vocabulary.
-        parts = list(zip(logits.split(64), self._own_keys().split(64)))
+        # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
+        # more than all the rest of a step.
+        logits, keys = self.logits if self.drawable is None else self.drawable, self._own_keys()
+        rows, vocabulary = logits.shape
+        blocks = torch.nn.functional.pad(logits, (0, -vocabulary % _BLOCK), value=-torch.inf).view(rows, -1, _BLOCK)
+        totals = blocks.logsumexp(dim=-1)
+        count = totals.shape[1]
+        each, places = (torch.arange(size, device=logits.device) for size in (count, _BLOCK))
 
         def one(j: int) -> Tensor:
-            counters = tokens + j * len(tokens)
-            return torch.cat([(z - streams.exponential(keys, counters).log()).argmax(dim=-1) for z, keys in parts])
+            first = j * (count + count * _BLOCK)  # counters of this draw: one for each block, one for each token
+            chosen = _race(totals, keys, first + each)
+            tokens = chosen.unsqueeze(-1) * _BLOCK + places
+            inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
+            return chosen * _BLOCK + _race(inside, keys, first + count + tokens)
 
         return torch.stack([one(j) for j in range(n)], dim=-1)
 
     def _own_keys(self) -> Tensor:
         return self.keys_of(streams.Stream.WEIGHTS)
+
+
+def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
+    """A draw from each row's distribution, (B,): the smallest of exponential draws over the probabilities."""
+    return (logits - streams.exponential(keys, counters).log()).argmax(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -425,7 +425,13 @@ NOISES = [
         "test_policy_noises.py",
         ("            self._send(0.0)\n", "", "noisy evaluation"),
         ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+    ),
+    *_of(
+        "ngrpo/trainer/importance.py",
+        "test_policy_noises.py",
         ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > high)", "", "what is above the bounds does not count as cut"),
     ),
 ]
 
@@ -435,8 +441,8 @@ _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 SAMPLING = [
     Mutation(
         _LOSS,
-        "return log_probs if correction is None else correction.replace(logits, labels, log_probs)",
-        "return log_probs if correction is None else (correction.replace(logits, labels, log_probs), log_probs)[1]",
+        "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
+        "return log_probs",
         _MASKED,
         "sampling mask: the log-probability of the whole distribution",
     ),
@@ -495,12 +501,14 @@ MIXTURES = [
         "perturbations/step.py",
         _MIXTURES,
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
-        ("tokens + j * len(tokens)", "tokens + 0 * j", "further draws are all the same"),
+        ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
         (
-            "(z - streams.exponential(keys, counters).log())",
-            "(z + streams.gumbel(keys, counters).clamp(max=4.0))",
-            "further draws: a tail is cut off",
+            "totals = blocks.logsumexp(dim=-1)",
+            "totals = blocks.amax(dim=-1)",
+            "further draws: a block by its likeliest",
         ),
+        ("first + count + tokens", "first + places", "further draws: block and token share their noise"),
+        ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *_of(
         "perturbations/strategies/moi.py",
