@@ -300,5 +300,5 @@ def test_importance_sampling_goes_with_every_perturbation_without_a_density(name
     for density in next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ()):
         settings = RunSettings(perturbation_spec=create(name, density=density).spec())
         if density != "token":
-            with pytest.raises(UsageError, match="is_correction_level .* cannot be used with the density"):
+            with pytest.raises(UsageError, match=r"is_correction_level .* cannot be used with the density"):
                 preflight.check_flags(words, settings)
