@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,17 @@ _AT_LEAST_ONE = (
     "--data.max_samples",
 )
 
+# The same of fractions: what each one may be, and in words.
+_IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
+    "--train.seed": (lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
+    "--rollout.temperature": (lambda n: 0 < n < inf, "a number greater than 0"),
+    "--rollout.top_p": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
+    "--eval.temperature": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--actor.adam.lr": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--algo.kl.init_coef": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--vllm.gpu_memory_utilization": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
+}
+
 
 def check_stack() -> None:
     """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a release written against."""
@@ -83,6 +95,9 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
+        fits, allowed = _IN_RANGE.get(flag.name, (None, ""))
+        if fits is not None and not fits(_number(value)):
+            raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
     spec = settings.perturbation_spec
     if spec is None and not settings.corrects_sampling:
         return
@@ -95,6 +110,14 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
             if part in flag.name and value.lower() not in harmless:
                 given = f"{flag.name} {value}".rstrip()
                 raise UsageError(f"{given} cannot be used with {asked}: {reason}. Fix: {instead}.")
+
+
+def _number(text: str) -> float:
+    """NaN, which no range holds, where the text is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 # OpenRLHF 0.11.2's defaults, from the parser in openrlhf/cli/train_ppo_ray.py.

@@ -150,6 +150,17 @@ def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], RunSettings())
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--train.seed -1", "--rollout.temperature nan", "--rollout.temperature -1", "--rollout.top_p 0",
+     "--rollout.top_p 2", "--actor.adam.lr inf", "--vllm.gpu_memory_utilization x", "--train.seed"],
+)  # fmt: skip
+def test_numbers_out_of_range(words: str) -> None:
+    with pytest.raises(UsageError, match=words.split()[0] + r".*: must be a (number|whole number from)"):
+        preflight.check_flags([*MODEL, *words.split()], RunSettings())
+    preflight.check_flags([*MODEL, words.split()[0], "1"], RunSettings())
+
+
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     preflight.check_output("--run-dir", tmp_path / "new" / "one", folder=True)
