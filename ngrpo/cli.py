@@ -14,6 +14,7 @@ commands
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -75,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print(f"ngrpo: error: {str(error.filename)[:60]}… is too long a name for a file.", file=sys.stderr)
+            return 2
         traceback.print_exc()
         print(_BUG, file=sys.stderr)
         return 1

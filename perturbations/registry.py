@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -116,7 +117,7 @@ class Registry:
         if name in installed:
             return self._from_module(name, installed[name].value)
         known = self.available()
-        on_disk = f" Did you mean the file './{name}.py'?" if Path(f"{name}.py").is_file() else ""
+        on_disk = f" Did you mean the file './{name}.py'?" if f"{name}.py" in os.listdir() else ""
         raise UsageError(
             f"unknown {self.kind} {name!r}.{on_disk or nearest(name, known)} Available: {', '.join(known)};"
             " or ./file.py:Name or package.module:Name for your own."

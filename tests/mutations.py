@@ -425,7 +425,13 @@ NOISES = [
         "test_policy_noises.py",
         ("            self._send(0.0)\n", "", "noisy evaluation"),
         ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+    ),
+    *_of(
+        "ngrpo/trainer/importance.py",
+        "test_policy_noises.py",
         ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > high)", "", "what is above the bounds does not count as cut"),
     ),
 ]
 

@@ -67,7 +67,8 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
     def sample(logits: Tensor, *rows: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         nonlocal unfiltered
         perturber = perturbation.perturber
-        if not perturber.busy:
+        if not perturber.busy:  # vLLM's own dummy runs
+            perturber.rehearse(logits)
             return original(logits, *rows, **kwargs)
         slots, slots_np = rows[0], rows[2]
         drawable = sampler.apply_sampling_params(logits, *rows, skip_top_k_top_p=True).float()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight, versions
+from ngrpo import preflight, reward_files, versions
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
 from perturbations.errors import UsageError
@@ -148,6 +148,17 @@ def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], RunSettings())
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--train.seed -1", "--rollout.temperature nan", "--rollout.temperature -1", "--rollout.top_p 0",
+     "--rollout.top_p 2", "--actor.adam.lr inf", "--vllm.gpu_memory_utilization x", "--train.seed"],
+)  # fmt: skip
+def test_numbers_out_of_range(words: str) -> None:
+    with pytest.raises(UsageError, match=words.split()[0] + r".*: must be a (number|whole number from)"):
+        preflight.check_flags([*MODEL, *words.split()], RunSettings())
+    preflight.check_flags([*MODEL, words.split()[0], "1"], RunSettings())
+
+
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     preflight.check_output("--run-dir", tmp_path / "new" / "one", folder=True)
@@ -265,7 +276,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        preflight.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
@@ -277,13 +288,13 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "from other import *\n",
     ):
         file.write_text(text)
-        preflight.check_rewards(["--reward.remote_url", str(file)])
-    preflight.check_rewards(["--reward.remote_url", "http://host/x"])
-    preflight.check_rewards(["--reward.model_name_or_path", "m"])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
+    reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
+    reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match="no reward: give --task"):
-        preflight.check_rewards(["--data.prompt_dataset", "x"])
+        reward_files.check_rewards(["--data.prompt_dataset", "x"])
     with pytest.raises(UsageError, match="begins with http"):
-        preflight.check_rewards(["--reward.remote_url", "reward"])
+        reward_files.check_rewards(["--reward.remote_url", "reward"])
     file.write_text("class Agent:\n    pass\n")
     with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
-        preflight.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+        reward_files.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
