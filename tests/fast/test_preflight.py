@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight, versions
+from ngrpo import preflight, reward_files, versions
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import available, create
 from perturbations.errors import UsageError
@@ -278,7 +278,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        preflight.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
@@ -290,16 +290,16 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "from other import *\n",
     ):
         file.write_text(text)
-        preflight.check_rewards(["--reward.remote_url", str(file)])
-    preflight.check_rewards(["--reward.remote_url", "http://host/x"])
-    preflight.check_rewards(["--reward.model_name_or_path", "m"])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
+    reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
+    reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match="no reward: give --task"):
-        preflight.check_rewards(["--data.prompt_dataset", "x"])
+        reward_files.check_rewards(["--data.prompt_dataset", "x"])
     with pytest.raises(UsageError, match="begins with http"):
-        preflight.check_rewards(["--reward.remote_url", "reward"])
+        reward_files.check_rewards(["--reward.remote_url", "reward"])
     file.write_text("class Agent:\n    pass\n")
     with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
-        preflight.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+        reward_files.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

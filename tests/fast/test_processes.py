@@ -22,8 +22,8 @@ ENGINE += "; import time; time.sleep(60)"
 MIDDLE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ENGINE!r}])"
 
 def run(words):
-    processes.own_children()
-    subprocess.Popen([sys.executable, "-c", MIDDLE])
+    with processes.own_children():
+        subprocess.Popen([sys.executable, "-c", MIDDLE])
     time.sleep(60)
 
 cli._train = run
