@@ -73,6 +73,7 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.exactness
 	@$(BIN)/python -m benchmarks.sampling_mask
 	@$(BIN)/python -m benchmarks.rollout
+	@$(BIN)/python -m benchmarks.decode_step
 	@$(BIN)/python -m benchmarks.replay
 
 # On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.

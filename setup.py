@@ -49,7 +49,7 @@ setup(
         # vLLM pins torch: 0.26 is the release for torch 2.11. bitsandbytes is for --ds.load_in_4bit.
         "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
-        "test": ["pytest", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
+        "test": ["pytest", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
     },
     entry_points={
         "console_scripts": ["ngrpo = ngrpo.cli:console"],

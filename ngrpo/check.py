@@ -1,4 +1,4 @@
-"""usage: ngrpo check [gate] NAME [option=value ...]
+"""usage: ngrpo check [gate|advantage] NAME [option=value ...]
 
 Runs the conformance suite on a small synthetic model: no engine, no download, a second or so.
 
@@ -7,14 +7,25 @@ Runs the conformance suite on a small synthetic model: no engine, no download, a
   ngrpo check my_package.module:Mine                   a class in an importable module
   ngrpo check neighbor k=4                             a registered name
   ngrpo check gate ./my_gate.py:MyGate                 a gate
+  ngrpo check advantage ./my_advantage.py:Mine         an advantage
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from perturbations.errors import UsageError
+
+_USE = {
+    "perturbation": "--perturbation",
+    "gate": "--perturbation NAME --perturbation.gate",
+    "advantage": "--advantage",
+}
+# What a title says before the name of the step that it is about.
+_STEP = re.compile("^(proposals for|open rows for|advantages of) ")
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -33,17 +44,21 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     if not words or "-h" in words or "--help" in words:
         print(__doc__, end="")
         return 0 if words else 2
-    kind = "gate" if words[0] == "gate" and len(words) > 1 else "perturbation"
-    name, *given = words[1:] if kind == "gate" else words
-    from perturbations.testing import inspect
+    named = words[0] in _USE and len(words) > 1
+    kind, (name, *given) = (words[0], words[1:]) if named else ("perturbation", words)
+    if kind == "advantage":
+        from ngrpo.advantage_check import inspect
+    else:
+        from perturbations import testing
 
+        inspect = partial(testing.inspect, kind=kind)
     broken, told = 0, set()
-    for title, error in inspect(name, kind, **_options(given)):
+    for title, error in inspect(name, **_options(given)):
         print(f"{'ok   ' if error is None else 'WRONG'}  {title}")
         if error is None:
             continue
         broken += 1
-        what = error.what.partition(f"{title.removeprefix('proposals for ').removeprefix('open rows for ')}: ")
+        what = error.what.partition(f"{_STEP.sub('', title)}: ")
         if (what[2] or what[0], error.fix) in told:
             print("       as above")
             continue
@@ -51,10 +66,10 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:
-        report(f"{name} breaks the contract that rollout and replay rest on ({broken} of the checks).")
+        rests = "the loss rests" if kind == "advantage" else "rollout and replay rest"
+        report(f"{name} breaks the contract that {rests} on ({broken} of the checks).")
         return 1
-    use = f"--perturbation NAME --perturbation.gate {name}" if kind == "gate" else f"--perturbation {name}"
-    report(f"{name} keeps the contract. Use it: ngrpo train {use} ...")
+    report(f"{name} keeps the contract. Use it: ngrpo train {_USE[kind]} {name} ...")
     return 0
 
 

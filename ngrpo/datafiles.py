@@ -17,6 +17,8 @@ from perturbations.options import nearest
 
 Row = dict[str, Any]
 
+_CHECKED = 100_000  # rows that are looked at before a run: a second or two
+
 
 def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     """The rows of a local file.
@@ -54,7 +56,8 @@ def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
         columns: the columns it must have, by the flag that names each.
 
     Raises:
-        UsageError: for a missing or empty file, one that cannot be read, or a missing column.
+        UsageError: for a missing or empty file, one that cannot be read, or a column that is missing, in the file or in
+            one of its first 100,000 rows.
     """
     for name in (part.strip().split("@")[0].strip() for part in value.split(",")):
         path = Path(name).expanduser()
@@ -70,7 +73,8 @@ def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
             continue
         if path.suffix == ".arrow" and path.is_file():
             continue
-        found = list(read_rows(flag, name, 1)[0])
+        rows = read_rows(flag, name, _CHECKED)
+        found = list(rows[0])
         if name.startswith("~"):
             raise UsageError(f"{flag} {name}: OpenRLHF does not expand '~'. Write {path}.")
         for column_flag, column in columns.items():
@@ -79,6 +83,11 @@ def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
                     f"{flag} {name} has no column {column!r} ({column_flag}).{nearest(column, found)}"
                     f" Its columns: {', '.join(found)}. Name the right one with {column_flag}."
                 )
+            for number, row in enumerate(rows, start=1):
+                if row.get(column) is None:
+                    raise UsageError(
+                        f"{flag} {name}: row {number} has no {column!r} ({column_flag}). Give it one, or leave it out."
+                    )
 
 
 def _parquet(path: Path) -> Iterator[Row]:

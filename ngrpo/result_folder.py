@@ -1,12 +1,14 @@
 """Result folders: how every command of the workbench keeps what it found.
 
 A folder belongs to one process at a time and to one set of settings. Files are written whole or not at all; what takes
-long goes line by line into a file of JSON lines, so that a command that was stopped goes on where it was.
+long goes line by line into a file of JSON lines, so that a command that was stopped goes on where it was. Every object
+and every line carries a checksum of the rest of it; one without it, as an editor may leave it, is taken as it is.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 from perturbations.errors import UsageError
 
 LOCK, SETTINGS = ".lock", "settings.json"
+_CHECKSUM = "checksum"
 
 Opened = TypeVar("Opened", bound="ResultFolder")
 
@@ -62,10 +65,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As :func:`write_text`, for JSON; the folder is made if it is missing."""
+    """As :func:`write_text`, for JSON; an object gets its checksum. The folder is made if it is missing."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(_sealed(value), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -75,9 +78,14 @@ def read_json(path: Path) -> Any:
         UsageError: for a file that is damaged or cannot be read. No command leaves such a file, and none deletes it.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _unsealed(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    except _Altered:
+        raise UsageError(
+            f"{path} is damaged: its checksum is not that of its content. Restore it, or delete it to have it made"
+            f" again; where you changed it yourself, remove the entry {_CHECKSUM!r} too."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is damaged: it is not JSON ({error}). Restore it, or delete it to have it made again."
@@ -198,7 +206,7 @@ class ResultFolder:
             CannotWrite: where the system refuses; the lines before these are kept.
         """
         path = self.path / name
-        data = json_lines(rows).encode()
+        data = json_lines(map(_sealed, rows)).encode()
         # Unbuffered: what cannot be written must not be tried again when the file is closed.
         with writing(path), path.open("ab", buffering=0) as file:
             while data:
@@ -207,7 +215,7 @@ class ResultFolder:
 
     def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes a whole file of JSON lines in place of the old one."""
-        write_text(self.path / name, json_lines(rows))
+        write_text(self.path / name, json_lines(map(_sealed, rows)))
 
 
 def folder_for(given: str | None, name: str) -> Path:
@@ -220,9 +228,30 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+class _Altered(ValueError):
+    """A checksum that is not that of the content."""
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
+def _sealed(value: Any) -> Any:
+    return {**value, _CHECKSUM: _checksum(value)} if isinstance(value, Mapping) else value
+
+
+def _unsealed(value: Any) -> Any:
+    if not isinstance(value, dict) or _CHECKSUM not in value:
+        return value
+    content = {key: part for key, part in value.items() if key != _CHECKSUM}
+    if value[_CHECKSUM] != _checksum(content):
+        raise _Altered
+    return content
+
+
 def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = _unsealed(json.loads(line))
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and row.keys() >= set(keys) else None

@@ -22,7 +22,7 @@ RUNNERS = "model_runner"
 """Folder beside the summary in which the engines leave which model runner they have."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "policy_noise/")
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/")
 _DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
 _BARS = "▁▂▃▄▅▆▇█"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -116,7 +117,7 @@ class Registry:
         if name in installed:
             return self._from_module(name, installed[name].value)
         known = self.available()
-        on_disk = f" Did you mean the file './{name}.py'?" if Path(f"{name}.py").is_file() else ""
+        on_disk = f" Did you mean the file './{name}.py'?" if f"{name}.py" in os.listdir() else ""
         raise UsageError(
             f"unknown {self.kind} {name!r}.{on_disk or nearest(name, known)} Available: {', '.join(known)};"
             " or ./file.py:Name or package.module:Name for your own."
@@ -223,6 +224,13 @@ class Registry:
     def base_class(self) -> type:
         """The class that all of this kind derive from."""
         return pkgutil.resolve_name(self.base)
+
+    def base_of_package(self, name: str) -> type:
+        """The ``__getattr__`` of a tree package that offers the base class, which is loaded when first asked for."""
+        package, _, base = self.base.partition(":")
+        if name != base:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return pkgutil.resolve_name(f"{package}.base:{base}")
 
     @property
     def _base_name(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from perturbations import streams
 from perturbations.embeddings import ModelEmbeddings
+
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Step:
         embeddings: the model's embeddings and neighbor indices.
         drawable: the logits after top-k, top-p, min-p and whatever else the request excludes, -inf at what is
             excluded, (B, V) float32; None where nothing is. ``sampled`` was drawn from these.
+        keys: the keys of streams at these positions, (B,) int64 each, where they were computed before; those of
+            other streams follow from seeds and positions.
     """
 
     logits: Tensor
@@ -36,6 +41,7 @@ class Step:
     positions: Tensor
     embeddings: ModelEmbeddings
     drawable: Tensor | None = None
+    keys: Mapping[streams.Stream, Tensor] = field(default_factory=dict)
 
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
@@ -44,19 +50,24 @@ class Step:
             n: draws per position; or token ids (B, n), which ties each draw to its token. Noise on a ranked list of
                 candidates must be tied so: two near-equal logits swap ranks under float rounding.
         """
-        return streams.uniform(self._keys(), n)
+        return streams.uniform(self._own_keys(), n)
 
     def gumbel(self, n: int | Tensor) -> Tensor:
         """(B, n) Gumbel(0, 1) draws; ``n`` as in :meth:`uniform`."""
-        return streams.gumbel(self._keys(), n)
+        return streams.gumbel(self._own_keys(), n)
 
     def normal(self, n: int | Tensor) -> Tensor:
         """(B, n) standard normal draws; ``n`` as in :meth:`uniform`."""
-        return streams.normal(self._keys(), n)
+        return streams.normal(self._own_keys(), n)
 
     def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
         """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
-        return streams.log_gamma(self._keys(), ids, shape)
+        return streams.log_gamma(self._own_keys(), ids, shape)
+
+    def keys_of(self, stream: streams.Stream) -> Tensor:
+        """The keys of a stream at these positions, (B,) int64."""
+        known = self.keys.get(stream)
+        return streams.keys(self.seeds, self.positions, stream) if known is None else known
 
     def draws(self, n: int) -> Tensor:
         """(B, n) further tokens, each drawn independently as ``sampled`` was: among those that the request allows.
@@ -64,19 +75,31 @@ class Step:
         Like the other draws they are functions of seed and position, and stay the same under float rounding. A greedy
         request's are at temperature 1, as its logits here are.
         """
-        logits = self.logits if self.drawable is None else self.drawable
-        tokens = torch.arange(logits.shape[-1], device=logits.device)
-        # In slices of rows: a draw hashes 64 bits for each token of the vocabulary.
-        parts = list(zip(logits.split(64), self._keys().split(64)))
+        # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
+        # more than all the rest of a step.
+        logits, keys = self.logits if self.drawable is None else self.drawable, self._own_keys()
+        rows, vocabulary = logits.shape
+        blocks = torch.nn.functional.pad(logits, (0, -vocabulary % _BLOCK), value=-torch.inf).view(rows, -1, _BLOCK)
+        totals = blocks.logsumexp(dim=-1)
+        count = totals.shape[1]
+        each, places = (torch.arange(size, device=logits.device) for size in (count, _BLOCK))
 
         def one(j: int) -> Tensor:
-            counters = tokens + j * len(tokens)
-            return torch.cat([(z - streams.exponential(keys, counters).log()).argmax(dim=-1) for z, keys in parts])
+            first = j * (count + count * _BLOCK)  # counters of this draw: one for each block, one for each token
+            chosen = _race(totals, keys, first + each)
+            tokens = chosen.unsqueeze(-1) * _BLOCK + places
+            inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
+            return chosen * _BLOCK + _race(inside, keys, first + count + tokens)
 
         return torch.stack([one(j) for j in range(n)], dim=-1)
 
-    def _keys(self) -> Tensor:
-        return streams.keys(self.seeds, self.positions, streams.Stream.WEIGHTS)
+    def _own_keys(self) -> Tensor:
+        return self.keys_of(streams.Stream.WEIGHTS)
+
+
+def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
+    """A draw from each row's distribution, (B,): the smallest of exponential draws over the probabilities."""
+    return (logits - streams.exponential(keys, counters).log()).argmax(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +117,8 @@ class GateStep(Step):
         """A gate's view of a perturbation's step."""
         return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
 
-    def _keys(self) -> Tensor:
-        return streams.keys(self.seeds, self.positions, streams.Stream.GATE_OPEN)
+    def _own_keys(self) -> Tensor:
+        return self.keys_of(streams.Stream.GATE_OPEN)
 
 
 @dataclass(frozen=True)
@@ -114,10 +137,11 @@ class Positions:
 
     def keys(self, stream: streams.Stream) -> np.ndarray:
         """The keys of a stream, (N,) int64."""
-        return streams.of_stream(self._mixed, stream)
+        return streams.of_stream(self.mixed, stream)
 
     @cached_property
-    def _mixed(self) -> np.ndarray:
+    def mixed(self) -> np.ndarray:
+        """What the keys of all streams are made from, (N,) int64."""
         return streams.of_positions(self.seeds, self.positions)
 
     @property

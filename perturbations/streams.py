@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -41,7 +42,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 _POSITION = _signed(0xD1342543DE82EF95)
-_STREAM = _signed(0xDA942042E4DD58B5)
+_OFFSETS = {stream: _signed(int(stream) * 0xDA942042E4DD58B5 % (1 << 64)) for stream in Stream}
 
 
 def _shift_right(x: _Integers, bits: int) -> _Integers:
@@ -79,7 +80,12 @@ def of_positions(seeds: _Integers, positions: _Integers) -> _Integers:
 
 def of_stream(mixed: _Integers, stream: Stream) -> _Integers:
     """The keys of a stream at what :func:`of_positions` gave."""
-    return _mix(mixed + _signed(int(stream) * _STREAM % (1 << 64)))
+    return _mix(mixed + _OFFSETS[stream])
+
+
+def of_streams(mixed: np.ndarray, wanted: Sequence[Stream]) -> np.ndarray:
+    """The keys of several streams at what :func:`of_positions` gave: (N,) int64 to (streams, N)."""
+    return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in wanted]))
 
 
 def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:

@@ -148,7 +148,7 @@ DENSITIES = [
         "ngrpo/trainer/model_actors.py",
         "test_density_actor.py",
         ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
-        ("densities(scope, self.actor.temperature)", "densities(scope, 1.0)", "the step's density at temperature 1"),
+        ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ),
 ]
@@ -425,7 +425,13 @@ NOISES = [
         "test_policy_noises.py",
         ("            self._send(0.0)\n", "", "noisy evaluation"),
         ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+    ),
+    *_of(
+        "ngrpo/trainer/importance.py",
+        "test_policy_noises.py",
         ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > high)", "", "what is above the bounds does not count as cut"),
     ),
 ]
 
@@ -435,8 +441,8 @@ _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 SAMPLING = [
     Mutation(
         _LOSS,
-        "return log_probs if correction is None else correction.replace(logits, labels, log_probs)",
-        "return log_probs if correction is None else (correction.replace(logits, labels, log_probs), log_probs)[1]",
+        "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
+        "return log_probs",
         _MASKED,
         "sampling mask: the log-probability of the whole distribution",
     ),
@@ -495,12 +501,14 @@ MIXTURES = [
         "perturbations/step.py",
         _MIXTURES,
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
-        ("tokens + j * len(tokens)", "tokens + 0 * j", "further draws are all the same"),
+        ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
         (
-            "(z - streams.exponential(keys, counters).log())",
-            "(z + streams.gumbel(keys, counters).clamp(max=4.0))",
-            "further draws: a tail is cut off",
+            "totals = blocks.logsumexp(dim=-1)",
+            "totals = blocks.amax(dim=-1)",
+            "further draws: a block by its likeliest",
         ),
+        ("first + count + tokens", "first + places", "further draws: block and token share their noise"),
+        ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *_of(
         "perturbations/strategies/moi.py",
@@ -547,6 +555,9 @@ MIXTURES = [
             "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
             "latent: clamped in training",
         ),
+        ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
+        ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
+        ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
     ),
     *_of(
         "perturbations/gates/first.py",

@@ -149,7 +149,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "seconds": state.get("seconds"),
         "peak_memory_bytes": state.get("peak_memory_bytes"),
         "perturbation": summary.get("perturbation"),
-        "advantage": summary.get("advantage"),
+        **{part: summary.get(part) for part in ("advantage", "credit", "policy_noise")},
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,

@@ -54,7 +54,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
-    path = models.resolve(given.model, report=report)
+    path = models.resolve(checked_model(given), report=report)
     for strategy in strategies:
         if strategy.spec is not None:
             check_model(path, strategy.spec)
@@ -95,6 +95,7 @@ def check(words: Sequence[str]) -> None:
     """
     given, _, _ = _read(words)
     problems_of(given, given.prompts, lambda line: None)
+    checked_model(given)
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
@@ -109,7 +110,6 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list
     sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
     named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
     strategies = parse_arms(named, given.sweep, given.strategy)
-    checked_model(given)
     return given, sampling, strategies
 
 

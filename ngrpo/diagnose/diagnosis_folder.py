@@ -53,8 +53,11 @@ class DiagnosisFolder(ResultFolder):
     def samples(self) -> dict[str, list[Sample]]:
         """The samples of each finished strategy, by its id."""
         found: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
-        for line in self.lines(SAMPLES, "strategy", "tokens"):
-            found[line["strategy"]].append(Sample.from_json(line))
+        for number, line in enumerate(self.lines(SAMPLES, "strategy", "tokens"), start=1):
+            try:
+                found[line["strategy"]].append(Sample.from_json(line))
+            except (KeyError, TypeError, ValueError) as error:
+                raise UsageError(f"{self.path / SAMPLES}: line {number} is no sample ({error}). Delete it.") from None
         return found
 
     def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:

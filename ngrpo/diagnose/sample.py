@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ngrpo.evaluate.engine import Sampling
@@ -81,6 +81,6 @@ class Sample:
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Sample:
         """Reads what :meth:`to_json` wrote."""
-        fields = {name: value for name, value in line.items() if name != "perturbed"}
-        packed = fields.pop("record")
-        return cls(**fields, record=None if packed is None else ReplayRecord.from_bytes(base64.b64decode(packed)))
+        known = {field.name: line[field.name] for field in fields(cls)}
+        packed = known["record"]
+        return cls(**{**known, "record": packed and ReplayRecord.from_bytes(base64.b64decode(packed))})

@@ -103,8 +103,10 @@ def _moment(value: Any) -> Any:
 
 
 def _short(error: Any) -> str:
-    lines = str(error or "").strip().splitlines()
-    return (lines[-1] if len(lines[-1]) <= 160 else lines[-1][:159] + "…") if lines else "no error was recorded"
+    """The line that names the cause: the first one of ours, the last one of a traceback."""
+    lines = str(error or "").strip().splitlines() or ["no error was recorded"]
+    line = lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1]
+    return line if len(line) <= 160 else line[:159] + "…"
 
 
 def _against(row: Mapping[str, Any], first: Mapping[str, Any], axis: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ngrpo.parameters_file import load_saved
@@ -26,6 +27,9 @@ from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
 from perturbations.shard import Shard, over_ranks
+
+# vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
+_VOCABULARY_PADDING = 64
 
 
 class AttachedPerturbation:
@@ -84,6 +88,15 @@ class AttachedPerturbation:
         rank = runner.vllm_config.parallel_config.data_parallel_index
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
         self.prepare()
+
+    def warm_up(self) -> None:
+        """Compiles what the first requests need, for one and for several; forgets vLLM's own warm-up requests."""
+        self.requests.take(None)
+        padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+        with torch.inference_mode():
+            for rows in (2, 1):  # a batch of one is compiled by itself
+                logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
+                self.perturber.compile(logits[:, : self._vocabulary])
 
     def prepare(self) -> None:
         """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""

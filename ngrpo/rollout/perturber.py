@@ -24,7 +24,10 @@ from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
-from perturbations.step import GateStep, Positions, Step
+from perturbations.step import Positions, Step
+
+# Their keys are computed on the host for all gated rows at once: on the device each takes three dozen small operations.
+_STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,6 @@ class _Batch:
     slots: np.ndarray
     next_positions: np.ndarray
     sampled: np.ndarray
-    seeds: Tensor
     slot_tensor: Tensor
     prompts: Tensor
 
@@ -51,16 +53,20 @@ class _Edits:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host."""
+    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
+
+    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
+    the slot and position ``edited[0][j]`` and ``edited[1][j]``.
+    """
 
     ready: torch.cuda.Event | None
     slots: np.ndarray
     positions: np.ndarray
-    rows: np.ndarray
+    rows: np.ndarray | None
     log_probs: Tensor
-    gated: np.ndarray
-    edits: dict[str, Tensor]
     left: tuple[Tensor, ...]
+    edited: tuple[np.ndarray, np.ndarray]
+    edits: dict[str, Tensor]
 
 
 class RolloutPerturber:
@@ -78,16 +84,17 @@ class RolloutPerturber:
         masks: SamplingMaskStore | None = None,
     ) -> None:
         self._perturbation, self._store, self._gate = perturbation, store, gate
-        self._embeddings, self._override, self._device = embeddings, override, device
+        self._embeddings, self._override, self.device = embeddings, override, device
         self._module, self._masks = module, masks
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
-        self._seeds = self._slot_tensor = self._prompts = torch.zeros(0, dtype=torch.int64)
+        self._slot_tensor = self._prompts = torch.zeros(0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
         self._edits: _Edits | None = None
         self._notes: deque[_Note] = deque()
         self._batch: _Batch | None = None
+        self.noted = self.written = 0  # notes taken so far, and how many of them are in the store
 
     # --- before the forward -------------------------------------------------------------------------------------
 
@@ -108,9 +115,9 @@ class RolloutPerturber:
             self._place_fresh(self._edits, ends, last_rows)
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
-        for row in np.flatnonzero(~fresh & self._store.has_edits[slots]):
+        for row in (~fresh & self._store.has_edits[slots]).nonzero()[0]:
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
-        self._batch = _Batch(slots, ends, ~discard, self._seeds, self._slot_tensor, self._prompts)
+        self._batch = _Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
 
     def _locate_rows(self, names: Sequence[str]) -> None:
         if names == self._names:
@@ -119,7 +126,6 @@ class RolloutPerturber:
         self._names = list(names)
         self._slots = np.array([self._store.live[name].slot for name in names], dtype=np.int64)
         self._row_of_slot[self._slots] = np.arange(len(names))
-        self._seeds = self._upload(self._store.seeds[self._slots])
         self._prompts = self._upload(self._store.prompts[self._slots])
         self._slot_tensor = self._upload(self._slots)
 
@@ -129,12 +135,12 @@ class RolloutPerturber:
         if present.all():
             self._override.put(self._upload(last_rows[rows]), edits.vectors, edits.fed)
         elif present.any():
-            keep = self._upload(np.flatnonzero(present))
+            keep = self._upload(present.nonzero()[0])
             self._override.put(self._upload(last_rows[rows[present]]), edits.vectors[keep], edits.fed[keep])
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
-        self.drain(wait=True)
+        self.drain(until=self.noted)
         found = self._store.edits(slot, start, start + count)
         if not found:
             return
@@ -144,8 +150,8 @@ class RolloutPerturber:
             self._upload(found["ids"].astype(np.int64)),
             *(None if part is None else self._upload(part) for part in parts),
         )
-        seeds = self._upload(np.full(len(positions), self._store.seeds[slot]))
-        vectors = self._realise(edit, seeds, self._upload(positions))
+        noise = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
+        vectors = realise(edit, self._override.lookup, self._upload(noise), self._module)
         self._override.put(self._upload(last_row - (start + count - 1) + positions), vectors)
 
     # --- after the logits ---------------------------------------------------------------------------------------
@@ -154,6 +160,38 @@ class RolloutPerturber:
     def busy(self) -> bool:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
+
+    def compile(self, logits: Tensor) -> Tensor:
+        """Compiles the token draw for so many rows, with and without filters, so that no request waits for it.
+
+        Args:
+            logits: as the model computes them, (B, V), of any values.
+
+        Returns:
+            Tokens, (B,) int64.
+        """
+        scaled, rows = logits.float(), torch.arange(len(logits), device=logits.device)
+        sample_tokens(scaled.clone(), scaled, rows)
+        return sample_tokens(scaled, scaled, rows)[0]
+
+    def rehearse(self, logits: Tensor) -> None:
+        """Does the work of a step and leaves nothing behind, so that an engine measures its memory with it.
+
+        Args:
+            logits: as the model computes them, (B, V), of any values.
+        """
+        tokens = self.compile(logits)
+        rows = torch.arange(len(logits), device=logits.device)
+        # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
+        scaled, token = logits[:1].float().repeat(len(rows), 1), tokens[:1].expand(len(rows))
+        step = Step(scaled, token, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
+        if self._perturbation.active:
+            edit = self._perturbation.propose(step).edit
+            self._realise(edit, step)
+        if not self._gate.always_open:
+            self._gate.open(torch.zeros_like(rows), step, rows)
+        if self._masks is not None:
+            pack(scaled)
 
     def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
         """Draws the next tokens and the edits of the gated rows.
@@ -170,56 +208,60 @@ class RolloutPerturber:
         batch, self._batch = self._batch, None
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
+        within = batch.sampled & (batch.next_positions < store.length)
+        gated = (self._gate.selects(at) & within & store.perturbed[batch.slots]).nonzero()[0]
+        perturbed = [batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], _STREAMS)]
+        parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, gated, *perturbed]
+        keys, positions, *of_gated = self._upload(np.concatenate(parts)).split([len(part) for part in parts])
+
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        tokens, log_total = sample_tokens(drawable, counted, self._upload(at.keys(streams.Stream.TOKEN)))
+        tokens, log_total = sample_tokens(drawable, counted, keys)
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
-
-        within = batch.sampled & (batch.next_positions < store.length)
-        gated = np.flatnonzero(self._gate.selects(at) & within & store.perturbed[batch.slots])
-        self._edits = edits = None
-        positions = None
-        if len(gated) or self._gate.tracks_tokens:
-            positions = self._upload(batch.next_positions)
+        ending = None if self._gate.always_open else self._gate.ending(batch.slot_tensor, positions)
+        self._edits, edits = None, {}
         if len(gated):
-            edits = self._perturb(batch, gated, positions, scaled, temperature, drawable, tokens, greedy)
+            tokens, edits = self._perturb(batch, gated, of_gated, scaled, temperature, drawable, tokens, greedy, ending)
         if self._gate.tracks_tokens:
-            if batch.sampled.all():
-                self._gate.observe(batch.slot_tensor, positions, tokens)
-            else:
-                kept = self._upload(np.flatnonzero(batch.sampled))
-                self._gate.observe(batch.slot_tensor[kept], positions[kept], tokens[kept])
+            seen = batch.slot_tensor, positions, tokens, ending
+            if not batch.sampled.all():
+                kept = self._upload(batch.sampled.nonzero()[0])
+                seen = tuple(part[kept] for part in seen)
+            self._gate.observe(*seen)
         log_probs = counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
         left = () if self._masks is None else pack(drawable)
-        self._note(batch, within, log_probs, gated, edits or {}, left)
-        # Only what this very step drew can be fresh in the next one; anything older comes from the store.
-        self._last_position.fill(-1)
-        self._last_position[batch.slots[within]] = batch.next_positions[within]
+        self._note(batch, within, log_probs, gated, edits, left)
         return tokens
 
     def _perturb(
         self,
         batch: _Batch,
         gated: np.ndarray,
-        positions: Tensor,
+        of_gated: Sequence[Tensor],
         scaled: Tensor,
         temperature: Tensor,
         drawable: Tensor,
         tokens: Tensor,
         greedy: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """Proposes edits at gated rows, writes their tokens in place, and keeps them for the next forward."""
+        ending: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Proposes edits at gated rows and keeps them for the next forward: the tokens of all rows, and the edits."""
         everything = len(gated) == len(batch.slots)
-        rows = self._upload(gated)
-        sampled = tokens[rows]
+        rows, positions, seeds, *keys = of_gated
+
+        def picked(part: Tensor) -> Tensor:
+            return part if everything else part.index_select(0, rows)
+
+        sampled = picked(tokens)
         step = Step(
-            scaled if everything else scaled[rows],
+            picked(scaled),
             sampled,
-            temperature[rows],
-            batch.seeds[rows],
-            positions[rows],
+            picked(temperature),
+            seeds,
+            positions,
             self._embeddings,
-            None if drawable is scaled else drawable if everything else drawable[rows],
+            None if drawable is scaled else picked(drawable),
+            dict(zip(_STREAMS, keys)),
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
@@ -227,17 +269,16 @@ class RolloutPerturber:
         # never stands in its text: such a position stays an ordinary one.
         opened = drawable[rows, proposal.tokens] > -torch.inf
         if greedy is not None:
-            opened = opened & ((greedy[rows] < 0) | (greedy[rows] == proposal.tokens))
+            likeliest = picked(greedy)
+            opened = opened & ((likeliest < 0) | (likeliest == proposal.tokens))
         fed = opened
-        if not self._gate.always_open:
-            slots = batch.slot_tensor[rows]
-            opened = opened & self._gate.open(slots, GateStep.of(step, step.positions - batch.prompts[rows]))
-            fed = opened & self._gate.feeds(slots, step.positions, proposal.tokens)
+        if ending is not None:
+            opened = opened & self._gate.open(picked(batch.slot_tensor), step, picked(batch.prompts))
+            fed = opened & self._gate.feeds(proposal.tokens, picked(ending))
         if proposal.acts is not None:
             fed = fed & proposal.acts
         chosen = torch.where(opened, proposal.tokens, sampled)
-        tokens[rows] = chosen
-        vectors = self._realise(edit, step.seeds, step.positions)
+        vectors = self._realise(edit, step)
         self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, fed)
         parts = {
             "fed": fed,
@@ -248,12 +289,11 @@ class RolloutPerturber:
             "vectors": edit.vectors,
             "normalizer": edit.normalizer,
         }
-        return {name: part for name, part in parts.items() if part is not None}
+        edits = {name: part for name, part in parts.items() if part is not None}
+        return chosen if everything else tokens.index_copy_(0, rows, chosen), edits
 
-    def _realise(self, edit: InputEdit, seeds: Tensor, positions: Tensor) -> Tensor:
-        noise = None
-        if edit.sigma is not None:
-            noise = streams.keys(seeds, positions, streams.Stream.NOISE)
+    def _realise(self, edit: InputEdit, step: Step) -> Tensor:
+        noise = None if edit.sigma is None else step.keys_of(streams.Stream.NOISE)
         return realise(edit, self._override.lookup, noise, self._module)
 
     # --- the store ----------------------------------------------------------------------------------------------
@@ -267,42 +307,56 @@ class RolloutPerturber:
         edits: dict[str, Tensor],
         left: tuple[Tensor, ...],
     ) -> None:
-        ready = None
-        if self._device.type == "cuda":
-            log_probs = log_probs.to("cpu", non_blocking=True)
-            edits = {name: part.to("cpu", non_blocking=True) for name, part in edits.items()}
-            left = tuple(part.to("cpu", non_blocking=True) for part in left)
-            ready = torch.cuda.Event()
-            ready.record()
-        self._store.has_edits[batch.slots[gated]] = True
-        rows = np.flatnonzero(within)
-        self._notes.append(_Note(ready, batch.slots, batch.next_positions, rows, log_probs, gated, edits, left))
-        self.drain(wait=False)
+        log_probs, left = self._download(log_probs), tuple(self._download(part) for part in left)
+        edits = {name: self._download(part) for name, part in edits.items()}
+        ready = self._event()
+        slots, positions, rows = batch.slots, batch.next_positions, None
+        if not within.all():
+            rows = within.nonzero()[0]
+            slots, positions = slots[rows], positions[rows]
+        # Only what this very step drew can be fresh in the next one; anything older comes from the store.
+        self._last_position.fill(-1)
+        self._last_position[slots] = positions
+        at = batch.slots[gated], batch.next_positions[gated]
+        self._store.has_edits[at[0]] = True
+        self._notes.append(_Note(ready, slots, positions, rows, log_probs, left, at, edits))
+        self.noted += 1
+        self.drain()
 
-    def drain(self, wait: bool) -> None:
-        """Moves finished notes into the store; with ``wait``, all of them."""
+    def _event(self) -> torch.cuda.Event | None:
+        """Tells when the copies made so far have arrived; None where they have."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def drain(self, until: int = 0) -> None:
+        """Moves notes into the store: those that have arrived, and the first ``until`` ever taken, waited for."""
         while self._notes:
             note = self._notes[0]
             if note.ready is not None:
-                if wait:
+                if self.written < until:
                     note.ready.synchronize()
                 elif not note.ready.query():
                     return
             self._notes.popleft()
             self._write(note)
+            self.written += 1
 
     def _write(self, note: _Note) -> None:
-        rows = note.rows
-        self._store.write_tokens(note.slots[rows], note.positions[rows], note.log_probs.numpy()[rows])
+        def whole(part: Tensor) -> np.ndarray:
+            return part.numpy() if note.rows is None else part.numpy()[note.rows]
+
+        self._store.write_tokens(note.slots, note.positions, whole(note.log_probs))
         if self._masks is not None:
-            bits, counts = (part.numpy()[rows] for part in note.left)
-            self._masks.write(note.slots[rows], note.positions[rows], bits, counts)
-        if len(note.gated):
+            self._masks.write(note.slots, note.positions, *map(whole, note.left))
+        if note.edits:
             parts = {name: part.numpy() for name, part in note.edits.items()}
-            fed = parts.pop("fed")
-            at = note.gated[fed]
-            parts = {name: part[fed] for name, part in parts.items()}
-            self._store.write_edits(note.slots[at], note.positions[at], parts)
+            fed, at = parts.pop("fed"), note.edited
+            if not fed.all():
+                parts, at = {name: part[fed] for name, part in parts.items()}, tuple(part[fed] for part in at)
+            self._store.write_edits(*at, parts)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -331,8 +385,11 @@ class RolloutPerturber:
         """New weights: neighbors and scales are computed again on their next use."""
         self._embeddings.refresh()
 
+    def _download(self, part: Tensor) -> Tensor:
+        return part.to("cpu", non_blocking=True)
+
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor

@@ -7,6 +7,7 @@ Everything here is inert until an engine is built with ``additional_config={"per
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import importlib
@@ -41,10 +42,8 @@ def register() -> None:
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
+    _wrap("vllm.config.vllm", "VllmConfig.compute_hash", _without_seed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
-    # The V2 runner warms up on CUDA with requests like real ones; nobody will ask for their records.
-    forget = _then(lambda attached: attached.requests.take(None))
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", forget)
     # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
     refresh = _then(lambda attached: attached.weights_changed())
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
@@ -100,6 +99,19 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _without_seed(original: Callable[[Any], str]) -> Callable[[Any], str]:
+    """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
+
+    def compute_hash(self: Any) -> str:
+        from ngrpo.rollout import settings
+
+        seedless = copy.copy(self)
+        seedless.additional_config = settings.without_seed(self.additional_config)
+        return original(seedless)
+
+    return compute_hash
+
+
 def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         from ngrpo.rollout import settings, used_runner
@@ -112,6 +124,8 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
 
             buffer = settings.read_buffer(self.vllm_config.additional_config)
             self.perturbation = AttachedPerturbation(self.model_runner, perturbation, buffer)
+            # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
+            self.compile_or_warm_up_model = _warmed_up(self.compile_or_warm_up_model, self.perturbation)
             logger.info(
                 "perturbation %s is on, in the %s model runner: %s",
                 perturbation.name,
@@ -120,6 +134,15 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
             )
 
     return load_model
+
+
+def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Callable[[], Any]:
+    def compile_or_warm_up_model() -> Any:
+        result = original()
+        attached.warm_up()
+        return result
+
+    return compile_or_warm_up_model
 
 
 def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -8,6 +8,8 @@ from typing import Any
 from ngrpo.rollout.settings import KEY, request_arguments
 from perturbations.replay import ReplayRecord
 
+_FIRST_POSITION = "perturbation_first_position"
+
 
 def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps vLLM's ``generate_block_hash_extra_keys`` (v1/core/kv_cache_utils.py, 0.26 to 0.29).
@@ -29,8 +31,10 @@ def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 def _shared_tokens(request: Any) -> int:
     """How many of a request's first tokens are fed as they are, whoever asks."""
     given = request_arguments(request.sampling_params)
-    if given.get("record"):
+    if not given.get("record"):
+        return request.num_prompt_tokens
+    # Asked for every block: the record is read for the first one, and its first position stays with the request.
+    if not hasattr(request, _FIRST_POSITION):
         positions = ReplayRecord.from_bytes(given["record"]).positions
-        if len(positions):
-            return min(int(positions[0]), request.num_prompt_tokens)
-    return request.num_prompt_tokens
+        setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else request.num_prompt_tokens)
+    return min(getattr(request, _FIRST_POSITION), request.num_prompt_tokens)

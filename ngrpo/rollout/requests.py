@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,23 +35,33 @@ class RunningRequests:
         # Data-parallel ranks count a prompt's samples each for itself, so each counts in a range of its own.
         self._first = rank << 32
         self._dropped: set[str] = set()
+        # Finished, with the number of notes that may hold something of them; their slots are not free yet.
+        self._finished: dict[str, int] = {}
         self._seen: Counter[int] = Counter()
 
     @property
     def running(self) -> int:
         """Requests alive: those not told of as finished, except where their record has been handed over."""
-        return sum(name not in self._dropped for name in self._store.live)
+        return sum(name not in self._dropped and name not in self._finished for name in self._store.live)
 
     def update(self, scheduler_output: Any) -> None:
-        """Takes in one ``SchedulerOutput`` of vLLM, before the step runs."""
-        if scheduler_output.finished_req_ids:
-            self._perturber.drain(wait=True)
-            for name in scheduler_output.finished_req_ids:
-                self._finish(name)
+        """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
+        for name in scheduler_output.finished_req_ids:
+            if name in self._store.live:
+                self._finished[name] = self._perturber.noted
+        self._settle()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
+    def _settle(self, names: Iterable[str] = ()) -> None:
+        """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
+        self._perturber.drain(until=max((self._finished.get(name, 0) for name in names), default=0))
+        for name in [name for name, noted in self._finished.items() if noted <= self._perturber.written]:
+            del self._finished[name]
+            self._finish(name)
+
     def _open(self, new: Any) -> None:
+        self._settle([new.req_id])
         if new.req_id in self._store.live:
             return
         params, prompt = new.sampling_params, new.prompt_token_ids
@@ -78,18 +89,15 @@ class RunningRequests:
         return trajectory_seed(self._perturbation.seed, asked, self._first + self._seen[asked])
 
     def _finish(self, name: str) -> None:
-        trajectory = self._store.live.get(name)
-        if trajectory is None:
-            return
+        slot = self._store.live[name].slot
         if name in self._dropped:
             self._dropped.discard(name)
         else:
             self._buffer.add(name, self._extract(name))
         self._store.close(name)
-        self._perturber.closed(trajectory.slot)
+        self._perturber.closed(slot)
 
     def _extract(self, name: str) -> FinishedTrajectory:
-        self._perturber.drain(wait=True)
         mask = self._perturber.sampling_mask(self._store.live[name].slot)
         return FinishedTrajectory(*self._store.record(name), b"" if mask is None else mask.to_bytes())
 
@@ -110,6 +118,7 @@ class RunningRequests:
             Internal request id to the bytes of the record, of the rollout's log-probabilities (float32), and of its
             :class:`SamplingMask`.
         """
+        self._settle(self._finished if names is None else self._matching(names))
         running, held = set(unfinished or ()), set(self._buffer.names())
         if names is None:
             names = [*held, *self._store.live]
@@ -122,6 +131,7 @@ class RunningRequests:
             else:
                 # The scheduler tells of the end only with the next step; the record must not come a second time.
                 self._dropped.add(name)
+                self._perturber.drain(until=self._perturber.noted)
                 finished = self._extract(name)
             taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes(), finished.sampling_mask
         return taken

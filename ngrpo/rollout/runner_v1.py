@@ -58,7 +58,8 @@ def _sample(original: Callable[..., Any], sampler: Any, perturbation: AttachedPe
     def sample(logits: Tensor, metadata: Any, logprobs_mode_override: str | None = None) -> Any:
         nonlocal seen
         perturber = perturbation.perturber
-        if not perturber.busy:
+        if not perturber.busy:  # vLLM's own dummy runs
+            perturber.rehearse(logits)
             return original(logits, metadata, logprobs_mode_override)
         greedy = None
         if not metadata.all_random:

@@ -74,7 +74,8 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
     def sample(logits: Tensor, *rows: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         nonlocal unfiltered
         perturber = perturbation.perturber
-        if not perturber.busy:
+        if not perturber.busy:  # vLLM's own dummy runs
+            perturber.rehearse(logits)
             return original(logits, *rows, **kwargs)
         slots, slots_np = rows[slots_at], rows[slots_np_at]
         given_logits = logits if copies else logits.float()

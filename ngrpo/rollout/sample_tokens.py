@@ -2,8 +2,8 @@
 
 The token with the smallest exponential draw over probability is taken (equivalently, Gumbel-max), as in vLLM's own
 sampler, with noise that is a hash of the trajectory's key and the token's id. It stays the same token under float
-rounding of the logits, where inversion of
-the cumulative distribution would not: there a shift of 1e-6 moves every boundary among the tail's 10^5 tokens.
+rounding of the logits, where inversion of the cumulative distribution would not: there a shift of 1e-6 moves every
+boundary among the tail's 10^5 tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 # A request with a lower temperature is greedy; vLLM's own threshold (v1/sample/sampler.py, 0.26 to 0.29).
 GREEDY_BELOW = 1e-5
 
-_LOW = 0xFFFFFFFF
+# The 32-bit multipliers of Wellons' lowbias32, as the signed integers that hold the same bits.
+_MIX_1 = 0x7FEB352D
+_MIX_2 = 0x846CA68B - (1 << 32)
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers held in int64, with good avalanche (constants of Wellons' lowbias32)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
-    return x ^ (x >> 16)
+    """A bijection of 32 bits with good avalanche, in wrapping int32 arithmetic (whose own shifts keep the sign)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX_1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _MIX_2
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
@@ -29,15 +31,15 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
 
     Small values, which decide who is drawn, are resolved to 2^-32.
     """
-    first, second = keys & _LOW, (keys >> 32) & _LOW
-    token = torch.arange(size, dtype=torch.int64, device=keys.device)
-    bits = _mix32((_mix32(token ^ first.unsqueeze(-1)) + second.unsqueeze(-1)) & _LOW)
-    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-32)
+    first, second = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
+    token = torch.arange(size, dtype=torch.int32, device=keys.device)
+    bits = _mix32(_mix32(token ^ first) + second)
+    unsigned = ((bits >> 16) & 0xFFFF).float() * 65536.0 + (bits & 0xFFFF).float()  # rounded once, as int64's would be
+    return -torch.log1p(-(unsigned + 0.5) * 2.0**-32)
 
 
-@torch.compile(dynamic=True)
 def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws tokens, fused into one pass over the logits (vLLM compiles its own sampler likewise, also when eager).
+    """Draws tokens, compiled into one pass over the logits (vLLM compiles its own sampler likewise, also when eager).
 
     Args:
         drawable: logits after top-k, top-p and min-p, (B, V) float32; -inf is never drawn.
@@ -47,5 +49,21 @@ def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tenso
     Returns:
         Tokens (B,) int64, and log Σ exp z̃, (B,) float32.
     """
-    tokens = (drawable - exponentials(keys, drawable.shape[-1]).log()).argmax(dim=-1)
-    return tokens, torch.logsumexp(scaled, dim=-1)
+    if drawable.device.type != "cpu":
+        return _sample_fused(drawable, scaled, keys)
+    # On a CPU, Inductor's argmax (torch 2.13) takes a fourth of the whole; PyTorch's own maximum next to nothing.
+    scores, log_total = _scored(drawable, scaled, keys)
+    return scores.max(dim=-1).indices, log_total
+
+
+def _scores(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    return drawable - exponentials(keys, drawable.shape[-1]).log(), torch.logsumexp(scaled, dim=-1)
+
+
+_scored = torch.compile(_scores, dynamic=True)
+
+
+@torch.compile(dynamic=True)
+def _sample_fused(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    scores, log_total = _scores(drawable, scaled, keys)
+    return scores.argmax(dim=-1), log_total

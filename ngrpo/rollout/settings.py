@@ -52,6 +52,14 @@ def read(additional_config: Any) -> Perturbation | None:
     return perturbation if perturbation.active or seeded else None
 
 
+def without_seed(additional_config: Any) -> Any:
+    """The ``additional_config`` of an engine that differs in nothing but the perturbation's seed."""
+    spec = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    if not isinstance(spec, dict):
+        return additional_config
+    return {**additional_config, KEY: {name: value for name, value in spec.items() if name != "seed"}}
+
+
 def read_buffer(additional_config: Any) -> ReplayBuffer:
     """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none.
 

@@ -46,31 +46,32 @@ class Chunks:
             at: index of each row in its slot, (N,); ascending within a slot.
             parts: N values by name. An array that is missing here is 0 in these rows.
         """
-        for i in np.flatnonzero(at // _CHUNK >= self._held[slots]):
-            while self._held[slots[i]] <= at[i] // _CHUNK:
-                self._table[slots[i], self._held[slots[i]]] = self._chunk()
-                self._held[slots[i]] += 1
-        rows = self._rows(slots, at)
+        chunks = at // _CHUNK
+        short = chunks >= self._held[slots]
+        if short.any():
+            for i in short.nonzero()[0]:
+                while self._held[slots[i]] <= chunks[i]:
+                    self._table[slots[i], self._held[slots[i]]] = self._chunk()
+                    self._held[slots[i]] += 1
+        rows = self._table[slots, chunks] * _CHUNK + at % _CHUNK
         for name, part in parts.items():
             array = self._array(name, part)
             array[rows] = _fit(name, part, array.shape[1:])
-        for name in self._arrays.keys() - parts.keys():
-            self._arrays[name][rows] = 0
+        if len(self._arrays) > len(parts):
+            for name in self._arrays.keys() - parts.keys():
+                self._arrays[name][rows] = 0
         self.counts[slots] = at + 1
 
     def read(self, slot: int) -> dict[str, np.ndarray]:
         """All rows of a slot, (N, …) by name; empty where it has none."""
         at = np.arange(self.counts[slot])
-        rows = self._rows(np.full_like(at, slot), at)
+        rows = self._table[slot, at // _CHUNK] * _CHUNK + at % _CHUNK
         return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
 
     def clear(self, slot: int) -> None:
         """Gives the chunks of a slot back."""
         self._free.extend(self._table[slot, : self._held[slot]].tolist())
         self._held[slot] = self.counts[slot] = 0
-
-    def _rows(self, slots: np.ndarray, at: np.ndarray) -> np.ndarray:
-        return self._table[slots, at // _CHUNK] * _CHUNK + at % _CHUNK
 
     def _chunk(self) -> int:
         if self._free:
@@ -153,9 +154,11 @@ class TrajectoryStore:
     def write_tokens(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
         """Notes generated tokens, one for each of several slots; a position drawn again replaces what came after it."""
         at = positions - self.prompts[slots]
-        for i in np.flatnonzero(at < self._tokens.counts[slots]):
-            edited = self._edits.read(slots[i]).get("positions", positions[:0])
-            self._edits.counts[slots[i]] = np.searchsorted(edited, positions[i])
+        again = at < self._tokens.counts[slots]
+        if again.any():
+            for i in again.nonzero()[0]:
+                edited = self._edits.read(slots[i]).get("positions", positions[:0])
+                self._edits.counts[slots[i]] = np.searchsorted(edited, positions[i])
         self._tokens.write(slots, at, {"log_probs": log_probs})
 
     def write_edits(self, slots: np.ndarray, positions: np.ndarray, parts: dict[str, np.ndarray]) -> None:

@@ -1,9 +1,6 @@
 """Densities in OpenRLHF's loss: at perturbed positions log π of the action takes the place of the token's log π.
 
-OpenRLHF 0.11.2's ``Actor.forward`` takes its log-probabilities from temperature-scaled logits by one function,
-``log_probs_from_logits``. Ours calls it and then replaces the perturbed positions, in a padded batch as in a packed
-one. So the old, the new and the reference log-probabilities, the ratio, the clip and the KL term are all of the same
-thing. A forward that never called it is an error: there is no quiet return to the token's log-probability.
+By `ngrpo.trainer.log_prob_replacement`, so the old, the new and the reference log-probabilities are all of the same.
 
 A density of the fed vector itself has no ratio that could be used: in D dimensions it is unbounded, and rounding alone
 moves it by nats. It enters in REINFORCE form, as density − stop_gradient(density): its value is 0 everywhere, so ratio,
@@ -12,14 +9,13 @@ clip and KL are the token's, and its gradient is that of the policy on the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngrpo.trainer.log_prob_replacement import replacing
 from perturbations.base import Replayed
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope, flat_rows
@@ -32,20 +28,23 @@ class Densities:
         tokens: the tokens' own log π at the replayed positions, (N,) float32, detached; None before the forward.
     """
 
-    def __init__(self, scope: ReplayScope, temperature: float) -> None:
+    def __init__(self, scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> None:
         """
         Args:
             scope: the scope that replays this forward, already entered, whose perturbation has a density.
             temperature: by which the logits are divided.
+            advantages: of the actions, (B, A), where this forward is for the loss.
         """
         self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
+        self._advantages = advantages
         self.tokens: Tensor | None = None
 
-    def replace(self, logits: Tensor, log_probs: Tensor) -> Tensor:
+    def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Log-probabilities with the density at perturbed positions.
 
         Args:
             logits: z̃, (…, V), in the layout of the forward's input.
+            labels: the token that follows each row, (…); not looked at.
             log_probs: of the tokens that follow each row, (…).
 
         Returns:
@@ -56,7 +55,9 @@ class Densities:
                 shape.
         """
         flat = log_probs.reshape(-1)
-        replayed, inside = self._scope.replayed(logits.reshape(-1, logits.shape[-1]), flat, self._temperature)
+        replayed, inside = self._scope.replayed(
+            logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
+        )
         self.tokens = replayed.token_log_probs.detach()
         action = self._action(replayed)
         # Positions that were cut off are written to one more entry, which is dropped.
@@ -79,17 +80,15 @@ class Densities:
         return own + (density - density.detach() if self._perturbation.density_of_vector else density)
 
 
-_active: ContextVar[Densities | None] = ContextVar("densities", default=None)
-
-
 @contextmanager
-def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | None]:
+def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> Iterator[Densities | None]:
     """Puts the density of a scope's perturbation into the log-probabilities of the forward in this context.
 
     Args:
         scope: the scope of the replay, already entered. Where it holds no perturbed position the density is computed
             all the same, on no rows: on several ranks every one must gather the same parameters.
         temperature: the actor's.
+        advantages: of the actions, (B, A), where the forward is for the loss.
 
     Yields:
         The densities, or None where the perturbation has none.
@@ -101,29 +100,14 @@ def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | No
     if perturbation is None or not perturbation.has_density:
         yield None
         return
-    ours = Densities(scope, temperature)
-    token = _active.set(ours)
-    try:
+    ours = Densities(scope, temperature, advantages)
+    with replacing(
+        ours.replace,
+        f"the density of perturbation {perturbation.name!r} was not computed",
+        "Training on the tokens' log-probabilities instead would be another method: take that path out, or"
+        " --perturbation.density token.",
+    ):
         yield ours
-    finally:
-        _active.reset(token)
-    if ours.tokens is None:
-        raise RuntimeError(
-            f"the density of perturbation {perturbation.name!r} was not computed: the model's log-probabilities did not"
-            " come from openrlhf.models.actor.log_probs_from_logits (0.11.2), as with a fused loss. Training on the"
-            " tokens' log-probabilities instead would be another method: take that path out, or --perturbation.density"
-            " token."
-        )
-
-
-def with_densities(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`openrlhf.models.actor.log_probs_from_logits`: with the density at perturbed positions."""
-
-    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        log_probs, ours = original(logits, labels, *args, **kwargs), _active.get()
-        return log_probs if ours is None else ours.replace(logits, log_probs)
-
-    return log_probs_from_logits
 
 
 def token_log_probs(

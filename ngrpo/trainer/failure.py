@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
-import time
 from pathlib import Path
 
 RUN_ID = "NGRPO_RUN_ID"
@@ -87,25 +85,14 @@ def end_processes(run_id: str) -> None:
     """Ends the processes on this machine that still carry a run's identity, after a few seconds of grace.
 
     Ray ends its own workers, but not what those started: torch's compiler processes outlive a worker that was killed.
-    Does nothing where there is no ``/proc``.
     """
-    until = time.monotonic() + _GRACE_SECONDS
-    while left := _carrying(f"{RUN_ID}={run_id}".encode()):
-        if time.monotonic() > until:
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            return
-        time.sleep(0.1)
+    import psutil
 
+    def left() -> list[psutil.Process]:
+        everyone = psutil.process_iter(["environ"])  # None for a process of another user
+        return [p for p in everyone if p.pid != os.getpid() and (p.info["environ"] or {}).get(RUN_ID) == run_id]
 
-def _carrying(mark: bytes) -> list[int]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        process = int(place.parent.name)
-        try:
-            if process != os.getpid() and mark in place.read_bytes().split(b"\0"):
-                found.append(process)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-    return found
+    psutil.wait_procs(left(), timeout=_GRACE_SECONDS)
+    for process in left():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -3,15 +3,14 @@
 With top-p, top-k or min-p the rollout draws from π_S, the policy renormalised over the set S of tokens left, while a
 trainer scores π. Here the old, the new and the reference log-probabilities are all log π_S(x) = z_x − log Σ_{v ∈ S}
 exp z_v, with S as recorded at the rollout (`ngrpo.rollout.sampling_mask`) and gradient to every z_v in S. The
-functions at the end are the ``sampling_mask`` rows of `ngrpo.trainer.seams`. A density, whose row comes later in that
-table, takes the place of what stands here at perturbed positions.
+functions at the end are the ``sampling_mask`` rows of `ngrpo.trainer.seams`. A density, whose context is inside
+of this one, takes the place of what stands here at perturbed positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.trainer.log_prob_replacement import replacing
 from ngrpo.trainer.trajectory_record import unpack
 from perturbations.replay.scope import flat_rows
 
@@ -52,11 +52,7 @@ def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor,
 
 
 class MaskCorrection:
-    """The sampling masks of one forward.
-
-    Attributes:
-        used: whether log-probabilities came through.
-    """
+    """The sampling masks of one forward."""
 
     def __init__(self, masks: Sequence[SamplingMask], attention_mask: Tensor) -> None:
         """
@@ -68,7 +64,6 @@ class MaskCorrection:
         self._sample = torch.cat([torch.full((len(mask),), i) for i, mask in enumerate(masks)])
         self._position = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
         self._left = [left for mask in masks for left in mask.left()]
-        self.used = False
 
     def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Log-probabilities with log π_S where tokens were cut.
@@ -81,7 +76,6 @@ class MaskCorrection:
         Returns:
             As ``log_probs``.
         """
-        self.used = True
         at, inside = flat_rows(self._sample, self._position, tuple(labels.shape), self._attention_mask)
         present = inside.nonzero().flatten().tolist()
         if not present:
@@ -97,11 +91,8 @@ class MaskCorrection:
         return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)
 
 
-_active: ContextVar[MaskCorrection | None] = ContextVar("mask_correction", default=None)
-
-
 @contextmanager
-def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[MaskCorrection]:
+def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[None]:
     """Corrects the log-probabilities of the forward in this context.
 
     Args:
@@ -118,27 +109,9 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
             f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
             " the rollout's engine does not record them, or an agent drops mm_train_inputs from its response."
         )
-    correction = MaskCorrection(masks, attention_mask)
-    token = _active.set(correction)
-    try:
-        yield correction
-    finally:
-        _active.reset(token)
-    if not correction.used:
-        raise RuntimeError(
-            "--sampling.correct_mask: the model's log-probabilities did not come from"
-            " openrlhf.models.actor.log_probs_from_logits (0.11.2), as with a fused loss. Take that path out."
-        )
-
-
-def with_sampling_masks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`openrlhf.models.actor.log_probs_from_logits`: among the tokens that sampling left."""
-
-    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        log_probs, correction = original(logits, labels, *args, **kwargs), _active.get()
-        return log_probs if correction is None else correction.replace(logits, labels, log_probs)
-
-    return log_probs_from_logits
+    replace = MaskCorrection(masks, attention_mask).replace
+    with replacing(replace, "--sampling.correct_mask did not come into effect", "Take that path out."):
+        yield
 
 
 def correcting_model(plain: type) -> type:

@@ -1,13 +1,102 @@
-"""Rewards that are not finite are refused where this project first sees them."""
+"""Rewards: a reward function that fails, hangs or gives no number ends the run with the answer at which it did.
+
+OpenRLHF 0.11.2 logs such an error in one line, goes on with None for a reward, and fails later somewhere else; for one
+that hangs it waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perturbations.errors import UsageError
 
 _SHOWN = 200
+# A verifier may run a program, or ask a judge; beyond this it hangs.
+SECONDS = "NGRPO_REWARD_SECONDS"
+_DEFAULT_SECONDS = 600.0
+
+
+class RewardFailed(RuntimeError):
+    """The reward function gave nothing that can be trained on; the message names prompt and answer."""
+
+
+class CheckedReward:
+    """OpenRLHF's ``reward_func``, watched; what goes wrong is kept for :meth:`raise_failure`.
+
+    OpenRLHF calls it from a thread for each answer, and swallows its errors.
+    """
+
+    def __init__(self, reward_func: Callable[..., Any]) -> None:
+        """
+        Args:
+            reward_func: takes lists of one query, one prompt and one label.
+
+        Raises:
+            UsageError: where the environment's time limit is no number of seconds.
+        """
+        given = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
+        try:
+            self._seconds = float(given)
+        except ValueError:
+            self._seconds = 0.0
+        if not self._seconds > 0.0:
+            raise UsageError(f"{SECONDS}={given}: a positive number of seconds is needed.")
+        self._reward_func = reward_func
+        self._failure: str | None = None
+
+    def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
+        """As the reward function's, which runs in a thread of its own: one that hangs is left behind."""
+        answered: list[Any] = []
+
+        def run() -> None:
+            try:
+                answered.append(self._reward_func(queries, prompts, labels))
+            except BaseException as error:
+                answered.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self._seconds)
+        if not answered:
+            fault = f"has not answered within {self._seconds:g} s (the environment variable {SECONDS} sets the limit)"
+        elif isinstance(answered[0], BaseException):
+            fault = f"raised {type(answered[0]).__name__}: {answered[0]}"
+        else:
+            fault = _fault(answered[0])
+        if fault is None:
+            return answered[0]
+        query, prompt = queries[0], prompts[0]
+        answer = query.removeprefix(prompt)
+        self._failure = (
+            f"the reward function {fault}.\n  prompt: {_short(prompt)}\n  answer: {_short(answer)}\n"
+            "It must return {'rewards': a finite number} for each answer, such as 0 for one that it cannot read."
+        )
+        raise RewardFailed(self._failure)
+
+    def raise_failure(self) -> None:
+        """Raises :class:`RewardFailed` if any call has failed."""
+        if self._failure is not None:
+            raise RewardFailed(self._failure)
+
+
+def _fault(result: Any) -> str | None:
+    """What is wrong with a reward function's result for one answer; None where nothing is."""
+    if not isinstance(result, Mapping) or "rewards" not in result:
+        return f"returned {_short(str(result))} where a dictionary with 'rewards' is needed"
+    for name in ("rewards", "scores"):
+        value = result.get(name)
+        if value is None and name == "scores":
+            continue
+        flat = value.flatten().tolist() if hasattr(value, "flatten") else value
+        values = list(flat) if isinstance(flat, (list, tuple)) else [flat]
+        numeric = len(values) == 1 and isinstance(values[0], (int, float))
+        if not numeric or not math.isfinite(values[0]):
+            return f"returned {_short(str(value))} as {name!r} of one answer"
+    return None
 
 
 def responses(tokenizer: Any, experience: Any) -> list[str]:

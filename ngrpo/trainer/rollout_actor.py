@@ -5,6 +5,7 @@ The functions at the end are rows of `ngrpo.trainer.seams`.
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed
+from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
@@ -31,6 +34,9 @@ class RecordingExecutor:
     def __init__(self, executor: Any) -> None:
         self._executor = executor
         self._numbers = AnswerNumbers()
+        self._reward: CheckedReward | None = None
+        if getattr(executor, "reward_func", None) is not None:
+            self._reward = executor.reward_func = CheckedReward(executor.reward_func)
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
@@ -43,6 +49,8 @@ class RecordingExecutor:
             response = await self._executor.execute(**kwargs)
         finally:
             _conversation.reset(token)
+        if self._reward is not None:
+            self._reward.raise_failure()
         run = current_run()
         if conversation.record is not None and (run.perturbation is not None or run.corrects_sampling):
             return finished(conversation, response)
@@ -69,6 +77,50 @@ async def confirm(actor: Any, perturbation: Perturbation) -> None:
     check_installed(fingerprints, perturbation.fingerprint())
 
 
+class PickUps:
+    """Takes records from an engine in batches: what is asked for while a call is on its way goes with the next one."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._asked: dict[str, asyncio.Future[Any]] = {}
+        self._calling: asyncio.Task[None] | None = None
+
+    async def take(self, name: str) -> Any:
+        """What the worker hands over for a finished request, by the id that the caller gave it.
+
+        Raises:
+            RuntimeError: where its record is no longer there.
+        """
+        self._asked[name] = asyncio.get_running_loop().create_future()
+        answer = self._asked[name]
+        if self._calling is None or self._calling.done():
+            self._calling = asyncio.create_task(self._call())
+        return await answer
+
+    async def _call(self) -> None:
+        while self._asked:
+            asked, self._asked = self._asked, {}
+            try:
+                answers = await self._llm.collective_rpc("perturbation_take", args=(list(asked), None))
+                taken = {external_id(name): parts for name, parts in answers[0].items()}
+                results = {name: taken.get(name, _gone(name)) for name in asked}
+            except Exception as error:
+                results = dict.fromkeys(asked, error)
+            for name, answer in asked.items():
+                if answer.done():  # its caller was cancelled meanwhile
+                    continue
+                if isinstance(results[name], Exception):
+                    answer.set_exception(results[name])
+                else:
+                    answer.set_result(results[name])
+
+
+def _gone(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the record of request {name} is gone: the replay buffer dropped it. Raise the buffer's max_bytes."
+    )
+
+
 async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)"""
     from vllm.inputs import TokensPrompt
@@ -87,10 +139,9 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
         output = partial
-    taken = (await actor.llm.collective_rpc("perturbation_take", args=([name], None)))[0]
+    taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
-        (parts,) = taken.values()
-        conversation.add(parts, prompt, output.outputs[0].token_ids)
+        conversation.add(taken, prompt, output.outputs[0].token_ids)
     return output
 
 
@@ -124,6 +175,7 @@ def perturbed_engine(plain: type) -> type:
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
             await confirm(self, perturbation)
+            self.perturbation_pick_ups = PickUps(self.llm)
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:

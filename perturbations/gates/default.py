@@ -19,7 +19,7 @@ from perturbations.errors import UsageError
 from perturbations.gates.base import Gate
 from perturbations.options import Options, option
 from perturbations.registry import gates
-from perturbations.step import GateStep, Positions
+from perturbations.step import GateStep, Positions, Step
 
 _NEVER = torch.iinfo(torch.int64).max
 # Tokens kept beyond the length of `until`, so that a position drawn again still finds the ones before it.
@@ -89,8 +89,9 @@ class BoundGate:
         until = list(encode(options.until)) if options.until is not None else []
         protected = protected_tokens(options.protect, texts, vocabulary)
         self._protected = None if protected is None else protected.to(device)
-        self._until = torch.tensor(until, dtype=torch.int64, device=device) if until else None
-        self._back = torch.arange(1 - len(until), 1, device=device)
+        ends = torch.tensor(until, dtype=torch.int64, device=device)
+        self._until = (ends[:-1], ends[-1]) if until else None
+        self._back = torch.arange(1 - max(len(until), 1), 0, device=device)
         self._recent = torch.full((rows, len(until) + _SLACK), -1, dtype=torch.int64, device=device)
         self._ended = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
 
@@ -120,12 +121,13 @@ class BoundGate:
         self._ended[row] = _NEVER
         self._recent[row] = -1
 
-    def open(self, rows: Tensor, step: GateStep) -> Tensor:
+    def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
         """Where the gate is open: thinking has not ended, the policy is uncertain enough, the further gate is open.
 
         Args:
             rows: (B,) int64, the trajectories.
             step: B positions.
+            first: first generated position of each trajectory, (B,) int64.
 
         Returns:
             (B,) bool. Elsewhere sampling and lookup are ordinary.
@@ -134,42 +136,52 @@ class BoundGate:
         if self._options.entropy_min is not None:
             log_p = torch.log_softmax(step.logits, dim=-1)
             is_open = is_open & (torch.special.entr(log_p.exp()).sum(dim=-1) >= self._options.entropy_min)
-        return is_open if self._options.gate is None else is_open & self._options.gate.open(step)
+        if self._options.gate is not None:
+            is_open = is_open & self._options.gate.open(GateStep.of(step, step.positions - first))
+        return is_open
 
-    def feeds(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    def ending(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The token that would complete the end of thinking at each position, -1 where none would.
+
+        Args:
+            rows: (B,) int64, the trajectories.
+            positions: (B,) int64.
+
+        Returns:
+            (B,) int64: what :meth:`feeds` and :meth:`observe` ask for.
+        """
+        if self._until is None:
+            return torch.full_like(rows, -1)
+        before = (positions.unsqueeze(-1) + self._back) % self._recent.shape[1]
+        beginning, last = self._until
+        matched = (self._recent[rows.unsqueeze(-1), before] == beginning).all(dim=-1)
+        return torch.where(matched, last, -1)
+
+    def feeds(self, tokens: Tensor, ending: Tensor) -> Tensor:
         """Which proposed tokens may be fed perturbed.
 
         The others, protected ones and the one that completes the end of thinking, stand in the text as proposed but
         are fed as they are: drawing another token in their place would make them rarer than the policy has them.
 
         Args:
-            rows: (B,) int64, the trajectories.
-            positions: (B,) int64.
             tokens: (B,) int64, the proposed tokens.
+            ending: (B,) int64, of :meth:`ending`.
 
         Returns:
             (B,) bool.
         """
-        fed = torch.ones_like(rows, dtype=torch.bool)
-        if self._until is not None:
-            fed = ~self._completes(rows, positions, tokens)
+        fed = tokens != ending
         return fed if self._protected is None else fed & ~self._protected[tokens]
 
-    def observe(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Tells the tokens that were really produced: rows, positions and tokens (B,) int64."""
+    def observe(self, rows: Tensor, positions: Tensor, tokens: Tensor, ending: Tensor) -> None:
+        """Tells the tokens that were really produced: rows, positions, tokens and what :meth:`ending` gave, (B,)."""
         if self._until is None:
             return
-        done = self._completes(rows, positions, tokens)
         before = self._ended[rows]
         # What was said of this position or a later one is forgotten: it is drawn again.
-        self._ended[rows] = torch.where(before < positions, before, torch.where(done, positions, _NEVER))
+        now = torch.where(tokens == ending, positions, _NEVER)
+        self._ended[rows] = torch.where(before < positions, before, now)
         self._recent[rows, positions % self._recent.shape[1]] = tokens
-
-    def _completes(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-        where = (positions.unsqueeze(-1) + self._back) % self._recent.shape[1]
-        recent = self._recent[rows.unsqueeze(-1), where]
-        recent[:, -1] = tokens
-        return (recent == self._until).all(dim=-1)
 
 
 def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]], size: int) -> Tensor | None:

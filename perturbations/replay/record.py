@@ -115,6 +115,8 @@ class ReplayRecord:
         reader = _Reader(data, _HEADER.size)
         prompt, length, count = reader.varint(), reader.varint(), reader.varint()
         positions = _unpack_gaps(reader, count)
+        if not 0 <= prompt <= length < 1 << 31 or (count and not positions[-1] < length):
+            raise ValueError(f"replay record: {prompt} prompt tokens of {length}, and positions outside of them.")
         id_bytes = 3 if flags & _WIDE_IDS else 2
         ids = _unpack_ids(reader.take(count * width * id_bytes), id_bytes).reshape(count, width)
         if flags & _HAS_WEIGHTS:
@@ -151,12 +153,13 @@ class _Reader:
 
     def varint(self) -> int:
         value = shift = 0
-        while True:
+        while shift < 63:
             (byte,) = self.take(1)
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
             shift += 7
+        raise ValueError("replay record: a length of more than 63 bits.")
 
     def floats(self, count: int) -> np.ndarray:
         return np.frombuffer(self.take(4 * count), dtype="<f4").astype(np.float32)
@@ -186,7 +189,10 @@ def _unpack_gaps(reader: _Reader, count: int) -> np.ndarray:
     gaps = np.frombuffer(reader.take(count), dtype=np.uint8).astype(np.int64)
     large = gaps == 255
     gaps[large] = np.frombuffer(reader.take(4 * int(large.sum())), dtype="<u4")
-    return np.cumsum(gaps).astype(np.int32)
+    positions = np.cumsum(gaps)
+    if count and positions[-1] >= 1 << 31:
+        raise ValueError(f"replay record: position {positions[-1]} is too large.")
+    return positions.astype(np.int32)
 
 
 def _pack_ids(ids: np.ndarray, id_bytes: int) -> bytes:

@@ -17,17 +17,18 @@ RESERVED = ("name", "config", "source")
 
 def check_class(kind: Registry, cls: Any, base: type) -> None:
     """The class itself, and the declaration of each option."""
-    derived = isinstance(cls, type) and issubclass(cls, base)
-    require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from perturbations.{base.__name__}.")
+    derived, home = isinstance(cls, type) and issubclass(cls, base), kind.base.replace(":", ".")
+    require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from {home}.")
     name, fix = cls.__qualname__, "Write @dataclass(frozen=True, kw_only=True) above the class."
     decorated = "__dataclass_fields__" in vars(cls)
     require(decorated, f"{name} is not a dataclass, so its options would not be seen.", fix)
     require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", fix)
-    word = "register" if kind is registry.perturbations else "register_gate"
+    word = "register_gate" if kind is registry.gates else "register"
     fix = f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{cls.__name__}.'
     require("name" in vars(cls), f"{name} has no name of its own.", fix)
     missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    require(not missing, f"{cls.name}: {missing} must be implemented.", "Write propose(self, step) -> Proposal.")
+    fix = f"{base.__name__} says what it is given and what it returns."
+    require(not missing, f"{cls.name}: {missing} must be implemented.", fix)
     for field in dataclasses.fields(cls):
         _check_declaration(cls, field, kind)
 

@@ -54,7 +54,21 @@ def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator
     Raises:
         ValueError: where the options are not its own, or nothing has this name.
     """
-    kept = registry.perturbations if kind == "perturbation" else registry.gates
+    kept, checks = _SUITES[kind]
+    return outcomes(target, kept, checks, options)
+
+
+def outcomes(
+    target: Any, kept: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
+) -> Iterator[tuple[str, PerturbationError | None]]:
+    """As :func:`inspect`, for whatever has a registry.
+
+    Args:
+        target: of the registry's kind, its class, or its name.
+        kept: the registry.
+        own: the checks of this kind, beyond those of a class with options.
+        options: to create it with.
+    """
     cls, made = _class_of(target, kept, options)
     declared = _outcome(partial(check_class, kept, cls, kept.base_class()))
     yield "the class, and how its options are declared", declared
@@ -65,9 +79,9 @@ def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             made = cls(**options)
-    checks: _Checks = _perturbation_checks(made) if kind == "perturbation" else _gate_checks(made)
-    for title, run in checks:
-        yield title, _outcome(run)
+    for checks in (_shared_checks(made), own(made)):
+        for title, run in checks:
+            yield title, _outcome(run)
 
 
 def _class_of(target: Any, kept: Registry, options: dict[str, Any]) -> tuple[type, Any]:
@@ -88,7 +102,6 @@ def _shared_checks(made: Any) -> _Checks:
 
 
 def _perturbation_checks(perturbation: Perturbation) -> _Checks:
-    yield from _shared_checks(perturbation)
     fits = partial(proposal.check_model, perturbation)
     yield "a small model that it fits", fits
     if _outcome(fits) is not None:
@@ -100,11 +113,16 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
 
 
 def _gate_checks(gate: Gate) -> _Checks:
-    yield from _shared_checks(gate)
     yield "it decides something", partial(of_gate.check_decides, gate)
     yield "its plan of positions", partial(of_gate.check_plan, gate)
     for label, step in proposal.steps(64):
         yield f"open rows for {label}", partial(of_gate.check_open, gate, label, step)
+
+
+_SUITES = {
+    "perturbation": (registry.perturbations, _perturbation_checks),
+    "gate": (registry.gates, _gate_checks),
+}
 
 
 def _outcome(run: Callable[[], None]) -> PerturbationError | None:

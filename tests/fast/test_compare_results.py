@@ -101,9 +101,9 @@ def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
 def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
     made, folder, found = compared
     run = made.runs()[0]
-    summary = json.loads((folder.run_folder(run) / "summary.json").read_text())
+    summary = folder.read(f"runs/{run.id}/summary.json")
     summary["steps"][0]["shift"] = float("nan")
-    (folder.run_folder(run) / "summary.json").write_text(json.dumps(summary))
+    folder.write(f"runs/{run.id}/summary.json", summary)
     found = results.collect(made, folder, [], "")
     assert found["runs"][0]["steps"][0]["shift"] is None
     json.dumps(found, allow_nan=False)

@@ -12,6 +12,7 @@ from ngrpo.arms import parse_arms
 from ngrpo.diagnose import diagnosis, measuring
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task
+from ngrpo.result_folder import read_json
 from perturbations.errors import UsageError
 
 SAMPLING = GroupSampling(group=2, max_tokens=4)
@@ -53,7 +54,7 @@ def run(llm: MadeUp, out: Path, names: str = "none,neighbor", **changes: Any) ->
 
 def test_what_is_written(llm: MadeUp, tmp_path: Path) -> None:
     result = run(llm, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "diagnosis.json").read_text()) == result
+    assert read_json(tmp_path / "out" / "diagnosis.json") == result
     assert "neighbor" in (tmp_path / "out" / "diagnosis.html").read_text()
     assert [row["name"] for row in result["strategies"]] == ["none", "neighbor"] and result["baseline"] == "none"
     assert [row["pass_at_k"] for row in result["strategies"]] == [{"1": 0.5, "2": 1.0}] * 2
@@ -90,7 +91,14 @@ def test_what_is_refused(llm: MadeUp, tmp_path: Path) -> None:
     run(llm, tmp_path)
     with pytest.raises(UsageError, match=r"other settings.*dataset was"):
         run(llm, tmp_path, dataset="others")
-    lines = (tmp_path / "finished.jsonl").read_text().replace('"rate": 0.1', '"rate": 0.2')
+    held = (tmp_path / "finished.jsonl").read_text()
+    (tmp_path / "finished.jsonl").write_text(held.replace('"rate": 0.1', '"rate": 0.2'))
+    with pytest.raises(UsageError, match=r"finished.jsonl: line \d is damaged"):
+        run(llm, tmp_path)
+    rows = [json.loads(line) for line in held.splitlines()]
+    for row in rows:
+        del row["checksum"]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).replace('"rate": 0.1', '"rate": 0.2')
     (tmp_path / "finished.jsonl").write_text(lines)
     with pytest.raises(UsageError, match="'neighbor' was sampled there with other options"):
         run(llm, tmp_path)

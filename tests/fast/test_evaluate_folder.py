@@ -15,7 +15,7 @@ from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.command import run
 from ngrpo.evaluate.engine import Generated
-from ngrpo.result_folder import ResultFolder
+from ngrpo.result_folder import ResultFolder, read_json
 from perturbations.errors import UsageError
 
 PROBLEMS = [
@@ -79,8 +79,9 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     assert result["cut"] == pytest.approx(1 / 3) and result["parsed"] == 1.0 and result["tokens_per_answer"] == 5.0
     assert {"vllm", "torch"} <= result["versions"].keys() and result["machine"]["cores"]
     assert result["versions"]["model runner"] == "V2"
-    assert json.loads((tmp_path / "evaluation.json").read_text()) == result
+    assert read_json(tmp_path / "evaluation.json") == result
     first = json.loads(lines(tmp_path)[0])
+    assert len(first.pop("checksum")) == 16
     assert first == {
         "problem": "p1",
         "sample": 0,

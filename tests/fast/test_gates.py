@@ -115,17 +115,19 @@ class Conditions:
         self.next = torch.zeros(8, dtype=torch.int64)
 
     def opened(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return self.gate.open(rows, dataclasses.replace(step_with(logits), positions=self.next[rows]))
+        step = dataclasses.replace(step_with(logits), positions=self.next[rows])
+        return self.gate.open(rows, step, torch.zeros_like(rows))
 
     def feeds(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.gate.feeds(rows, self.next[rows], tokens)
+        return self.gate.feeds(tokens, self.gate.ending(rows, self.next[rows]))
 
     def passes(self, rows: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Which positions are fed perturbed: the gate is open, and the proposed token may be."""
         return self.opened(rows, logits) & self.feeds(rows, tokens)
 
     def observe(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        self.gate.observe(rows, self.next[rows], tokens)
+        positions = self.next[rows]
+        self.gate.observe(rows, positions, tokens, self.gate.ending(rows, positions))
         self.next[rows] += 1
 
 
@@ -499,6 +501,6 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
         if generated % 3 == 0:  # neighbor's text is the likeliest token, where it acts
             assert tokens.tolist() == logits.argmax(-1).tolist()
         starts, counts = starts + counts, np.array([1, 1])
-    perturber.drain(wait=True)
+    perturber.drain(until=perturber.noted)
     for name, prompt in prompts.items():
         assert (store.record(name)[0].positions - prompt).tolist() == [0, 3, 6]

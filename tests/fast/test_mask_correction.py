@@ -14,8 +14,9 @@ from ngrpo.openrlhf_flags import Flags
 from ngrpo.preflight import check_flags
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer import rollout_sampling
-from ngrpo.trainer.density_loss import densities, with_densities
-from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
+from ngrpo.trainer.density_loss import densities
+from ngrpo.trainer.log_prob_replacement import with_replacements
+from ngrpo.trainer.mask_correction import corrected
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 from ngrpo.trainer.turns import Conversation
@@ -26,7 +27,7 @@ from perturbations.replay.scope import ReplayScope
 from tests.fast.test_density import V, a_step, likely
 from tests.fast.test_density_loss import Model, log_probs_of, record_of
 
-hooked = with_sampling_masks(log_probs_of)
+hooked = with_replacements(log_probs_of)
 
 
 def carried(left: dict[int, list[int]] | None, length: int = 12, replay: ReplayRecord | None = None) -> dict[str, Any]:
@@ -145,14 +146,13 @@ def test_together_with_a_density(density: bool) -> None:
     record = record_of(perturbation, a_step(likely(4)))  # perturbed positions of the first sample
     at = int(record.positions[0])
     among = sorted({int(tokens[0, at]), 0, 1, 2})
-    both = with_densities(hooked)
     found = []
     for left in ({at: among}, {}):
         sides = [carried(left, replay=record), carried({}), carried({})]
         scope = ReplayScope(model.embedding, perturbation=perturbation)
         with corrected(sides, mask), scope([record, None, None], mask), densities(scope, 1.0):
             logits = model(tokens)
-            found.append(both(logits, torch.roll(tokens, -1, 1))[0, at - 1])
+            found.append(hooked(logits, torch.roll(tokens, -1, 1))[0, at - 1])
     difference = torch.logsumexp(logits[0, at - 1], -1) - torch.logsumexp(logits[0, at - 1, among], -1)
     assert difference > 0.1
     torch.testing.assert_close(found[0] - found[1], torch.zeros(()) if density else difference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ngrpo.rollout.attach import AttachedPerturbation
+from ngrpo.trainer.rollout_actor import perturbed_engine
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.neighbors import ExactIndex
@@ -102,3 +104,26 @@ def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest
     attached._ahead = False  # a CPU: rows as they are needed
     runner.reload_weights([("embed_tokens.weight", moved)])
     assert sum(filled) == 15 and attached.nearest() == [2, 3] and sum(filled) == 16
+
+
+@pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])
+def test_openrlhf_s_last_parameter_ends_a_sync(method: str) -> None:
+    """OpenRLHF 0.11.2 sends parameters one by one and marks the last with ``empty_cache``."""
+    sent: list[Any] = []
+
+    class Plain:
+        async def update_weight(self, *args: Any, empty_cache: bool = False) -> None:
+            sent.append((*args, empty_cache))
+
+        update_weight_cuda_ipc = update_weight
+
+    class Engine:
+        async def collective_rpc(self, name: str) -> None:
+            sent.append(name)
+
+    actor = perturbed_engine(Plain)
+    actor = actor.__new__(actor)
+    actor.llm = Engine()
+    for name, last in (("a", False), ("b", True)):
+        asyncio.run(getattr(actor, method)(name, torch.float32, empty_cache=last))
+    assert sent == [("a", torch.float32, False), ("b", torch.float32, True), "perturbation_prepare"]

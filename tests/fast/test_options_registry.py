@@ -34,9 +34,9 @@ class {name}(Perturbation):
 @pytest.fixture(autouse=True)
 def clean_registry(monkeypatch: pytest.MonkeyPatch):
     """What a test registers or imports is gone after it."""
-    for name in registry.perturbations.in_tree():
-        registry.get(name)
     for kind in (registry.perturbations, registry.gates):
+        for name in kind.in_tree():
+            kind.get(name)
         monkeypatch.setattr(kind, "registered", dict(kind.registered))
     before = set(sys.modules)
     yield

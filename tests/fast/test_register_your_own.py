@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -11,90 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags, summary
 from ngrpo.hardware import profile_for
 from ngrpo.trainer import launch
 from ngrpo.trainer.run_settings import RunSettings, current_run
-from perturbations import check_perturbation, create, create_gate, registry, user_files
-from tests.conftest import ROOT
+from perturbations import check_perturbation, create, registry, user_files
+from tests.fast.own_files import GATE, PERTURBATION, clean, elsewhere, message, write
 
-PERTURBATION = '''
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from perturbations import Perturbation, Proposal, Step, option, register
-from perturbations.edit import one_hot
-
-{decorator}
-@dataclass(frozen=True, kw_only=True)
-class {name}(Perturbation):
-    """Feeds the sampled token as it is."""
-
-    paper = "a test"
-    strength: float | None = option({default}, "a number", low=0.0, high=1.0)
-    loud: bool = option(False, "a switch")
-
-    def propose(self, step: Step) -> Proposal:
-        return Proposal(one_hot(step.sampled), step.sampled)
-'''
-
-GATE = '''
-from dataclasses import dataclass
-
-from perturbations import Gate, option, register_gate
-
-
-@register_gate("their_gate")
-@dataclass(frozen=True, kw_only=True)
-class Above(Gate):
-    """Open where the sampled token's id is large."""
-
-    least: int = option(3, "an id", low=0)
-    strict: bool = option(False, "a switch")
-
-    def open(self, step):
-        return step.sampled > self.least if self.strict else step.sampled >= self.least
-'''
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each test in a folder of its own; what it loads or registers is gone after it."""
-    for kept in (registry.perturbations, registry.gates):
-        for name in kept.in_tree():
-            kept.get(name)
-        monkeypatch.setattr(kept, "registered", dict(kept.registered))
-    monkeypatch.setattr(user_files, "_loaded", dict(user_files._loaded))
-    monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("perturbation_file_", "their_")):
-            del sys.modules[name]
-
-
-def write(path: str, name: str = "Mine", decorator: str = "", default: str = "0.5", more: str = "") -> str:
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(PERTURBATION.format(name=name, decorator=decorator, default=default) + more)
-    return path
-
-
-def message(call) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
-
-
-def elsewhere(code: str, given: str = "", path: str = "") -> str:
-    """Runs code in a fresh interpreter, in another folder, with this checkout's packages."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+__all__ = ["clean"]  # a fixture of every test here
 
 
 # --- a file -----------------------------------------------------------------------------------------------
@@ -346,127 +268,3 @@ def test_the_same_file_as_module_and_by_path(monkeypatch: pytest.MonkeyPatch, tm
     write("their_module.py", decorator='@register("mine")')
     monkeypatch.syspath_prepend(tmp_path)
     assert create("their_module:Mine").name == create("./their_module.py:Mine").name == "mine"
-
-
-# --- the command line -------------------------------------------------------------------------------------
-
-
-def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
-    write("mine.py")
-    Path("gate.py").write_text(GATE)
-    words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
-    words += " --perturbation.gate ./gate.py:Above --perturbation.gate.least=9 --perturbation.gate.strict"
-    command = flags.parse(words.split())
-    perturbation = create(**command.spec)
-    assert (perturbation.strength, perturbation.loud) == (0.25, True)
-    assert (perturbation.gate.least, perturbation.gate.strict) == (9, True)
-    assert command.openrlhf_args == ("--actor.x", "1")
-    said = summary._describe(command.spec)
-    assert said == "mine.py:Mine rate=1.0 gate=gate.py:Above strength=0.25 loud=True gate.least=9 gate.strict=True"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"],
-)
-def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
-    write("mine.py")
-    Path("gate.py").write_text(GATE)
-    Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
-    perturbation = create(**flags.parse(["--perturbation.config", "p.yaml"]).spec)
-    assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("--perturbation.gate top_margn", ["unknown gate 'top_margn'", "Did you mean 'top_margin'?"]),
-        ("--perturbation.gate top_margin --perturbation.gate.margn 1", ["gate 'top_margin'", "Did you mean 'margin'?"]),
-        ("--perturbation.gate top_margin --perturbation.gate.margin 2", ["gate option margin='2'", "in [0, 1]"]),
-        ("--perturbation.gate top_margin --perturbation.gate.margin", ["gate.margin needs a value"]),
-        ("--perturbation.gate.margin 0.1", ["'gate.margin'", "no gate's name", "option 'gate'"]),
-        ("--perturbation.gate none --perturbation.gate.margin 0.1", ["no gate's name"]),
-        ("--perturbation.gate perturbations.base:Step", ["not a subclass of perturbations.Gate"]),
-        ("--perturbation.gate mine.py:Mine", ["holds no gate", "It defines Mine", "perturbations.Gate"]),
-    ],
-)
-def test_bad_gates(words: str, parts: list[str]) -> None:
-    write("mine.py")
-    said = message(lambda: flags.parse(["--perturbation", "soft", *words.split()]))
-    for part in parts:
-        assert part in said, said
-
-
-def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    write("mine.py")
-    Path("gate.py").write_text(GATE)
-    words = ["train", "--perturbation", "./mine.py:Mine", "--perturbation.gate", "./gate.py", "--help"]
-    assert cli.main(words) == 0
-    text = capsys.readouterr().out
-    assert "./mine.py:Mine  (a test; mine.py:Mine)" in text and "--perturbation.strength" in text
-    assert "./gate.py  (gate; gate.py:Above)" in text and "--perturbation.gate.least" in text
-    assert cli.main(["train", "--perturbation", "mien.py", "--help"]) == 2
-    assert "Did you mean 'mine.py'?" in capsys.readouterr().err
-
-
-def test_list_names_gates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:2] == ["top_margin", "in-tree"] for line in lines)
-
-
-class TestCheck:
-    def test_good(self, capsys: pytest.CaptureFixture[str]) -> None:
-        write("mine.py")
-        Path("gate.py").write_text(GATE)
-        for words in (["./mine.py:Mine", "strength=0.5"], ["gate", "./gate.py"], ["neighbor", "k=4"]):
-            assert cli.main(["check", *words]) == 0
-            said = capsys.readouterr()
-            assert said.out.count("ok ") >= 9 and "WRONG" not in said.out
-            assert "keeps the contract" in said.err and "ngrpo train" in said.err
-
-    def test_bad(self, capsys: pytest.CaptureFixture[str]) -> None:
-        write("mine.py")
-        text = Path("mine.py").read_text().replace("one_hot(step.sampled),", "one_hot(step.sampled + 99),")
-        Path("mine.py").write_text(text)
-        assert cli.main(["check", "./mine.py:Mine"]) == 1
-        out = capsys.readouterr().out
-        assert "ok     a small model that it fits" in out and "WRONG  proposals for ordinary logits" in out
-        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix: Token ids must be in" in out
-
-    @pytest.mark.parametrize(
-        ("words", "code", "says"),
-        [
-            ([], 2, "usage: ngrpo check"),
-            (["--help"], 0, "usage: ngrpo check"),
-            (["./mien.py"], 2, "Did you mean 'mine.py'?"),
-            (["./mine.py", "strength"], 2, "option=value"),
-            (["./mine.py", "strenth=1"], 2, "Did you mean 'strength'?"),
-            (["gate", "./mine.py"], 2, "holds no gate"),
-            (["soft", "k=0"], 2, "at least 1"),
-        ],
-    )
-    def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-        write("mine.py")
-        assert cli.main(["check", *words]) == code
-        said = capsys.readouterr()
-        assert says in said.out + said.err
-
-
-def test_a_gate_is_a_value_of_its_perturbation() -> None:
-    one, two = (create("soft", gate="top_margin", **{"gate.margin": m}) for m in (0.1, 0.2))
-    assert one != two and one.fingerprint() != two.fingerprint()
-    assert one == create("soft", gate=create_gate("top_margin", margin="0.1")) == create(**one.spec())
-    assert create("soft", gate="none") == create("soft") and create("soft").spec()["gate"] is None
-    assert "gate=3" in message(lambda: create("soft", gate=3))
-
-
-def test_the_classes_in_the_docs_work() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs" / "own_perturbation.md"
-    blocks = [block.split("```", 1)[0] for block in docs.read_text().split("```python\n")[1:]]
-    files = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
-    for name in ("damp.py", "fading.py"):
-        Path(name).write_text(files[name])
-    exec(blocks[-1])
-    spec = create("damp.py").spec()
-    assert round(len(spec["source"]) / 1024, 1) == 0.5 and "0.5 KB for the file above" in docs.read_text()

@@ -163,6 +163,30 @@ def test_text_from_data_is_escaped(tmp_path: Path) -> None:
     assert tip["title"].startswith("</script><script>alert(1)</script>\"'&<b>") and tip["title"].endswith("⏎")
 
 
+def test_ten_megabytes_of_text_stay_text(tmp_path: Path) -> None:
+    data = example(steps=2, seeds=1, strategies=("none",))
+    large = ("<script>alert(1)</script>\u202e" * 400_000)[: 10 << 20]
+    data["runs"][0] |= {"status": "failed", "error": large, "log": "x"}
+    sample = data["diagnosis"]["samples"][0]
+    sample["problem"] = large
+    sample["by_strategy"][0]["tokens"] = [{"text": large, "perturbed": True, "candidates": [[large[:100], 1.0]]}]
+    path = tmp_path / "report.html"
+    write_report(data, path)
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<script>") == 1 and "\u202e" not in text
+    assert text.count("&lt;script&gt;alert(1)") > 3 * 300_000
+
+
+def test_what_is_said_of_a_failed_run_is_its_cause(tmp_path: Path) -> None:
+    cause = "training failed: the machine ran out of memory: 22.4 of 23.5 GB were in use"
+    for error in (f"{cause}\n  logs of all processes: /tmp/ray", f"Traceback:\n  x\n{cause[17:]}"):
+        data = example(steps=2)
+        data["runs"][0] |= {"status": "failed", "error": error}
+        _, page = written(tmp_path, data)
+        said = page.text.partition("are not in the figures")[2].partition("Results")[0]
+        assert "ran out of memory: 22.4 of 23.5 GB" in said and "logs of all" not in said
+
+
 def test_script_is_the_only_one_allowed(tmp_path: Path) -> None:
     import base64
     import hashlib

@@ -111,7 +111,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"old": 1})
     with largest_file(50), pytest.raises(CannotWrite, match=r"a\.json cannot be written: File too large.*is kept"):
         write_json(tmp_path / "a.json", {"new": "x" * 100})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+    assert read_json(tmp_path / "a.json") == {"old": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -132,3 +132,49 @@ def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(KeyError), writing(tmp_path):
         raise KeyError
+
+
+def test_a_byte_that_was_altered_is_noticed(tmp_path: Path) -> None:
+    """Any byte, to any of four others: refused, or, where only the layout or the mark's own name changed, harmless."""
+    content = {"reward": 0.5, "name": "ab", "nested": {"x": [1, 2]}}
+    write_json(tmp_path / "a.json", content)
+    with ResultFolder.opened(tmp_path / "folder") as folder:
+        folder.append("rows.jsonl", [content, {"second": 1}])
+    whole, lines = (tmp_path / "a.json").read_bytes(), (tmp_path / "folder" / "rows.jsonl").read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        for flip in (1, 2, 16, 128):
+            (tmp_path / "a.json").write_bytes(altered(whole, place, flip))
+            try:
+                found = read_json(tmp_path / "a.json")
+            except UsageError as error:
+                assert "is damaged" in str(error)
+                refused += 1
+                continue
+            assert {key: found[key] for key in content} == content
+    assert refused > 3 * len(whole)
+    end = lines.index(b"\n")
+    for place in range(end):
+        (tmp_path / "folder" / "rows.jsonl").write_bytes(altered(lines, place, 1))
+        with ResultFolder.opened(tmp_path / "folder") as folder:
+            try:
+                first = folder.lines("rows.jsonl")
+            except UsageError as error:
+                assert "line" in str(error) and "is damaged" in str(error)
+                continue
+            assert {key: first[0][key] for key in content} == content
+
+
+def test_what_an_editor_left_without_its_checksum_is_taken(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+    held = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps({**held, "x": 2}))
+    with pytest.raises(UsageError, match=r"checksum is not that of its content.*remove the entry 'checksum'"):
+        read_json(tmp_path / "a.json")
+    del held["checksum"]
+    (tmp_path / "a.json").write_text(json.dumps({**held, "x": 2}))
+    assert read_json(tmp_path / "a.json") == {"x": 2}
+
+
+def altered(data: bytes, place: int, flip: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :]

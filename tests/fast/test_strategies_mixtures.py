@@ -103,8 +103,22 @@ def test_further_draws_are_among_those_that_the_request_allows() -> None:
     torch.testing.assert_close(edit.weights, p / p.sum(-1, keepdim=True))
 
 
+def test_further_draws_over_several_blocks_of_tokens() -> None:
+    """Of 150 tokens, all but two of the middle ones excluded: chi-squared with 87 degrees, 0.999 quantile 133."""
+    n, size = 100_000, 150
+    z = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    z[64:128] = -torch.inf
+    z[100:102] = 1.0
+    draws = Step(**{**vars(many(n, P)), "logits": z.expand(n, -1)}).draws(2)
+    expected = n * torch.softmax(z.double(), dim=-1)
+    for counts in (torch.bincount(draws[:, j], minlength=size).double() for j in (0, 1)):
+        assert len(counts) == size and (counts[expected == 0.0] == 0.0).all()
+        found = ((counts - expected).square() / expected)[expected > 0.0]
+        assert found.sum() < 133 and len(found) == 88
+
+
 def test_a_long_tail_is_drawn_as_often_as_it_should_be() -> None:
-    """Half of the probability on one token, half on 50,000 others: noise on a grid of 2^-24 would be too coarse."""
+    """Half of the probability on one token, half on 50,000 others of which none may be left out."""
     n, size = 400, 50_001
     logits = torch.full((n, size), 0.5 / (size - 1)).log()
     logits[:, 0] = math.log(0.5)
@@ -227,6 +241,33 @@ def test_latent_density_is_not_clamped() -> None:
         assert density.tolist() == pytest.approx([-delta - math.exp(-delta)], abs=1e-5)
     edit = InputEdit(edit.ids, edit.weights, normalizer=torch.tensor([math.log(0.1) - 0.5]))
     assert perturbation.log_density(replayed(edit, 2, [0.6, 0.3, 0.1])).tolist() == close(0.5 - math.exp(0.5))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "one_sided", "expected"),
+    [
+        (None, True, -0.648721),
+        (1.0, True, -0.648721),
+        (-1.0, True, -0.393469),
+        (0.0, True, -0.393469),
+        (-1.0, False, -0.648721),
+    ],
+)
+def test_latent_gradient_of_a_negative_answer(advantage: float | None, one_sided: bool, expected: float) -> None:
+    """Δ = -.5: 1 - e^.5 = -.648721; turned, e^-.5 - 1 = -.393469. The value is the same. At Δ > 0 nothing is turned."""
+    for delta, gradient in ((-0.5, expected), (0.5, 1 - math.exp(-0.5))):
+        perturbation = create("latent", k=1, pool=1, density="latent", one_sided=one_sided)
+        z = torch.tensor([[0.0, 0.0, 0.0], [0.3, -0.2, 0.9]], requires_grad=True)
+        log_p = torch.log_softmax(z.detach()[1], dim=-1)[2]
+        edit = InputEdit(torch.tensor([[2]]), torch.ones(1, 1), normalizer=(log_p + delta).view(1))
+        lookup = matrix_embeddings(E).lookup
+        advantages = None if advantage is None else torch.tensor([advantage])
+        given = Replayed(z, torch.tensor([1]), log_p.view(1), 1.0, edit, None, lookup, advantages)
+        density = perturbation.log_density(given)
+        assert density.tolist() == close(-delta - math.exp(-delta))
+        density.sum().backward()
+        # d log p_2 / d z_2 = 1 - p_2.
+        assert z.grad[1, 2].item() == pytest.approx(gradient * (1 - math.exp(log_p)), abs=1e-5)
 
 
 def test_latent_takes_the_nucleus_and_at_least_k() -> None:

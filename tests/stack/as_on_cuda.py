@@ -99,4 +99,5 @@ def warm_up(llm: Any) -> dict[str, int]:
         patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
         patch.setattr(jit_monitor, "activate", lambda **kwargs: None)
         gpu_worker.Worker.compile_or_warm_up_model(worker)
+        worker.perturbation.warm_up()
     return {**seen, "left": len(take(None)), "running": requests.running}

@@ -120,7 +120,8 @@ def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainer.mask_correction import corrected, with_sampling_masks
+    from ngrpo.trainer.log_prob_replacement import with_replacements
+    from ngrpo.trainer.mask_correction import corrected
     from ngrpo.trainer.trajectory_record import TrajectoryRecord
 
     result = []
@@ -131,7 +132,7 @@ def trainer_log_probs(
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature
         with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
-            log_probs = with_sampling_masks(_token_log_probs)(logits, tokens.roll(-1, dims=1))
+            log_probs = with_replacements(_token_log_probs)(logits, tokens.roll(-1, dims=1))
         result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
     return torch.cat(result)
 

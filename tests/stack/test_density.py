@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainer.density_loss import densities, token_log_probs, with_densities
+from ngrpo.trainer.density_loss import densities, token_log_probs
+from ngrpo.trainer.log_prob_replacement import with_replacements
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
@@ -38,7 +39,7 @@ def actor(hf_model: Any) -> Iterator[Any]:
     with during_import():
         from openrlhf.models import actor as module
     original = module.log_probs_from_logits
-    module.log_probs_from_logits = with_densities(original)
+    module.log_probs_from_logits = with_replacements(original)
     made = module.Actor(hf_model, temperature=TEMPERATURE)
     made.packing_samples = False
     yield made

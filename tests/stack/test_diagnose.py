@@ -18,6 +18,7 @@ from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder
 from ngrpo.diagnose.measuring import prompt_tokens
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task
+from ngrpo.result_folder import read_json
 from ngrpo.rollout import set_perturbation
 
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
@@ -55,7 +56,7 @@ def samples_of(out: Path) -> dict[str, list[Sample]]:
 
 def test_the_files(made: Any) -> None:
     result, out = made
-    assert json.loads((out / "diagnosis.json").read_text()) == result
+    assert read_json(out / "diagnosis.json") == result
     page = (out / "diagnosis.html").read_text()
     assert "neighbor rate=0.3" in page
     assert {name: len(found) for name, found in samples_of(out).items()} == dict.fromkeys(rows(made), 16)

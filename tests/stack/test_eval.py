@@ -30,7 +30,10 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     lines = (folder / "samples.jsonl").read_text().splitlines()
-    return {(row["problem"], row["sample"]): row for row in map(json.loads, lines)}
+    found = [json.loads(line) for line in lines]
+    for row in found:
+        row.pop("checksum")  # the tests change rows
+    return {(row["problem"], row["sample"]): row for row in found}
 
 
 def texts(folder: Path) -> dict[tuple[str, int], str]:

@@ -47,6 +47,25 @@ def test_exponential_moments() -> None:
     assert (correlation - torch.eye(3)).abs().max() < 0.01
 
 
+def test_the_hash_is_that_of_unsigned_32_bit_numbers() -> None:
+    """lowbias32 over Python's own integers, and the draw from it in float64; eager and compiled give the same bits."""
+    low = (1 << 32) - 1
+
+    def mixed(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x7FEB352D & low
+        x = (x ^ (x >> 15)) * 0x846CA68B & low
+        return x ^ (x >> 16)
+
+    keys, size = many_keys(50), 64
+    draws = exponentials(keys, size)
+    assert torch.equal(draws, torch.compile(exponentials, dynamic=True)(keys, size))
+    for key, row in zip((key % (1 << 64) for key in keys.tolist()), draws):
+        bits = [mixed((mixed(token ^ key & low) + (key >> 32)) & low) for token in range(size)]
+        # As float32 rounds an integer of 32 bits, and no further: 1 - u may be within 2^-24 of 0.
+        unit = (torch.tensor(bits).float() + 0.5) * 2.0**-32
+        assert torch.equal(row, -torch.log1p(-unit))
+
+
 def test_a_filtered_token_is_never_drawn() -> None:
     scaled = torch.zeros(1000, 7)
     drawable = scaled.clone()

@@ -1,0 +1,138 @@
+"""Tokens per second of perturbed rollouts with this code against another checkout of this repository.
+
+    git worktree add --detach /tmp/before REVISION
+    python -m benchmarks.against /tmp/before [--perturbations gumbel,gaussian] [--rates 0.1,1] [--batch 16] [--pairs 7]
+
+Two processes, each with an engine, take turns, each first as often as the other. Printed: the median of the paired
+ratios of speed (this code's over the other's, higher is better), and the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+QUESTION = "Explain step by step how to find the sum of the first hundred odd numbers."
+
+
+def serve(model: str) -> None:
+    """One engine, in a process that runs this file under the PYTHONPATH of a checkout.
+
+    Each line of JSON asks for a perturbation (`{"set": name, "rate": rate}`) or a rollout (`{"batch": 16, "tokens":
+    48}`); the answer is a line, the seconds it took.
+    """
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from ngrpo.rollout import set_perturbation, take_records
+
+    on_cpu = {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
+    where = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else on_cpu
+    common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64}
+    llm = LLM(model, additional_config={"perturbation": {"name": "gumbel"}}, **common, **where)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.perf_counter()
+        if "set" in asked:
+            set_perturbation(llm, asked["set"], rate=asked["rate"])
+        else:
+            messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(asked["batch"])]
+            llm.chat(messages, SamplingParams(max_tokens=asked["tokens"], ignore_eos=True), use_tqdm=False)
+        spent = time.perf_counter() - began
+        take_records(llm)  # before the answer: the other engine's turn begins with it
+        print(spent, file=answers, flush=True)
+
+
+class Checkout:
+    """An engine in a process of its own that runs the code of a checkout."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(path), "--serve", model],
+            cwd=path,
+            env={**os.environ, "PYTHONPATH": str(path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def answer(self) -> str:
+        """The next line that it prints."""
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"the engine ended; run {self._process.args} by hand to see why.")
+        return line
+
+    def ask(self, **what: str | float) -> float:
+        """Seconds that something took."""
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return float(self.answer())
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def ratios(theirs: Checkout, ours: Checkout, run: dict[str, float], pairs: int) -> list[float]:
+    """Our speed over theirs, of each pair, after a run of each that does not count."""
+    found = []
+    for pair in range(-1, pairs):
+        order = (theirs, ours) if pair % 2 == 0 else (ours, theirs)
+        spent = {checkout: checkout.ask(**run) for checkout in order}
+        found.append(spent[theirs] / spent[ours])
+    return found[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("other", type=Path, help="another checkout")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--perturbations", default="gumbel,gaussian")
+    parser.add_argument("--rates", default="0.1,1")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    from benchmarks.machine import describe
+    from ngrpo.models import resolve
+
+    model, here = resolve(options.model), Path(__file__).resolve().parents[1]
+    print(f"{describe()}; {options.model}, bfloat16, eager, {options.batch} requests of {options.tokens} tokens")
+    print(f"{'name':10s} {'rate':>5s} {'ratio':>7s}  range", flush=True)
+    checkouts = [Checkout(options.other.resolve(), model), Checkout(here, model)]
+    try:
+        for checkout in checkouts:
+            checkout.answer()
+        for name in options.perturbations.split(","):
+            for rate in options.rates.split(","):
+                for checkout in checkouts:
+                    checkout.ask(set=name, rate=float(rate))
+                found = ratios(*checkouts, {"batch": options.batch, "tokens": options.tokens}, options.pairs)
+                middle, low, high = statistics.median(found), min(found), max(found)
+                print(f"{name:10s} {float(rate):5g} {middle:7.3f}  {low:.3f}-{high:.3f}", flush=True)
+    finally:
+        for checkout in checkouts:
+            checkout.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What the perturber adds to one decode step of an engine: operations, copies, waits for the device, and time.
+
+    python -m benchmarks.decode_step [--perturbations gumbel,gaussian] [--rate 1] [--batch 16] [--vocabulary 49152]
+
+No model and no engine: random logits are given to a real perturber, on CUDA where there is one. Counted per step, with
+every request decoding. `waits`: operations that need a value from the device (`.item()`, `nonzero`, indexing with a
+mask); on CUDA PyTorch's own check is on as well, and any wait is an error. `loops`: lines of Python that each further
+request adds. `launches`: operations on tensors, views left out, and the compiled token draw taken as one; up and down:
+copies between host and device. At last, what the record of a long answer costs when its request has finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.machine import describe
+from ngrpo.rollout import perturber as hot_path
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import available, create
+from perturbations.base import Perturbation
+from perturbations.embeddings import matrix_embeddings
+from perturbations.gates.default import BoundGate
+
+_PROMPT = 20
+# What needs a value on the host, by the name of the operation. Others read a mask and wait for its count.
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "allclose")
+_OURS = ("/ngrpo/", "/perturbations/")
+_MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+@dataclass
+class Counts:
+    """What was seen in some decode steps of a perturber.
+
+    Attributes:
+        steps: decode steps of all requests.
+        waits: operations that wait for the device, by name.
+        launches: operations on tensors.
+        uploads: copies from the host to the device.
+        downloads: copies from the device to the host.
+        lines: lines of this project's Python.
+    """
+
+    steps: int = 0
+    waits: tuple[str, ...] = ()
+    launches: int = 0
+    uploads: int = 0
+    downloads: int = 0
+    lines: int = 0
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name in _MASKED and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        if masks or name.startswith(_WAITS):
+            self._counts.waits += (name,)
+        self._counts.launches += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
+    """Counts what the perturber of an engine in this process does in its decode steps; prefills are left out.
+
+    On CUDA a step that waits for the device raises ``RuntimeError``.
+    """
+    counts, begin, finish = Counts(), perturber.begin, perturber.finish
+    upload, download, draw = perturber._upload, perturber._download, hot_path.sample_tokens
+    operations, decoding = _Operations(counts), False
+
+    def lines(frame: Any, event: str, _: Any) -> Any:
+        ours = any(part in frame.f_code.co_filename for part in _OURS)
+        counts.lines += ours and event == "line"
+        return lines if ours else None
+
+    def counted(act: Callable[..., Any], *args: Any) -> Any:
+        on_cuda, tracer = perturber.device.type == "cuda", sys.gettrace()
+        with operations:
+            sys.settrace(lines)
+            if on_cuda:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                return act(*args)
+            finally:
+                if on_cuda:
+                    torch.cuda.set_sync_debug_mode("default")
+                sys.settrace(tracer)
+
+    def counted_begin(names: Any, starts: Any, computed: Any, discard: Any) -> None:
+        nonlocal decoding
+        decoding = bool((computed == 1).all() and not discard.any())
+        counts.steps += decoding
+        (counted if decoding else lambda act, *args: act(*args))(begin, names, starts, computed, discard)
+
+    def counted_finish(*args: Any) -> Any:
+        return counted(finish, *args) if decoding else finish(*args)
+
+    def counted_upload(array: np.ndarray) -> torch.Tensor:
+        counts.uploads += decoding
+        return upload(array)
+
+    def counted_download(part: torch.Tensor) -> torch.Tensor:
+        counts.downloads += decoding
+        return download(part)
+
+    def compiled(*args: Any) -> Any:
+        counts.launches += decoding
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return draw(*args)
+        finally:
+            sys.settrace(tracer)
+
+    perturber.begin, perturber.finish = counted_begin, counted_finish
+    perturber._upload, perturber._download, hot_path.sample_tokens = counted_upload, counted_download, compiled
+    try:
+        yield counts
+    finally:
+        hot_path.sample_tokens = draw
+        for name in ("begin", "finish", "_upload", "_download"):
+            delattr(perturber, name)
+
+
+class Decoding:
+    """A perturber with requests that decode, and no model: the logits are random."""
+
+    def __init__(
+        self, perturbation: Perturbation, batch: int, vocabulary: int = 1024, hidden: int = 64, device: str = "cpu"
+    ) -> None:
+        """
+        Args:
+            perturbation: what acts; its ``until`` is three tokens here.
+            batch: number of requests.
+            vocabulary: V.
+            hidden: D.
+            device: where the perturber works.
+        """
+        draws = torch.Generator().manual_seed(0)
+        embedding = nn.Embedding(vocabulary, hidden).requires_grad_(False).to(device)
+        store = TrajectoryStore(batch, 1 << 15)
+        gate = BoundGate(
+            perturbation, lambda _: [1, 2, 3], lambda: ["a"] * vocabulary, vocabulary, store.slots, torch.device(device)
+        )
+        override = InputOverride(embedding, batch, hidden, torch.float32, torch.device(device))
+        self.perturber = RolloutPerturber(
+            perturbation, store, gate, matrix_embeddings(embedding.weight), override, torch.device(device)
+        )
+        self.requests = [f"request-{i}" for i in range(batch)]
+        for i, name in enumerate(self.requests):
+            store.open(name, 1000 + i, _PROMPT, True)
+            self.perturber.opened(name)
+        self._logits = torch.randn(batch, vocabulary, generator=draws).to(device) * 3
+        self._temperature = torch.ones(batch, device=device)
+        self._position = _PROMPT - 1
+
+    def step(self) -> None:
+        """One decode step of the requests."""
+        count = len(self.requests)
+        starts = np.full(count, self._position)
+        self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
+        self.perturber.finish(self._logits[:count], self._temperature[:count], self._logits[:count], None)
+        self._position += 1
+
+
+def count(
+    perturbation: Perturbation, batch: int = 16, steps: int = 8, vocabulary: int = 1024, device: str = "cpu"
+) -> Counts:
+    """Counts over some decode steps of a batch, after one that warms up."""
+    decoding = Decoding(perturbation, batch, vocabulary, device=device)
+    decoding.step()
+    with counting(decoding.perturber) as counts:
+        for _ in range(steps):
+            decoding.step()
+    return counts
+
+
+def loops(perturbation: Perturbation, device: str = "cpu") -> float:
+    """Lines of Python that a decode step executes for each further request: 0 where nothing loops over them."""
+    few, many = (count(perturbation, batch, device=device) for batch in (4, 64))
+    return (many.lines - few.lines) / few.steps / 60
+
+
+def microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device: str, steps: int = 100) -> float:
+    """Median time of a decode step: of one core of a CPU; on CUDA of the host until the device has done it."""
+    decoding, times = Decoding(perturbation, batch, vocabulary, 576, device), []
+    clock = time.perf_counter if device == "cuda" else time.thread_time
+    for step in range(steps + 10):
+        began = clock()
+        decoding.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if step >= 10:
+            times.append(clock() - began)
+    return statistics.median(times) * 1e6
+
+
+def record_milliseconds(positions: int = 32_000, candidates: int = 5) -> tuple[float, float]:
+    """Time to build the record of a finished request with so many perturbed positions, and to pack it."""
+    store, draws = TrajectoryStore(1, positions + _PROMPT), np.random.default_rng(0)
+    slot = np.array([store.open("a", 1, _PROMPT, True).slot])
+    for position in range(_PROMPT, _PROMPT + positions):
+        weights = draws.random((1, candidates), dtype=np.float32)
+        ids = draws.integers(0, 1 << 16, (1, candidates), dtype=np.int32)
+        store.write_tokens(slot, np.array([position]), weights[:, 0])
+        parts = {"ids": ids, "weights": weights, "agreed": np.ones(1, dtype=bool)}
+        store.write_edits(slot, np.array([position]), parts)
+
+    def fastest(act: Callable[[], object]) -> float:
+        times = []
+        for _ in range(9):
+            began = time.thread_time()
+            act()
+            times.append(time.thread_time() - began)
+        return min(times) * 1e3
+
+    return fastest(lambda: store.record("a")), fastest(store.record("a")[0].to_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--perturbations", default=None, help="separated by commas; all by default")
+    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    names = options.perturbations.split(",") if options.perturbations else [n for n in available() if n != "none"]
+    print(f"{describe()}; {options.batch} requests, {options.vocabulary} tokens, rate {options.rate:g}")
+    print(f"{'name':10s} {'waits':>5s} {'loops':>5s} {'launches':>8s} {'up':>4s} {'down':>4s} {'µs':>7s}")
+    for name in names:
+        perturbation = create(name, rate=options.rate)
+        found, lines = count(perturbation, options.batch, device=device), loops(create(name, rate=1.0), device)
+        spent = microseconds(perturbation, options.batch, options.vocabulary, device)
+        print(
+            f"{name:10s} {len(found.waits) / found.steps:5g} {lines:5.2g} {found.launches / found.steps:8.1f}"
+            f" {found.uploads / found.steps:4.2g} {found.downloads / found.steps:4.2g} {spent:7.0f}",
+            flush=True,
+        )
+    built, packed = record_milliseconds()
+    print(f"record of 32,000 positions with 5 candidates: built in {built:.1f} ms, packed in {packed:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Does an advantage keep the contract of `ngrpo.advantages.Advantage`? The checks of ``ngrpo check advantage``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngrpo import advantages
+from ngrpo.advantages.base import Advantage
+from perturbations.errors import UsageError
+from perturbations.testing import PerturbationError, outcomes
+from perturbations.testing.report import answered, check_answers, check_tensor, require
+
+_PROMPTS = 7
+_GROUPS = (8, 16, 32, 64, 128, 256)
+_FRACTIONS = "rewards between 0 and 1"
+_DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What an advantage is given: (P, G) each."""
+
+    rewards: Tensor
+    counts: Tensor
+
+
+def inspect(target: Any, **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+    """Runs one check after the other, as :func:`perturbations.testing.inspect`.
+
+    Args:
+        target: an advantage, its class, or its name.
+        options: options to create it with; none where it is already made.
+    """
+    return outcomes(target, advantages.registry, _checks, options)
+
+
+def _checks(made: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
+    for label, batch in _batches(_group_size(made)):
+        if label == _FRACTIONS:
+            try:
+                made.check_rewards(batch.rewards)
+            except UsageError:  # made for right and wrong answers alone
+                continue
+        yield f"advantages of {label}", partial(_check, made, label, batch)
+
+
+def _group_size(made: Advantage) -> int:
+    """The smallest that the advantage is made for: some need more answers than their k."""
+    for size in _GROUPS[:-1]:
+        try:
+            made.compute(torch.zeros(1, size), torch.zeros(1, size))
+        except UsageError:
+            continue
+        except Exception:  # for the checks to report
+            pass
+        return size
+    return _GROUPS[-1]
+
+
+def _batches(size: int) -> Iterator[tuple[str, _Batch]]:
+    draws = torch.Generator().manual_seed(4)
+    rewards = torch.rand(_PROMPTS, size, generator=draws)
+    counts = torch.randint(0, 9, rewards.shape, generator=draws).float()
+    for label, values in {
+        "right and wrong answers": (rewards > 0.5).float(),
+        "groups all right or all wrong": (torch.arange(_PROMPTS).unsqueeze(-1) % 2.0).expand(-1, size).clone(),
+        _FRACTIONS: rewards,
+    }.items():
+        yield label, _Batch(values, counts)
+
+
+def _check(made: Advantage, label: str, batch: _Batch) -> None:
+    where = f"{made.name}, {label}:"
+    check_answers(where, "formula()", partial(_answer, made, where), batch)
+
+
+def _answer(made: Advantage, where: str, batch: _Batch) -> Tensor:
+    fix = "It must answer for any rewards in [0, 1]."
+    found = answered(f"{where} formula()", lambda: made.compute(batch.rewards, batch.counts), fix)
+    check_tensor(f"{where} what formula() returns", found, tuple(batch.rewards.shape), torch.float32, _DEVICE)
+    broken = found[~torch.isfinite(found)].tolist()
+    fix = "Clamp before divisions: the rewards of a group may all be equal."
+    require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
+    return found

@@ -1,0 +1,70 @@
+"""`ngrpo check advantage`: ours keep the contract, and each way of breaking it is said in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngrpo import advantages, cli
+from ngrpo.advantage_check import inspect
+from ngrpo.advantages import Advantage
+from perturbations import option
+
+OPTIONS = {"pass_at_k": [dict(k=9)], "pkpo": [dict(k=9), dict(variant="loo", k=8)], "ngrpo": [dict(n=3)]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(n, o) for n in sorted(advantages.registry.in_tree()) for o in [{}, *OPTIONS.get(n, [])]]
+)
+def test_ours_keep_the_contract(name: str, options: dict) -> None:
+    found = list(inspect(name, **options))
+    assert len(found) == (5 if name == "pass_at_k" else 6) and [error for _, error in found if error is not None] == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centered(Advantage):
+    """Rewards less their mean within the group."""
+
+    name = "centered"
+    scale: float = option(1.0, "factor of the result", above=0.0)
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        return self.scale * (rewards - rewards.mean(-1, keepdim=True))
+
+
+def in_place(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    return rewards.sub_(rewards.mean(-1, keepdim=True))
+
+
+FORMULAS = {
+    "over_the_batch": (lambda self, r, c: r - r.mean(), "row 0 alone formula() gives another result"),
+    "without_a_floor": (lambda self, r, c: (r - r.mean(-1, True)) / r.std(-1, keepdim=True), "gives [nan]"),
+    "of_the_group": (lambda self, r, c: r.mean(-1), "has shape (7,)"),
+    "in_place": (in_place, "changes step.rewards in place"),
+    "drawn": (lambda self, r, c: r + torch.rand_like(r), "global random generator"),
+    "uncounted": (lambda self, r, c: r / c, "raises TypeError"),
+    "whole": (lambda self, r, c: r.long(), "is torch.int64"),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_broken_formula_is_said_in_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    formula, words = FORMULAS[name]
+    monkeypatch.setattr(Centered, "formula", formula)
+    errors = [str(error) for _, error in inspect(Centered) if error is not None]
+    assert any(words in error for error in errors), errors
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["check", "advantage", f"{__name__}:Centered", "scale=2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("ok ") == 6 and f"ngrpo train --advantage {__name__}:Centered" in said.err
+    monkeypatch.setattr(Centered, "formula", FORMULAS["over_the_batch"][0])
+    assert cli.main(["check", "advantage", f"{__name__}:Centered"]) == 1
+    said = capsys.readouterr()
+    assert "WRONG  advantages of rewards between 0 and 1" in said.out and "the loss rests on" in said.err
+    assert cli.main(["check", "advantage", "grupo_norm"]) == 2
+    assert "Did you mean 'group_norm'" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""An advantage on the command line: presets, what is added and refused, and how its options are written."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ngrpo import flags, presets
+from ngrpo.advantages import create
+from ngrpo.hardware.cpu import PROFILE as CPU
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer import launch, rollout_sampling
+from ngrpo.trainer.run_settings import RunSettings, current_run
+from ngrpo.trainer.seams import active
+
+
+def applied(preset: str, *words: str) -> list[str]:
+    return list(presets.applied(Flags(words), preset).added)
+
+
+class TestPresets:
+    def test_dapo_is_openrlhf_flags(self) -> None:
+        added = applied("dapo", "--rollout.max_new_tokens", "20480")
+        for flag, words in {
+            "--actor.eps_clip_low_high": ["0.2", "0.28"],
+            "--algo.dynamic_filtering_range": ["0", "1"],
+            "--actor.loss_agg_mode": ["token-mean"],
+            "--reward.overlong_buffer_len": ["4096"],
+            "--algo.kl.init_coef": ["0"],
+        }.items():
+            place = added.index(flag)
+            assert added[place + 1 : place + 1 + len(words)] == words
+        assert "--algo.dynamic_filtering_enable" in added
+
+    @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs openrlhf installed")
+    def test_openrlhf_has_every_flag_and_choice(self) -> None:
+        source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
+        words = [word for name in presets.available() for word in applied(name)]
+        words += presets.applied(Flags(), None, create("ngrpo")).added
+        for word in words:
+            assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
+
+    def test_the_users_flags_win(self) -> None:
+        added = applied("dapo", "--actor.eps_clip", "0.1", "--algo.kl.init_coef=0.01")
+        assert not {"--actor.eps_clip_low_high", "--algo.kl.init_coef"} & set(added)
+        assert added[added.index("--reward.overlong_buffer_len") + 1] == "409"  # a fifth of OpenRLHF's own 2,048
+
+    def test_grpo_and_gspo_differ_in_ratio_and_clip_only(self) -> None:
+        grpo, gspo = applied("grpo"), applied("gspo")
+        assert gspo[gspo.index("--actor.policy_loss_type") + 1] == "gspo"
+        swapped = ["gspo" if word == "ppo" else word for word in grpo]
+        assert gspo == [*swapped, "--actor.eps_clip_low_high", "0.0003", "0.0004"]
+
+    def test_unknown(self) -> None:
+        with pytest.raises(ValueError, match=r"'dpao'.*Did you mean 'dapo'.*grpo, gspo, dapo"):
+            applied("dpao")
+        with pytest.raises(ValueError, match="'long'"):
+            applied("dapo", "--rollout.max_new_tokens", "long")
+
+
+class TestAddedFlags:
+    def added(self, line: str) -> list[str]:
+        command = flags.parse(line.split())
+        return list(presets.applied(Flags(command.openrlhf_args), command.preset, command.settings.advantage).added)
+
+    def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
+        added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
+        assert "--actor.eps_clip_low_high 0.16 0.24" in added
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.5" in added
+        assert "--algo.advantage.estimator group_norm" in added
+
+    def test_the_users_clip_and_filter_win(self) -> None:
+        line = "--advantage ngrpo --actor.eps_clip 0.2 --algo.dynamic_filtering_range 0 1"
+        assert self.added(line) == ["--algo.advantage.estimator", "group_norm", "--algo.dynamic_filtering_enable"]
+
+    def test_the_advantage_stands_before_the_preset(self) -> None:
+        added = " ".join(self.added("--advantage ngrpo --preset dapo"))
+        assert added.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 1" in added
+        assert "0.16 0.24" in added and "0.28" not in added and "--reward.overlong_buffer_len" in added
+
+    def test_gspo_keeps_its_own_clip(self) -> None:
+        for line in ("--advantage ngrpo --preset gspo", "--advantage ngrpo --actor.policy_loss_type gspo"):
+            assert "0.16" not in self.added(line)
+
+    def test_other_advantages_add_the_carrier_only(self) -> None:
+        assert self.added("--advantage psr") == ["--algo.advantage.estimator", "group_norm"]
+        assert self.added("--train.seed 1") == []
+
+    @pytest.mark.parametrize(
+        ("line", "parts"),
+        [
+            ("--advantage psr --algo.advantage.estimator rloo", ["--advantage psr", "estimator rloo", "one"]),
+            ("--advantage nsr --preset dapo", ["--reward.overlong_buffer_len", "nsr", "[0, 1]"]),
+            ("--advantage nsr --reward.stop_properly_penalty_coef -1", ["stop_properly"]),
+        ],
+    )
+    def test_what_does_not_go_together(self, line: str, parts: list[str]) -> None:
+        with pytest.raises(ValueError) as caught:
+            self.added(line)
+        for part in parts:
+            assert part in str(caught.value)
+
+    def test_notes(self) -> None:
+        assert "drops them" in create("ngrpo").notes(Flags(["--algo.dynamic_filtering_range", "0", "1"]))[0]
+        assert create("ngrpo").notes(Flags(["--algo.dynamic_filtering_range", "-1", "1"])) == []
+        assert create("copo").notes(Flags(["--ckpt.load_enable"])) == []
+        assert create("copo").notes(Flags([])) == []
+
+
+class TestWords:
+    def test_they_are_picked_out(self) -> None:
+        line = "--advantage w_reinforce --x 1 --advantage.lam=0.2 --preset gspo --sampling.top_k 5"
+        command = flags.parse([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
+        assert command.settings.advantage_spec == {"name": "w_reinforce", "lam": 0.2}
+        assert command.preset == "gspo" and command.spec["name"] == "neighbor"
+        assert command.settings.sampling == {"top_k": 5, "min_p": 0.1} and command.openrlhf_args == ("--x", "1")
+
+    def test_nothing_is_nothing(self) -> None:
+        command = flags.parse([])
+        assert (command.settings.advantage_spec, command.preset, command.settings.sampling) == (None, None, {})
+
+    def test_none_is_openrlhfs_own(self) -> None:
+        assert flags.parse(["--advantage", "none"]).settings.advantage is None
+
+    @pytest.mark.parametrize(
+        ("line", "parts"),
+        [
+            ("--advantage", ["an advantage's name"]),
+            ("--advantage ngrop", ["Did you mean 'ngrpo'?"]),
+            ("--advantage.n 2", ["--advantage.n", "--advantage NAME"]),
+            ("--advantage none --advantage.n 2", ["--advantage.n", "--advantage NAME"]),
+            ("--advantage ngrpo --advantage.n", ["--advantage.n needs a value"]),
+            ("--advantge ngrpo", ["'--advantge'", "Did you mean '--advantage'?"]),
+            ("--advantage_n 2", ["Did you mean '--advantage.n'?"]),
+            ("--presets dapo", ["Did you mean '--preset'?"]),
+            ("--preset.dapo", ["Did you mean '--preset'?"]),
+            ("--sampling", ["--sampling.top_k K"]),
+            ("--sampling.topk 5", ["Did you mean 'top_k'?", "--rollout.top_p"]),
+            ("--sampling.temperature 0.7", ["give --rollout.temperature"]),
+            ("--sampling.top_k 0", ["top_k='0'", "at least 1"]),
+            ("--sampling.min_p 1.5", ["min_p='1.5'", "[0, 1]"]),
+            ("--samplng.min_p 0.5", ["Did you mean '--sampling.min_p'?"]),
+        ],
+    )
+    def test_bad_words(self, line: str, parts: list[str]) -> None:
+        with pytest.raises(ValueError) as caught:
+            flags.parse(line.split())
+        for part in parts:
+            assert part in str(caught.value)
+
+    def test_sampling_for_the_results(self) -> None:
+        args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
+        assert rollout_sampling.described(rollout_sampling.create(min_p="0.1"), args) == {
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": None,
+            "min_p": 0.1,
+            "correct_mask": False,
+        }
+
+
+def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunSettings(advantage_spec={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
+    conditions = launch.conditions_for(CPU, settings)
+    assert conditions == ("cpu", "without_flash_attn", "advantage", "sampling")
+    assert launch.conditions_for(CPU, RunSettings()) == ("cpu", "without_flash_attn")
+    env = launch.worker_env(CPU, conditions, settings)
+    for name in env:
+        monkeypatch.setenv(name, env[name])
+    read = current_run()
+    assert read == settings and read.advantage.n == 2 and read.perturbation is None
+    assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
+    targets = {seam.attribute for seam in active(conditions)}
+    assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

@@ -1,0 +1,195 @@
+"""Random wrong command lines, YAML files and option values: one message and code 2, never a traceback or a start."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ngrpo import cli, flags, models, openrlhf_parser, preflight
+from ngrpo.compare import arguments
+from perturbations import registry
+from perturbations.errors import UsageError
+
+MANY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(MANY, max_examples=150)
+
+ODD = st.sampled_from(
+    (
+        *("", " ", "-1", "0", "1e400", "nan", "inf", "-inf", "99999999999999999999", "none", "None", "true", "null"),
+        *("[]", "{}", "a,b", ",", ":", "./:", "x.py:", ".", "/", "~", "~nobody", "\u202e", "💥", "'", '"', "="),
+        *("a=b", "%s", "{0}", "-", "٣", "1_000", "0x10", "1e-320", "a" * 5000, "\n", "$(x)", "../..", "*", "1,x"),
+    )
+)
+# No system passes a NUL on; files and callers do.
+TEXT = st.one_of(
+    ODD,
+    st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+VALUES = st.one_of(TEXT, st.just("\0"), st.none(), st.booleans(), st.floats(), st.lists(st.integers(), max_size=2))
+NAMES = st.sampled_from(["neighbor", "gaussian", "gumbel", "none", "soft", "hrpo", "nope", "./x.py:X", "a.b:C"])
+OPTIONS = ["rate", "k", "until", "protect", "seed", "gate", "sigma", "config", "entropy_min", "variant", "refresh", "x"]
+OURS = [f"--perturbation.{name}" for name in OPTIONS]
+OURS += ["--advantage", "--advantage.n", "--sampling.top_k", "--sampling.min_p", "--reproducible", "--preset", "--task"]
+OURS += [
+    "--hardware",
+    "--run-dir",
+    "--log-file",
+    "--perturbation.replay_buffer",
+    "--perturbation.gate.start",
+    "--model",
+]
+THEIRS = [
+    "--rollout.temperature",
+    "--train.batch_size",
+    "--algo.advantage.estimator",
+    "--ds.zero_stage",
+    "--nope",
+    "-x",
+]
+THEIRS += [
+    "--reward.remote_url",
+    "--data.prompt_dataset",
+    "--eval.dataset",
+    "--actor.model_name_or_path",
+    "--train.seed",
+]
+WORDS = st.lists(st.one_of(st.sampled_from([*OURS, *THEIRS]), TEXT, NAMES), min_size=1, max_size=8)
+
+
+def pairs(*flags: str) -> st.SearchStrategy[list[str]]:
+    """Some flags, each once, with a value each; right but for the values."""
+    chosen = st.lists(st.tuples(st.sampled_from(flags), st.one_of(TEXT, NAMES)), max_size=3, unique_by=lambda p: p[0])
+    return chosen.map(lambda found: [word for pair in found for word in pair])
+
+
+# What no command line here can get past, so that one that happens to be right ends without starting anything.
+IMPOSSIBLE = ["--train.max_epochs", "never"]
+VALID = ["--perturbation", "neighbor"]
+COMPARED = ["--perturbations", "--sweep", "--strategy", "--seeds", "--baseline", "--base", "--config", "--eval.n"]
+COMPARED += ["--eval.k", "--eval.data", "--diagnose.prompts", "--diagnose.group", "--task", "--stock", "--out"]
+WORKBENCH = ["--model", "--data", "--task", "--scorer", "--seed", "--temperature", "--top-p", "--split", "--n", "--k"]
+WORKBENCH += ["--limit", "--group", "--prompts", "--strategy", "--sweep", "--perturbations", "--out", "--rescore"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def started(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was started")
+
+    def stopped(name: str, report: Any = None) -> str:
+        raise UsageError("stopped before anything is loaded")
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("ngrpo.trainer.launch.launch", "ngrpo.evaluate.engine.build", "ngrpo.compare.runs.command"):
+        monkeypatch.setattr(name, started)
+    monkeypatch.setattr(preflight, "check_stack", lambda: None)
+    # The last step before an engine: whatever is right until there ends there.
+    monkeypatch.setattr(models, "resolve", stopped)
+    yield
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(words: list[str]) -> None:
+    error, output = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output):
+        code = cli.main(words)
+    said = [line for line in error.getvalue().split("\n") if not line.startswith("ngrpo: warning:")]
+    assert code == 2, (code, said, output.getvalue()[-300:])
+    assert "Traceback" not in error.getvalue() and "ngrpo: error: " in error.getvalue()
+    assert "error of the program" not in error.getvalue()
+    assert len(error.getvalue()) < 30_000
+
+
+def has_help(words: list[str]) -> bool:
+    return bool({"-h", "--help", "--openrlhf-help"} & set(words))
+
+
+@MANY
+@given(st.one_of(WORDS, pairs(*OURS, *THEIRS).map(lambda words: [*VALID, *words])))
+def test_train(words: list[str]) -> None:
+    if not has_help(words):
+        refused(["train", *words, *IMPOSSIBLE])
+
+
+@MANY
+@given(st.one_of(pairs(*COMPARED, *THEIRS), WORDS))
+def test_compare(words: list[str]) -> None:
+    if not has_help(words):
+        refused(["compare", "--strategy", "none", "--model", "smollm2-135m", *words, *IMPOSSIBLE])
+
+
+@MANY
+@given(st.sampled_from(["eval", "diagnose"]), st.one_of(pairs(*WORKBENCH, *OURS), WORDS))
+def test_eval_and_diagnose(command: str, words: list[str]) -> None:
+    if not has_help(words):
+        refused([command, "--model", "smollm2-135m", *words])
+
+
+@FEW
+@given(st.sampled_from(["report", "check", "list", "model", "no-such-command"]), WORDS)
+def test_other_commands(command: str, words: list[str]) -> None:
+    if has_help(words) or (command == "check" and words[0] in registry.available()):
+        return
+    if command == "model" and (len(words) != 1 or words[0].startswith("-")):
+        return  # its usage
+    refused([command, *words, *(["--never"] if command in ("report", "list") else [])])
+
+
+@FEW
+@given(NAMES, st.dictionaries(st.sampled_from(OPTIONS), VALUES, max_size=3))
+def test_option_values(name: str, options: dict[str, Any]) -> None:
+    """An option is refused in words, or it is one that its perturbation makes again from its spec."""
+    try:
+        made = registry.create(name, **options)
+    except UsageError as error:
+        assert len(str(error)) < 12_000
+        return
+    assert registry.create(**made.spec()) == made
+
+
+YAML = st.one_of(
+    st.text(max_size=40),
+    st.text(alphabet=string.printable, max_size=60),
+    st.sampled_from(
+        ["a: 1\na: 2", "name: [", "- 1", "name: !!python/object:os.system x", "&a [*a]", "? [1]\n: 2", "\t"]
+    ),
+    st.dictionaries(st.sampled_from(["name", "rate", "k", "seed", "replay_buffer"]), VALUES).map(
+        lambda found: "\n".join(f"{key}: {value!r}" for key, value in found.items())
+    ),
+)
+
+
+@FEW
+@given(YAML, st.sampled_from(["train", "compare"]))
+def test_yaml_files(tmp_path_factory: pytest.TempPathFactory, text: str, command: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "hostile.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    flag = "--perturbation.config" if command == "train" else "--config"
+    more = [] if command == "train" else ["--perturbations", "none"]
+    refused([command, flag, str(file), *more, "--model", "smollm2-135m", "--task", "arithmetic", *IMPOSSIBLE])
+
+
+@FEW
+@given(WORDS)
+def test_openrlhfs_own_parser(words: list[str]) -> None:
+    with contextlib.suppress(UsageError):
+        openrlhf_parser.check([*words, *IMPOSSIBLE])
+        pytest.fail(f"accepted: {words}")
+
+
+@FEW
+@given(st.lists(TEXT, max_size=6))
+def test_words_are_sorted_or_refused(words: list[str]) -> None:
+    for parse in (flags.parse, arguments.parse):
+        with contextlib.suppress(UsageError):
+            parse(words)

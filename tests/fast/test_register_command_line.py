@@ -1,0 +1,134 @@
+"""A user's perturbations and gates on the command line: flags, YAML, help, list and check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ngrpo import cli, flags, summary
+from perturbations import create, create_gate
+from tests.fast.own_files import GATE, clean, message, write
+
+__all__ = ["clean"]  # a fixture of every test here
+
+
+def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
+    write("mine.py")
+    Path("gate.py").write_text(GATE)
+    words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
+    words += " --perturbation.gate ./gate.py:Above --perturbation.gate.least=9 --perturbation.gate.strict"
+    command = flags.parse(words.split())
+    perturbation = create(**command.spec)
+    assert (perturbation.strength, perturbation.loud) == (0.25, True)
+    assert (perturbation.gate.least, perturbation.gate.strict) == (9, True)
+    assert command.openrlhf_args == ("--actor.x", "1")
+    said = summary._describe(command.spec)
+    assert said == "mine.py:Mine rate=1.0 gate=gate.py:Above strength=0.25 loud=True gate.least=9 gate.strict=True"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"],
+)
+def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
+    write("mine.py")
+    Path("gate.py").write_text(GATE)
+    Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
+    perturbation = create(**flags.parse(["--perturbation.config", "p.yaml"]).spec)
+    assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--perturbation.gate top_margn", ["unknown gate 'top_margn'", "Did you mean 'top_margin'?"]),
+        ("--perturbation.gate top_margin --perturbation.gate.margn 1", ["gate 'top_margin'", "Did you mean 'margin'?"]),
+        ("--perturbation.gate top_margin --perturbation.gate.margin 2", ["gate option margin='2'", "in [0, 1]"]),
+        ("--perturbation.gate top_margin --perturbation.gate.margin", ["gate.margin needs a value"]),
+        ("--perturbation.gate.margin 0.1", ["'gate.margin'", "no gate's name", "option 'gate'"]),
+        ("--perturbation.gate none --perturbation.gate.margin 0.1", ["no gate's name"]),
+        ("--perturbation.gate perturbations.base:Step", ["not a subclass of perturbations.Gate"]),
+        ("--perturbation.gate mine.py:Mine", ["holds no gate", "It defines Mine", "perturbations.Gate"]),
+    ],
+)
+def test_bad_gates(words: str, parts: list[str]) -> None:
+    write("mine.py")
+    said = message(lambda: flags.parse(["--perturbation", "soft", *words.split()]))
+    for part in parts:
+        assert part in said, said
+
+
+def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    write("mine.py")
+    Path("gate.py").write_text(GATE)
+    words = ["train", "--perturbation", "./mine.py:Mine", "--perturbation.gate", "./gate.py", "--help"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "./mine.py:Mine  (a test; mine.py:Mine)" in text and "--perturbation.strength" in text
+    assert "./gate.py  (gate; gate.py:Above)" in text and "--perturbation.gate.least" in text
+    assert cli.main(["train", "--perturbation", "mien.py", "--help"]) == 2
+    assert "Did you mean 'mine.py'?" in capsys.readouterr().err
+
+
+def test_list_names_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["top_margin", "in-tree"] for line in lines)
+
+
+class TestCheck:
+    def test_good(self, capsys: pytest.CaptureFixture[str]) -> None:
+        write("mine.py")
+        Path("gate.py").write_text(GATE)
+        for words in (["./mine.py:Mine", "strength=0.5"], ["gate", "./gate.py"], ["neighbor", "k=4"]):
+            assert cli.main(["check", *words]) == 0
+            said = capsys.readouterr()
+            assert said.out.count("ok ") >= 9 and "WRONG" not in said.out
+            assert "keeps the contract" in said.err and "ngrpo train" in said.err
+
+    def test_bad(self, capsys: pytest.CaptureFixture[str]) -> None:
+        write("mine.py")
+        text = Path("mine.py").read_text().replace("one_hot(step.sampled),", "one_hot(step.sampled + 99),")
+        Path("mine.py").write_text(text)
+        assert cli.main(["check", "./mine.py:Mine"]) == 1
+        out = capsys.readouterr().out
+        assert "ok     a small model that it fits" in out and "WRONG  proposals for ordinary logits" in out
+        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix: Token ids must be in" in out
+
+    @pytest.mark.parametrize(
+        ("words", "code", "says"),
+        [
+            ([], 2, "usage: ngrpo check"),
+            (["--help"], 0, "usage: ngrpo check"),
+            (["./mien.py"], 2, "Did you mean 'mine.py'?"),
+            (["./mine.py", "strength"], 2, "option=value"),
+            (["./mine.py", "strenth=1"], 2, "Did you mean 'strength'?"),
+            (["gate", "./mine.py"], 2, "holds no gate"),
+            (["soft", "k=0"], 2, "at least 1"),
+        ],
+    )
+    def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+        write("mine.py")
+        assert cli.main(["check", *words]) == code
+        said = capsys.readouterr()
+        assert says in said.out + said.err
+
+
+def test_a_gate_is_a_value_of_its_perturbation() -> None:
+    one, two = (create("soft", gate="top_margin", **{"gate.margin": m}) for m in (0.1, 0.2))
+    assert one != two and one.fingerprint() != two.fingerprint()
+    assert one == create("soft", gate=create_gate("top_margin", margin="0.1")) == create(**one.spec())
+    assert create("soft", gate="none") == create("soft") and create("soft").spec()["gate"] is None
+    assert "gate=3" in message(lambda: create("soft", gate=3))
+
+
+def test_the_classes_in_the_docs_work() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs" / "own_perturbation.md"
+    blocks = [block.split("```", 1)[0] for block in docs.read_text().split("```python\n")[1:]]
+    files = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
+    for name in ("damp.py", "fading.py"):
+        Path(name).write_text(files[name])
+    exec(blocks[-1])
+    spec = create("damp.py").spec()
+    assert round(len(spec["source"]) / 1024, 1) == 0.5 and "0.5 KB for the file above" in docs.read_text()

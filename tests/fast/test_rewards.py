@@ -1,0 +1,92 @@
+"""A reward function that fails ends the run with prompt and answer; a real run: tests/pipeline/test_faults.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.trainer.rewards import SECONDS, CheckedReward, RewardFailed
+from ngrpo.trainer.rollout_actor import RecordingExecutor
+from perturbations.errors import UsageError
+from tests.fast.run import run_with
+
+ANSWER = (["What is 1 + 1? It is 3."], ["What is 1 + 1?"], ["2"])
+
+
+def raises(queries: Any, prompts: Any, labels: Any) -> Any:
+    raise KeyError("answers")
+
+
+def hangs(queries: Any, prompts: Any, labels: Any) -> Any:
+    time.sleep(60)
+
+
+def gives(value: Any) -> Any:
+    return lambda queries, prompts, labels: value
+
+
+GOOD = [{"rewards": value} for value in (1, 0.5, True, [0.25], torch.tensor([1.0]), torch.tensor(0.0))]
+
+
+@pytest.mark.parametrize("result", [*GOOD, {"rewards": [1.0], "scores": [0.5], "extra_logs": {}}], ids=str)
+def test_numbers_pass_as_they_are(result: dict[str, Any]) -> None:
+    checked = CheckedReward(gives(result))
+    assert checked(*ANSWER) is result
+    checked.raise_failure()
+
+
+BAD = {
+    "raises": (raises, "raised KeyError: 'answers'"),
+    "hangs": (hangs, "has not answered within 0.05 s"),
+    "nothing": (gives(None), "returned 'None' where a dictionary"),
+    "a number alone": (gives(1.0), "returned '1.0' where a dictionary"),
+    "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one answer"),
+    "nan": (gives({"rewards": float("nan")}), "returned 'nan' as 'rewards'"),
+    "infinite": (gives({"rewards": torch.tensor([torch.inf])}), "returned 'tensor"),
+    "two values": (gives({"rewards": [1.0, 0.0]}), "as 'rewards' of one answer"),
+    "no value": (gives({"rewards": []}), "as 'rewards' of one answer"),
+    "scores": (gives({"rewards": 1.0, "scores": "good"}), "returned 'good' as 'scores'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_anything_else_names_the_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, message = BAD[name]
+    if name == "hangs":
+        monkeypatch.setenv(SECONDS, "0.05")
+    checked = CheckedReward(function)
+    with pytest.raises(RewardFailed) as failure:
+        checked(*ANSWER)
+    for part in (message, "prompt: 'What is 1 + 1?'", "answer: ' It is 3.'", "a finite number"):
+        assert part in str(failure.value)
+    with pytest.raises(RewardFailed, match="the reward function"):
+        checked.raise_failure()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
+def test_a_time_limit_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECONDS, value)
+    with pytest.raises(UsageError, match=f"{SECONDS}={value}: a positive number"):
+        CheckedReward(raises)
+
+
+def test_the_executor_raises_what_openrlhf_swallows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Executor:
+        """As OpenRLHF's SingleTurnAgentExecutor."""
+
+        reward_func = staticmethod(raises)
+
+        async def execute(self, **kwargs: Any) -> dict[str, Any]:
+            try:
+                await asyncio.to_thread(self.reward_func, *ANSWER)
+            except Exception:
+                return {"reward": None}
+            raise AssertionError("no error")
+
+    run_with(monkeypatch, perturbation_spec={"name": "gumbel"})
+    with pytest.raises(RewardFailed, match="raised KeyError"):
+        asyncio.run(RecordingExecutor(Executor()).execute(prompt="p", sampling_params=None))

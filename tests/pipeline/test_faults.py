@@ -1,0 +1,98 @@
+"""Faults in the middle of a real run: each ends it with a message that says what happened (docs/faults.md)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.pipeline.harness import start, train
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ["--perturbation", "gumbel", "--ckpt.save_steps", "1"]
+REWARD = """
+import time
+
+def reward_func(queries, prompts, labels, **_):
+    if queries[0].count("user") and hash(queries[0]) % 3 == 0:
+        {fault}
+    return {{"rewards": 1.0}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise KeyError('no such label')", "raised KeyError: 'no such label'"),
+        ("time.sleep(3600)", "has not answered within 3 s"),
+        ("return {{'rewards': 'good'}}", "returned 'good' as 'rewards' of one answer"),
+    ],
+)
+def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str, fault: str, told: str) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD.format(fault=fault.replace("{{", "{").replace("}}", "}")))
+    flags = ["--reward.remote_url", str(file)]
+    result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"NGRPO_REWARD_SECONDS": "3"})
+    assert result.returncode == 1
+    end = result.stdout[-3000:]
+    assert told in end and "prompt:" in end and "answer:" in end
+    assert_nothing_runs(tmp_path)
+
+
+def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
+    log = tmp_path / "log"
+    with start(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log)) as process:
+        until = time.monotonic() + 300
+        while "Global step 1" not in (log.read_text(errors="replace") if log.is_file() else ""):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        engines = [p for p in psutil.process_iter(["cmdline"]) if "ray::RolloutRayActor" in " ".join(p.info["cmdline"])]
+        assert engines
+        for engine in engines:
+            engine.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "training failed" in output and "died" in output
+    assert (tmp_path / "run" / "checkpoints" / "_actor" / "latest").is_file(), "what was saved is still there"
+    assert_nothing_runs(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_full_disk_at_the_checkpoint(tmp_path: Path, smollm2: str, small_disk: Path) -> None:
+    result = train(tmp_path / "run", smollm2, *FLAGS, "--ckpt.path", str(small_disk))
+    assert result.returncode == 1
+    assert "training failed" in result.stdout[-3000:]
+    assert "disk" in result.stdout[-3000:].lower() or "space" in result.stdout[-3000:].lower()
+    assert_nothing_runs(tmp_path)
+
+
+def assert_nothing_runs(folder: Path) -> None:
+    """No process of the run is left a few seconds after its end."""
+    until = time.monotonic() + 15
+    while True:
+        left = [
+            p.info["cmdline"]
+            for p in psutil.process_iter(["cmdline", "pid"])
+            if p.info["pid"] != os.getpid() and str(folder) in " ".join(p.info["cmdline"] or ())
+        ]
+        if not left:
+            return
+        assert time.monotonic() < until, left
+        time.sleep(0.5)
