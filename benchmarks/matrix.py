@@ -42,8 +42,8 @@ STAGES = {
 def install(release: str, folder: Path) -> None:
     """Makes the environment: this project's extras, with another vLLM and the torch that it pins."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    found = requires("ngrpo") or []
-    ours = [r.partition(";")[0].strip() for r in found if re.search(r"extra == .(cpu|test).", r)]
+    found = [r for r in requires("ngrpo") or [] if "extra ==" not in r or re.search(r"extra == .(cpu|test).", r)]
+    ours = [r.partition(";")[0].strip() for r in found]
     ours = [r for r in ours if not r.startswith("vllm")]
     torch = f"torch=={TORCH.get(release, '2.13.0')}"
     _pip(folder, torch)
