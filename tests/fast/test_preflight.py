@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 
 from ngrpo import preflight, reward_files, versions
 from ngrpo.trainer.run_settings import RunSettings
-from perturbations import create
+from perturbations import available, create
 from perturbations.errors import UsageError
+from perturbations.registry import get
 
 SETTINGS = RunSettings(perturbation_spec=create("neighbor").spec())
 MODEL = ["--actor.model_name_or_path", "m"]
@@ -298,3 +300,16 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
     file.write_text("class Agent:\n    pass\n")
     with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
         reward_files.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("level", ["token", "seq"])
+@pytest.mark.parametrize("name", sorted(set(available()) - {"none"}))
+def test_importance_sampling_goes_with_every_perturbation_without_a_density(name: str, level: str) -> None:
+    words = [*MODEL, "--algo.advantage.is_correction_level", level]
+    preflight.check_flags(words, RunSettings(perturbation_spec=create(name).spec()))
+    for density in next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ()):
+        settings = RunSettings(perturbation_spec=create(name, density=density).spec())
+        if density != "token":
+            with pytest.raises(UsageError, match=r"is_correction_level .* cannot be used with the density"):
+                preflight.check_flags(words, settings)
