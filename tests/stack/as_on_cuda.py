@@ -94,6 +94,8 @@ def warm_up(llm: Any) -> dict[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests, "take", counted)
         patch.setattr(gpu_worker, "kernel_warmup", kernel_warmup)
+        # vLLM 0.31 leaves the second part out of eager engines.
+        patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True, raising=False)
         patch.setattr(torch.accelerator, "synchronize", lambda: None)
         # The interpreter lacks this kernel's masks; the bitmask of the warm-up allows every token.
         patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
