@@ -1,10 +1,12 @@
 """Tokens per second of perturbed rollouts with this code against another checkout of this repository.
 
     git worktree add --detach /tmp/before REVISION
-    python -m benchmarks.against /tmp/before [--perturbations gumbel,gaussian] [--rates 0.1,1] [--batch 16] [--pairs 7]
+    python -m benchmarks.against /tmp/before [--perturbations gumbel,gaussian] [--rates 0.1,1] [--batch 16] [--pairs 5]
 
 Two processes, each with an engine, take turns, each first as often as the other. Printed: the median of the paired
-ratios of speed (this code's over the other's, higher is better), and the range.
+ratios of speed (this code's over the other's, higher is better), and the range. On a CPU each engine has one thread
+and CPU seconds are compared, which other work on the machine hardly changes; with `--wall` both have all cores, and
+the clock is compared, as it is on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def serve(model: str) -> None:
     """One engine, in a process that runs this file under the PYTHONPATH of a checkout.
 
     Each line of JSON asks for a perturbation (`{"set": name, "rate": rate}`) or a rollout (`{"batch": 16, "tokens":
-    48}`); the answer is a line, the seconds it took.
+    48}`); the answer is a line with the seconds it took.
     """
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     warnings.simplefilter("ignore")
@@ -44,25 +46,27 @@ def serve(model: str) -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         if "set" in asked:
             set_perturbation(llm, asked["set"], rate=asked["rate"])
         else:
             messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(asked["batch"])]
             llm.chat(messages, SamplingParams(max_tokens=asked["tokens"], ignore_eos=True), use_tqdm=False)
-        spent = time.perf_counter() - began
+        spent = {"wall": time.perf_counter() - began, "cpu": time.process_time() - used}
         take_records(llm)  # before the answer: the other engine's turn begins with it
-        print(spent, file=answers, flush=True)
+        print(json.dumps(spent), file=answers, flush=True)
 
 
 class Checkout:
     """An engine in a process of its own that runs the code of a checkout."""
 
-    def __init__(self, path: Path, model: str) -> None:
+    def __init__(self, path: Path, model: str, clock: str) -> None:
+        self._clock = clock
+        one = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if clock == "cpu" else {}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(path), "--serve", model],
             cwd=path,
-            env={**os.environ, "PYTHONPATH": str(path)},
+            env={**os.environ, **one, "PYTHONPATH": str(path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -80,7 +84,7 @@ class Checkout:
         """Seconds that something took."""
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
-        return float(self.answer())
+        return json.loads(self.answer())[self._clock]
 
     def close(self) -> None:
         """Ends it."""
@@ -105,20 +109,25 @@ def main() -> None:
     parser.add_argument("--perturbations", default="gumbel,gaussian")
     parser.add_argument("--rates", default="0.1,1")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--wall", action="store_true", help="all cores of a CPU, and the clock instead of CPU seconds")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
         return
+    import torch
+
     from benchmarks.machine import describe
     from ngrpo.models import resolve
 
     model, here = resolve(options.model), Path(__file__).resolve().parents[1]
-    print(f"{describe()}; {options.model}, bfloat16, eager, {options.batch} requests of {options.tokens} tokens")
+    clock = "wall" if options.wall or torch.cuda.is_available() else "cpu"
+    requests = f"{options.batch} requests of {options.tokens} tokens"
+    print(f"{describe()}; {options.model}, bfloat16, eager, {requests}, {clock} seconds")
     print(f"{'name':10s} {'rate':>5s} {'ratio':>7s}  range", flush=True)
-    checkouts = [Checkout(options.other.resolve(), model), Checkout(here, model)]
+    checkouts = [Checkout(path, model, clock) for path in (options.other.resolve(), here)]
     try:
         for checkout in checkouts:
             checkout.answer()
