@@ -92,7 +92,7 @@ def examine(model: str | None, report: Callable[[str], None]) -> Iterator[Findin
     yield _python()
     yield _judged("releases", _releases, preflight.check_stack)
     profile = profile_for("auto")
-    yield Finding("hardware", _device(profile.name))
+    yield _device(profile.name)
     # The flags that the profile itself would add: on a CPU the offloaded Adam, which g++ compiles.
     flags = Flags([]).with_defaults(profile.default_flags)
     yield _judged("optimizer", lambda: "what DeepSpeed compiles it with is there", lambda: profile.check(flags))
@@ -123,26 +123,34 @@ def _releases() -> str:
     return ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
 
 
-def _device(hardware: str) -> str:
+def _device(hardware: str) -> Finding:
     import torch
 
-    if hardware == "cpu":
-        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU"
-        return f"profile cpu: torch sees no CUDA device ({built})"
-    from ngrpo.hardware.cuda import toolkit
+    driver, built = _driver(), torch.version.cuda
+    if hardware == "cuda":
+        from ngrpo.hardware.cuda import toolkit
 
-    home, release = toolkit()
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"profile cuda: {names}; CUDA {torch.version.cuda}, {_driver()}, toolkit {release or 'missing'} ({home})"
+        home, release = toolkit()
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        compiled = f"toolkit {release or 'missing'} ({home})"
+        return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
+    told = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
+    if driver is None:
+        return Finding("hardware", told)
+    newer = (
+        f"install a driver for CUDA {built}" if built else "install the extra cuda and a torch that is built for CUDA"
+    )
+    return Finding("hardware", f"{told}, but there is a GPU with driver {driver}", f"{newer}: docs/install.md")
 
 
-def _driver() -> str:
+def _driver() -> str | None:
+    """The driver's version, or None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return "driver unknown (no nvidia-smi)"
-    return f"driver {told.splitlines()[0]}" if told else "driver unknown"
+        return None
+    return told.splitlines()[0] if told else None
 
 
 def _flash_attn(hardware: str) -> str:

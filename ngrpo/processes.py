@@ -6,6 +6,8 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _OWNER = "NGRPO_OWNER"
@@ -26,9 +28,14 @@ def raise_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def own_children() -> None:
-    """Lets the processes that vLLM starts from here on end with this one; see :func:`end_with_owner`."""
+@contextmanager
+def own_children() -> Iterator[None]:
+    """Lets the processes that vLLM starts in the block end with this one; see :func:`end_with_owner`."""
     os.environ[_OWNER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_OWNER]
 
 
 def end_with_owner() -> None:

@@ -19,7 +19,7 @@ from perturbations import registry
 
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "policy_noise/")
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/")
 _DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
 _BARS = "▁▂▃▄▅▆▇█"

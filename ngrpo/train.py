@@ -48,7 +48,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, summary, tasks
+from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
@@ -119,7 +119,7 @@ def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
     openrlhf_parser.check(whole.words)
     if command.task is None:
         preflight.check_files(complete.words)
-        preflight.check_rewards(complete.words)
+        reward_files.check_rewards(complete.words)
     return complete
 
 

@@ -148,7 +148,7 @@ DENSITIES = [
         "ngrpo/trainer/model_actors.py",
         "test_density_actor.py",
         ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
-        ("densities(scope, self.actor.temperature)", "densities(scope, 1.0)", "the step's density at temperature 1"),
+        ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ),
 ]
@@ -425,7 +425,13 @@ NOISES = [
         "test_policy_noises.py",
         ("            self._send(0.0)\n", "", "noisy evaluation"),
         ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+    ),
+    *_of(
+        "ngrpo/trainer/importance.py",
+        "test_policy_noises.py",
         ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > high)", "", "what is above the bounds does not count as cut"),
     ),
 ]
 
@@ -549,6 +555,9 @@ MIXTURES = [
             "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
             "latent: clamped in training",
         ),
+        ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
+        ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
+        ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
     ),
     *_of(
         "perturbations/gates/first.py",

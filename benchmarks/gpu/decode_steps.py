@@ -21,17 +21,24 @@ _COUNTED = {
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """One for each model runner."""
+    """The perturber without an engine, where PyTorch itself refuses a wait; then an engine of each model runner."""
     if rehearse:
         size = {"rehearse": True, "sequences": 2, "tokens": 4, "perturbations": [["gumbel", 1.0]]}
-        return [Case("V1", size, {"VLLM_USE_V2_MODEL_RUNNER": "0"})]
+        alone = Case("perturber", {**size, "alone": True})
+        return [alone, Case("V1", size, {"VLLM_USE_V2_MODEL_RUNNER": "0"})]
     perturbations = [["neighbor", 0.1], ["neighbor", 1.0], ["gumbel", 1.0], ["gaussian", 1.0]]
     size = {"rehearse": False, "sequences": 64, "tokens": 32, "perturbations": perturbations}
-    return [Case(runner, size, {"VLLM_USE_V2_MODEL_RUNNER": switch}) for runner, switch in (("V2", "1"), ("V1", "0"))]
+    return [
+        Case("perturber", {**size, "alone": True}),
+        *(Case(runner, size, {"VLLM_USE_V2_MODEL_RUNNER": switch}) for runner, switch in (("V2", "1"), ("V1", "0"))),
+    ]
 
 
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row for stock vLLM, then one for each perturbation."""
+    if arguments.get("alone"):
+        yield from _alone(arguments)
+        return
     import warnings
 
     from benchmarks import rollout
@@ -53,6 +60,32 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         llm = stock if rate is None else perturbed
         found = _per_step(llm, prompts, arguments["tokens"])
         yield {"runner": runner, "perturbation": name, "rate": rate, "sequences": count, **found}
+
+
+def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Random logits in place of a model; the time is that of a step, until the device has done it."""
+    import torch
+
+    from benchmarks import decode_step
+    from perturbations import create
+
+    device, sequences = "cuda" if torch.cuda.is_available() else "cpu", arguments["sequences"]
+    vocabulary = 1024 if arguments["rehearse"] else 151_936
+    for name, rate in arguments["perturbations"]:
+        perturbation = create(name, rate=rate)
+        found = decode_step.count(perturbation, sequences, vocabulary=vocabulary, device=device)
+        yield {
+            "runner": "no engine",
+            "perturbation": name,
+            "rate": rate,
+            "sequences": sequences,
+            "launches": found.launches / found.steps,
+            "to_device": found.uploads / found.steps,
+            "to_host": found.downloads / found.steps,
+            "waits": len(found.waits) / found.steps,
+            "loops": decode_step.loops(perturbation, device),
+            "microseconds": decode_step.microseconds(perturbation, sequences, vocabulary, device),
+        }
 
 
 def _per_step(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, float]:

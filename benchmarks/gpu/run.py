@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
@@ -76,9 +76,6 @@ def run_stage(
     cases = results.part(letter, module.TITLE, report)
     deadline = time.monotonic() + 60.0 * minutes
 
-    def run(case: Case) -> tuple[Case, dict[str, Any]]:
-        return case, _run(module.__name__, case, deadline)
-
     waiting: list[Case] = []
     for case in module.cases(rehearse):
         if cases.get(case.name, {}).get("state") == DONE and not force:
@@ -90,10 +87,12 @@ def run_stage(
             waiting.append(case)
     results.write()
     with ThreadPoolExecutor(1 if rehearse else getattr(module, "AT_ONCE", 1)) as pool:
-        for case, outcome in pool.map(run, waiting):
-            cases[case.name] = outcome
+        running = {pool.submit(_run, module.__name__, case, deadline): case for case in waiting}
+        for future in as_completed(running):
+            name = running[future].name
+            cases[name] = future.result()
             results.write()
-            report(f"{letter}  {case.name}: {_line(outcome)}")
+            report(f"{letter}  {name}: {_line(cases[name])}")
     return not any(outcome["state"] == FAILED for outcome in cases.values())
 
 

@@ -69,6 +69,8 @@ _COLUMNS: dict[str, tuple[_Column, ...]] = {
         ("waits", "waits", ".1f"),
         ("item()", "items", ".1f"),
         ("nonzero", "nonzero", ".1f"),
+        ("Python lines a request", "loops", ".1f"),
+        ("µs", "microseconds", ".0f"),
     ),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.trainer.gap import check_gap
+from ngrpo.trainer.importance import importance_measures
 from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
@@ -95,6 +96,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
         run = current_run()
         measures = step_metrics(records, log_probs, run.perturbation)
         check_gap(measures, run.gap_limit, strict=run.strict)
+        measures |= importance_measures(experiences, self.strategy.args.algo.advantage)
         note_measures(self, measures)
         return experiences
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-
+from ngrpo.trainer.importance import importance_measures
 from ngrpo.trainer.metrics import note_measures
 from ngrpo.trainer.run_settings import current_run
 
@@ -50,41 +49,12 @@ def noise_measured(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
-        found = measures(experiences, self.strategy.args.algo.advantage.is_correction_threshold)
-        self.rollout_divergence = found.get("policy_noise/divergence")
+        found = importance_measures(experiences, self.strategy.args.algo.advantage)
+        self.rollout_divergence = found.get("importance/divergence")
         note_measures(self, found)
         return experiences
 
     return make_experience_batch
-
-
-def measures(experiences: list[Any], threshold: Any) -> dict[str, float]:
-    """What a step reports of its rollouts' policy.
-
-    Args:
-        experiences: with the log-probabilities of rollout and trainer, (B, A) each.
-        threshold: the bounds of the importance weight.
-
-    Returns:
-        ``divergence``: the mean of log π_rollout − log π_trainer over the tokens; ``weight``: the mean importance
-        weight π_trainer / π_rollout within the bounds, ``cut``: the share of tokens at which it is beyond them. Empty
-        where the rollouts' log-probabilities are not known.
-    """
-    if any(experience.rollout_log_probs is None for experience in experiences):
-        return {}
-    parts = [
-        (experience.action_log_probs - experience.rollout_log_probs)[experience.action_mask.bool()].float().cpu()
-        for experience in experiences
-    ]
-    ratio = torch.cat(parts)
-    low, high = float(threshold[0]), float(threshold[-1])
-    weight = ratio.clamp(-20.0, 20.0).exp()
-    found = {
-        "divergence": -ratio.mean().item(),
-        "weight": weight.clamp(low, high).mean().item(),
-        "cut": ((weight < low) | (weight > high)).float().mean().item(),
-    }
-    return {f"policy_noise/{name}": value for name, value in found.items()}
 
 
 def noisy_trainer(plain: type) -> type:

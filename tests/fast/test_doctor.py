@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,25 @@ def test_no_compiler(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CXX", "no-such-compiler")
     code, head = findings(capsys, "--no-self-test")
     assert code == 1 and "not ready" in lines_of(head, "optimizer") and "'no-such-compiler'" in head
+
+
+@pytest.mark.parametrize("built", [None, "13.0"])
+def test_a_gpu_that_torch_does_not_see(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None
+) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and torch sees it")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 580.65.06\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", built)
+    code, head = findings(capsys, "--no-self-test")
+    told = lines_of(head, "hardware")
+    assert code == 1 and "there is a GPU with driver 580.65.06" in told
+    assert ("a driver for CUDA 13.0" if built else "a torch that is built for CUDA") in told
 
 
 def test_a_definition_that_has_changed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

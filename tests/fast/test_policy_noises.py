@@ -14,6 +14,7 @@ from torch import nn
 from ngrpo import flags, policy_noises, preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import policy_noise
+from ngrpo.trainer.importance import importance_measures
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations import create
@@ -137,13 +138,23 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
     experience = SimpleNamespace(
         action_log_probs=old, rollout_log_probs=torch.tensor([[-3.5, -2.0]]), action_mask=torch.ones(1, 2)
     )
-    assert policy_noise.measures([experience], bounds) == {
-        "policy_noise/divergence": pytest.approx(-1.75),
-        "policy_noise/weight": pytest.approx((10.0 + math.e) / 2),
-        "policy_noise/cut": pytest.approx(0.5),
+    args = SimpleNamespace(
+        is_correction_level=level,
+        is_correction_mode=mode,
+        is_correction_gating="ratio",
+        is_correction_threshold=bounds,
+    )
+    assert importance_measures([experience], args) == {
+        "importance/divergence": pytest.approx(-1.75),
+        "importance/weight": pytest.approx((10.0 + math.e) / 2),
+        "importance/cut": pytest.approx(0.5),
     }
-    experience.rollout_log_probs = None
-    assert policy_noise.measures([experience], bounds) == {}
+    args.is_correction_mode = "mask"  # OpenRLHF's default: a token beyond the bounds is dropped
+    assert importance_measures([experience], args)["importance/weight"] == pytest.approx(math.e / 2)
+    args.is_correction_level = "seq"
+    assert importance_measures([experience], args) == {"importance/divergence": pytest.approx(-1.75)}
+    args.is_correction_level = "off"
+    assert importance_measures([experience], args) == {}
 
 
 def test_the_gradient_on_a_noisy_policys_rollouts_is_the_clean_policys() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight, versions
+from ngrpo import preflight, reward_files, versions
 from ngrpo.trainer.run_settings import RunSettings
-from perturbations import create
+from perturbations import available, create
 from perturbations.errors import UsageError
+from perturbations.registry import get
 
 SETTINGS = RunSettings(perturbation_spec=create("neighbor").spec())
 MODEL = ["--actor.model_name_or_path", "m"]
@@ -148,6 +150,17 @@ def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], RunSettings())
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--train.seed -1", "--rollout.temperature nan", "--rollout.temperature -1", "--rollout.top_p 0",
+     "--rollout.top_p 2", "--actor.adam.lr inf", "--vllm.gpu_memory_utilization x", "--train.seed"],
+)  # fmt: skip
+def test_numbers_out_of_range(words: str) -> None:
+    with pytest.raises(UsageError, match=words.split()[0] + r".*: must be a (number|whole number from)"):
+        preflight.check_flags([*MODEL, *words.split()], RunSettings())
+    preflight.check_flags([*MODEL, words.split()[0], "1"], RunSettings())
+
+
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     preflight.check_output("--run-dir", tmp_path / "new" / "one", folder=True)
@@ -265,7 +278,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        preflight.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
@@ -277,13 +290,26 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "from other import *\n",
     ):
         file.write_text(text)
-        preflight.check_rewards(["--reward.remote_url", str(file)])
-    preflight.check_rewards(["--reward.remote_url", "http://host/x"])
-    preflight.check_rewards(["--reward.model_name_or_path", "m"])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
+    reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
+    reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match="no reward: give --task"):
-        preflight.check_rewards(["--data.prompt_dataset", "x"])
+        reward_files.check_rewards(["--data.prompt_dataset", "x"])
     with pytest.raises(UsageError, match="begins with http"):
-        preflight.check_rewards(["--reward.remote_url", "reward"])
+        reward_files.check_rewards(["--reward.remote_url", "reward"])
     file.write_text("class Agent:\n    pass\n")
     with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
-        preflight.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+        reward_files.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("level", ["token", "seq"])
+@pytest.mark.parametrize("name", sorted(set(available()) - {"none"}))
+def test_importance_sampling_goes_with_every_perturbation_without_a_density(name: str, level: str) -> None:
+    words = [*MODEL, "--algo.advantage.is_correction_level", level]
+    preflight.check_flags(words, RunSettings(perturbation_spec=create(name).spec()))
+    for density in next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ()):
+        settings = RunSettings(perturbation_spec=create(name, density=density).spec())
+        if density != "token":
+            with pytest.raises(UsageError, match=r"is_correction_level .* cannot be used with the density"):
+                preflight.check_flags(words, settings)

@@ -74,5 +74,5 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
     assert [step["policy_noise_scale"] for step in steps] == pytest.approx(scales)
     assert steps[1]["gap_plain_mean"] > 2 * (GAP if noise == "psn" else steps[0]["gap_plain_mean"])
     if noise == "psn":
-        assert 0.5 < steps[0]["policy_noise_weight"] < 1.5 and steps[0]["policy_noise_divergence"] > 0.02
+        assert 0.5 < steps[0]["importance_weight"] < 1.5 and steps[0]["importance_divergence"] > 0.02
         assert steps[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
