@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,6 @@ from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.gates.default import protected_ids
-from perturbations.options import nearest
 
 # Settings under which a perturbed run would be wrong without a word: part of a flag's name, the values that are
 # harmless, why, and what to do.
@@ -46,6 +45,17 @@ _AT_LEAST_ONE = (
     "--data.max_len",
     "--data.max_samples",
 )
+
+# The same of fractions: what each one may be, and in words.
+_IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
+    "--train.seed": (lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
+    "--rollout.temperature": (lambda n: 0 < n < inf, "a number greater than 0"),
+    "--rollout.top_p": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
+    "--eval.temperature": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--actor.adam.lr": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--algo.kl.init_coef": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--vllm.gpu_memory_utilization": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
+}
 
 
 def check_stack() -> None:
@@ -83,6 +93,9 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
+        fits, allowed = _IN_RANGE.get(flag.name, (None, ""))
+        if fits is not None and not fits(_number(value)):
+            raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
     spec = settings.perturbation_spec
     if spec is None and not settings.corrects_sampling:
         return
@@ -95,6 +108,14 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
             if part in flag.name and value.lower() not in harmless:
                 given = f"{flag.name} {value}".rstrip()
                 raise UsageError(f"{given} cannot be used with {asked}: {reason}. Fix: {instead}.")
+
+
+def _number(text: str) -> float:
+    """NaN, which no range holds, where the text is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 # OpenRLHF 0.11.2's defaults, from the parser in openrlhf/cli/train_ppo_ray.py.
@@ -192,67 +213,6 @@ def check_files(args: Sequence[str]) -> None:
     evaluation = Flags(args).value("--eval.dataset")
     if evaluation:
         check_dataset("--eval.dataset", evaluation, columns)
-
-
-def check_rewards(args: Sequence[str]) -> None:
-    """Checks where rewards come from; a user's file is read and not run.
-
-    Raises:
-        UsageError: where there is no reward at all, or a file does not define what OpenRLHF takes from it.
-    """
-    reward, agent = (Flags(args).value(flag) for flag in ("--reward.remote_url", "--train.agent_func_path"))
-    if not (reward or agent or Flags(args).value("--reward.model_name_or_path")):
-        raise UsageError(
-            "no reward: give --task NAME, --reward.remote_url with a Python file that has reward_func, or"
-            " --reward.model_name_or_path with a reward model."
-        )
-    for part in reward.split(",") if reward else ():
-        if part.endswith(".py"):
-            check_python("--reward.remote_url", part, "reward_func(queries, prompts, labels)")
-        elif not part.startswith(("http://", "https://")):
-            raise UsageError(f"--reward.remote_url {part}: must be a Python file, or an address that begins with http.")
-    if agent:
-        check_python("--train.agent_func_path", agent, "AgentExecutor()")
-
-
-def check_python(flag: str, path: str, needed: str) -> None:
-    """Checks a user's Python file without running it.
-
-    Args:
-        flag: the flag that names it, for messages.
-        path: the file.
-        needed: what it must define at its top, as it is called.
-
-    Raises:
-        UsageError: where there is no such file, it is not Python, or does not define that.
-    """
-    try:
-        body = ast.parse(Path(path).read_bytes()).body
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing Python file.") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"{flag} {path}: is not Python ({where}). Correct it.") from None
-    name = needed.partition("(")[0]
-    # Inside `if` and `try` too; a name may be a function, a class, assigned or imported.
-    words = {word for node in body for word in _names(node)}
-    if not words & {name, "*"}:
-        near = nearest(name, words)
-        raise UsageError(f"{flag} {path}: does not define {needed}.{near} Name it so.")
-
-
-def _names(statement: ast.stmt) -> Iterator[str]:
-    """What a statement at the top of a file may define."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
 
 
 def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:

@@ -6,6 +6,8 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _OWNER = "NGRPO_OWNER"
@@ -20,15 +22,21 @@ def raise_on_sigterm() -> None:
     """Makes SIGTERM raise :class:`Terminated` in the main thread, unless somebody handles or ignores it already."""
 
     def handler(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut short what the first one ends
         raise Terminated
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, handler)
 
 
-def own_children() -> None:
-    """Lets the processes that vLLM starts from here on end with this one; see :func:`end_with_owner`."""
+@contextmanager
+def own_children() -> Iterator[None]:
+    """Lets the processes that vLLM starts in the block end with this one; see :func:`end_with_owner`."""
     os.environ[_OWNER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_OWNER]
 
 
 def end_with_owner() -> None:

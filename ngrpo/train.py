@@ -48,10 +48,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, summary, tasks
+from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
+from ngrpo.rollout import used_runner
 from ngrpo.trainer import rollout_sampling
 from perturbations.errors import UsageError
 
@@ -79,6 +80,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
     began = time.time()
+    used_runner.watch(folder / summary.RUNNERS)
     status = _launch(args, command, hardware, report)
     if status == 0:
         text = summary.finish(folder, args, command.settings, hardware=hardware, began=began)
@@ -119,7 +121,7 @@ def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
     openrlhf_parser.check(whole.words)
     if command.task is None:
         preflight.check_files(complete.words)
-        preflight.check_rewards(complete.words)
+        reward_files.check_rewards(complete.words)
     return complete
 
 

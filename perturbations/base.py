@@ -46,6 +46,8 @@ class Replayed:
         edit: the inputs as recorded.
         noise_keys: (N,) int64, from which the recorded noise is drawn again; None where nothing is noisy.
         lookup: ids of any shape to their embeddings in the policy at hand, shape + (D,), with gradient.
+        advantages: what the loss weighs each position's entry with, (N,) float32; None where there is no loss, as for
+            old and reference policy. They may shape the gradient of a density and not its value, which all share.
     """
 
     logits: Tensor
@@ -55,6 +57,7 @@ class Replayed:
     edit: InputEdit
     noise_keys: Tensor | None
     lookup: Callable[[Tensor], Tensor]
+    advantages: Tensor | None = None
 
     def at(self, ids: Tensor) -> Tensor:
         """z̃ of the tokens ``ids`` (N, n) at their positions, (N, n), with gradient."""

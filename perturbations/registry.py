@@ -225,6 +225,13 @@ class Registry:
         """The class that all of this kind derive from."""
         return pkgutil.resolve_name(self.base)
 
+    def base_of_package(self, name: str) -> type:
+        """The ``__getattr__`` of a tree package that offers the base class, which is loaded when first asked for."""
+        package, _, base = self.base.partition(":")
+        if name != base:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return pkgutil.resolve_name(f"{package}.base:{base}")
+
     @property
     def _base_name(self) -> str:
         return self.base.replace(":", ".")

@@ -7,7 +7,6 @@ under ``ngrpo``. It is not N-GRPO, the mixing of semantic neighbors (Zhu et al.,
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from perturbations.errors import UsageError
@@ -58,7 +57,4 @@ def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **optio
     return create(name, **options).compute(rewards, counts)
 
 
-def __getattr__(name: str) -> Any:
-    if name != "Advantage":
-        raise AttributeError(f"module 'ngrpo.advantages' has no attribute {name!r}")
-    return import_module("ngrpo.advantages.base").Advantage
+__getattr__ = registry.base_of_package

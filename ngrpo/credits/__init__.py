@@ -5,8 +5,7 @@ One file for each, named as the credit is. Works with any perturbation, any adva
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perturbations.registry import Registry
 
@@ -19,7 +18,4 @@ register, available, create = registry.register, registry.available, registry.cr
 __all__ = ["Credit", "available", "create", "register", "registry"]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "Credit":
-        raise AttributeError(f"module 'ngrpo.credits' has no attribute {name!r}")
-    return import_module("ngrpo.credits.base").Credit
+__getattr__ = registry.base_of_package

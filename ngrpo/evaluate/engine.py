@@ -92,7 +92,6 @@ def build(
     from ngrpo.hardware import profile_for
 
     profile = profile_for(hardware)
-    processes.own_children()
     for name, value in {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
     import vllm
@@ -106,7 +105,8 @@ def build(
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
     config = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
     try:
-        return vllm.LLM(model, additional_config=config, **settings)
+        with processes.own_children():
+            return vllm.LLM(model, additional_config=config, **settings)
     except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
         raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ngrpo.answers import last_statement
 from ngrpo.evaluate.problem import Problem, Verdict
+from ngrpo.reward_files import REWARD_FUNC, check_python
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -79,6 +80,7 @@ def check_scorer(name: str) -> None:
         if not path.is_file():
             near = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
             raise UsageError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
+        check_python("scorer", str(path), REWARD_FUNC)
     elif name not in BUILT_IN:
         raise UsageError(
             f"unknown scorer {name!r}.{nearest(name, BUILT_IN)} Scorers: {', '.join(BUILT_IN)}, task:NAME, or a Python"

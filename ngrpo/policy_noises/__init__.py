@@ -6,8 +6,7 @@ given noisy weights, while the trainer's own and those of an evaluation are clea
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perturbations.registry import Registry
 
@@ -20,7 +19,4 @@ register, available, create = registry.register, registry.available, registry.cr
 __all__ = ["PolicyNoise", "available", "create", "register", "registry"]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "PolicyNoise":
-        raise AttributeError(f"module 'ngrpo.policy_noises' has no attribute {name!r}")
-    return import_module("ngrpo.policy_noises.base").PolicyNoise
+__getattr__ = registry.base_of_package

@@ -28,13 +28,15 @@ class Densities:
         tokens: the tokens' own log π at the replayed positions, (N,) float32, detached; None before the forward.
     """
 
-    def __init__(self, scope: ReplayScope, temperature: float) -> None:
+    def __init__(self, scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> None:
         """
         Args:
             scope: the scope that replays this forward, already entered, whose perturbation has a density.
             temperature: by which the logits are divided.
+            advantages: of the actions, (B, A), where this forward is for the loss.
         """
         self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
+        self._advantages = advantages
         self.tokens: Tensor | None = None
 
     def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
@@ -53,7 +55,9 @@ class Densities:
                 shape.
         """
         flat = log_probs.reshape(-1)
-        replayed, inside = self._scope.replayed(logits.reshape(-1, logits.shape[-1]), flat, self._temperature)
+        replayed, inside = self._scope.replayed(
+            logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
+        )
         self.tokens = replayed.token_log_probs.detach()
         action = self._action(replayed)
         # Positions that were cut off are written to one more entry, which is dropped.
@@ -77,13 +81,14 @@ class Densities:
 
 
 @contextmanager
-def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | None]:
+def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> Iterator[Densities | None]:
     """Puts the density of a scope's perturbation into the log-probabilities of the forward in this context.
 
     Args:
         scope: the scope of the replay, already entered. Where it holds no perturbed position the density is computed
             all the same, on no rows: on several ranks every one must gather the same parameters.
         temperature: the actor's.
+        advantages: of the actions, (B, A), where the forward is for the loss.
 
     Yields:
         The densities, or None where the perturbation has none.
@@ -95,7 +100,7 @@ def densities(scope: ReplayScope, temperature: float) -> Iterator[Densities | No
     if perturbation is None or not perturbation.has_density:
         yield None
         return
-    ours = Densities(scope, temperature)
+    ours = Densities(scope, temperature, advantages)
     with replacing(
         ours.replace,
         f"the density of perturbation {perturbation.name!r} was not computed",

@@ -136,7 +136,8 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
             # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
             scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
             replay = scope(records, experience.attention_mask)
-            with replay as stats, densities(scope, self.actor.temperature):
+            advantages = experience.advantages if current_run().perturbation.has_density else None
+            with replay as stats, densities(scope, self.actor.temperature, advantages):
                 result = original(self, experience, kl_ctl, step, *args)
         finally:
             self.actor_loss_fn = loss_fn

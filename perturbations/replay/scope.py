@@ -73,7 +73,7 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         return _Flat(none, none, InputEdit(ids, ids.float(), floats, None, floats), none)
 
     def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype)).to(device)
+        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype, copy=False)).to(device)
 
     def optional(name: str) -> Tensor | None:
         """Zeros where a record has none; None where no record has it."""
@@ -85,15 +85,18 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
 
     def widened(part: np.ndarray, mode: str) -> np.ndarray:
         """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
-        return np.pad(part, ((0, 0), (0, width - part.shape[1])), mode=mode)
+        missing = width - part.shape[1]
+        return np.pad(part, ((0, 0), (0, missing)), mode=mode) if missing else part
 
     width = max(r.ids.shape[1] for _, r in present)
     ids = joined((widened(r.ids, "edge") for _, r in present), np.int64)
     weights = joined(widened(r.weights, "constant") for _, r in present)
     edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
     position = joined((r.positions for _, r in present), np.int64)
-    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
-    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
+    noise_keys = None
+    if edit.sigma is not None:
+        seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
+        noise_keys = streams.keys(seeds, position, streams.Stream.NOISE)
     return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys)
 
 
@@ -191,13 +194,16 @@ class ReplayScope:
             after.remove()
             self._flat = self._mask = None
 
-    def replayed(self, logits: Tensor, log_probs: Tensor, temperature: float) -> tuple[Replayed, Tensor]:
+    def replayed(
+        self, logits: Tensor, log_probs: Tensor, temperature: float, advantages: Tensor | None = None
+    ) -> tuple[Replayed, Tensor]:
         """What a perturbation's density needs of the forward that was just replayed.
 
         Args:
             logits: z̃ of the forward, (R, V).
             log_probs: log π of the token after each row, (R,).
             temperature: by which the logits were divided.
+            advantages: of the last A tokens of each row of the batch, (B, A), or None.
 
         Returns:
             The positions, and which of them exist (N,) bool; those that were cut off have row 0.
@@ -214,7 +220,19 @@ class ReplayScope:
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        return Replayed(logits, rows, log_probs[rows], temperature, edit, self._flat.noise_keys, self.lookup), inside
+        keys, of_positions = self._flat.noise_keys, None
+        if advantages is not None:
+            of_positions = self._of_positions(advantages)
+        return Replayed(logits, rows, log_probs[rows], temperature, edit, keys, self.lookup, of_positions), inside
+
+    def _of_positions(self, values: Tensor) -> Tensor:
+        """Values of the last A tokens of each padded row, (B, A), at the recorded positions, (N,); 0 outside."""
+        flat, shape = self._flat, tuple(self._shape if self._mask is None else self._mask.shape)
+        padded, inside = flat_rows(flat.sample, flat.position, shape, self._mask)
+        column = padded - flat.sample * shape[1] - (shape[1] - values.shape[1])
+        inside = inside & (column >= 0)
+        found = values.to(column.device)[torch.where(inside, flat.sample, 0), torch.where(inside, column, 0)]
+        return torch.where(inside, found, 0.0)
 
     def _scaled(self) -> tuple[float, InputEdit]:
         """The factor of a module that multiplies its output, as Gemma's does, and the edit with σ and vectors times it.

