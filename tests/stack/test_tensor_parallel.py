@@ -26,5 +26,6 @@ def test_two_ranks(tiny: str) -> None:
     seen = json.loads(line.removeprefix("RESULT "))
     assert (seen["ranks"], seen["specs"]) == (2, 1)
     assert seen["edits"] > 30
+    assert seen["same_neighbors"], "each rank looks among its own rows, and they share what they find"
     assert seen["gap"] <= 1e-4
     assert seen["without"] > 1e-2
