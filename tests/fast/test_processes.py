@@ -60,17 +60,39 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
-def test_a_comparison_ends_with_its_commands(sign: signal.Signals, tmp_path: Path) -> None:
-    """Its evaluation of the untrained model waits in a scorer, before any engine is built."""
+PROBLEMS = "--data problems.jsonl --scorer scorer.py"
+SHARED = "--model model --hardware cpu --out out"
+COMPARE = f"--perturbations none --task arithmetic --base grpo --diagnose.prompts 0 {PROBLEMS}"
+COMPARE = COMPARE.replace("--data", "--eval.data").replace("--scorer", "--eval.scorer")
+COMPARE += " --rollout.n_samples_per_prompt 2"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "sign", "code"),
+    [
+        ("compare", COMPARE, signal.SIGTERM, 143),
+        ("compare", COMPARE, signal.SIGKILL, -9),
+        ("eval", PROBLEMS, signal.SIGTERM, 143),
+        ("diagnose", f"{PROBLEMS} --prompts 1", signal.SIGINT, 130),
+    ],
+)
+def test_a_command_ends_with_all_that_it_started(
+    command: str, words: str, sign: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Each one waits in a scorer, before any engine is built: a comparison in its evaluation of the untrained model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "scorer.py").write_text(SCORER)
     (tmp_path / "problems.jsonl").write_text('{"input": "1 + 1?", "label": "2"}\n')
-    words = "--perturbations none --model model --task arithmetic --hardware cpu --out out --diagnose.prompts 0"
-    words += " --eval.data problems.jsonl --eval.scorer scorer.py --rollout.n_samples_per_prompt 2 --base grpo"
     process = subprocess.Popen(
-        [sys.executable, "-m", "ngrpo.cli", "compare", *words.split()],
+        [
+            sys.executable,
+            "-m",
+            "ngrpo.cli",
+            command,
+            *words.split(),
+            *["--model", "model", "--hardware", "cpu", "--out", "out"],
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         stdout=subprocess.PIPE,
@@ -82,13 +104,13 @@ def test_a_comparison_ends_with_its_commands(sign: signal.Signals, tmp_path: Pat
         assert process.poll() is None and time.monotonic() < deadline, process.stdout and process.stdout.read()
         time.sleep(0.1)
     children = psutil.Process(process.pid).children(recursive=True)
-    assert any("eval" in child.cmdline() for child in children)
+    assert bool(children) == (command == "compare")
     process.send_signal(sign)
     output, _ = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in output, output
     assert psutil.wait_procs(children, timeout=30)[1] == []
-    if sign == signal.SIGTERM:
-        assert process.returncode == 143 and "Traceback" not in output, output
-        assert "what was finished is kept in out. Go on with: ngrpo compare --perturbations none" in output
+    if code > 0:
+        assert f"what was finished is kept in out. Go on with: ngrpo {command} {words.split()[0]}" in output
 
 
 @pytest.mark.parametrize(("words", "again"), [(["--n", "4"], "--n 4 --out here"), (["--out", "x"], "--out x")])
