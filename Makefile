@@ -1,6 +1,7 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
 # make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
 # make test-all adds what is marked slow, and the mutations of formulas (make mutations).
+# make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
@@ -15,7 +16,7 @@ stack = status=0; for file in tests/stack/test_*.py; do \
 	  $(BIN)/python -m pytest -q $$file -m "$(1)" || [ $$? = 5 ] || status=1; \
 	done; exit $$status
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline browser lint format bench gpu clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline matrix browser lint format bench gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -48,6 +49,10 @@ test-stack: $(READY)
 
 test-pipeline: $(READY) browser
 	@$(BIN)/python -m pytest tests/pipeline
+
+# Other releases of vLLM, each in an environment of its own in .matrix/ (4 GB, removed again). RELEASES="0.31.0 0.26.0"
+matrix: $(READY)
+	@$(BIN)/python -m benchmarks.matrix $(RELEASES)
 
 # The report is tested in Chromium. Without one, and without the right to install it, that test is skipped.
 browser:

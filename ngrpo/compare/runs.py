@@ -51,10 +51,14 @@ def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> 
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """What makes a finished run this one: every word of its commands, and the versions that ran them."""
+    """What makes a finished run this one: every word of its commands, and the versions that ran them.
+
+    vLLM's choice of a model runner is one of them where the user made it: no comparison has runs on either side of it.
+    """
     from ngrpo.versions import versions
 
-    words = json.dumps([train_words(plan, run, Path()), plan.evaluation, versions()], sort_keys=True)
+    chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+    words = json.dumps([train_words(plan, run, Path()), plan.evaluation, chosen], sort_keys=True)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 

@@ -113,7 +113,7 @@ def diagnose(
             "group": sampling.group,
             "prompts": len(problems),
             "sampling": {**drawn, "dtype": dtype},
-            "versions": {**versions(), **({"model runner": ", ".join(runners)} if runners else {})},
+            "versions": versions(", ".join(runners)),
             "machine": machine(),
             "seconds": round(time.time() - began, 1),
             "baseline": next((strategy.id for strategy in strategies if strategy.spec is None), None),

@@ -54,7 +54,7 @@ def summarise(
     result = {
         "format": 1,
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
-        "versions": {**versions(), **({"model runner": runner} if runner else {})},
+        "versions": versions(runner),
         "machine": machine(),
         "seconds": round(seconds, 1),
         "mean_at_n": _mean([mean_at_n(n, c) for _, c in counts]),

@@ -85,7 +85,8 @@ class AttachedPerturbation:
             perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks
         )
         self._buffer.drop(self._buffer.names())
-        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer)
+        rank = runner.vllm_config.parallel_config.data_parallel_index
+        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
         self.prepare()
 
     def warm_up(self) -> None:
@@ -124,6 +125,11 @@ class AttachedPerturbation:
                 raise ValueError(
                     f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
                     f" {self.perturbation.name!r}."
+                )
+            if any(bool(part.isnan().any()) for part in own.values()):
+                raise ValueError(
+                    f"weight sync: {', '.join(own)} hold NaN, which stands for elements that vLLM's sparse transfer"
+                    " leaves out. Transfer these parameters whole."
                 )
             if own:
                 parameters.load(self.module, own, whole=False)

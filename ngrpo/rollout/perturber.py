@@ -221,7 +221,7 @@ class RolloutPerturber:
         ending = None if self._gate.always_open else self._gate.ending(batch.slot_tensor, positions)
         self._edits, edits = None, {}
         if len(gated):
-            tokens, edits = self._perturb(batch, gated, of_gated, scaled, temperature, drawable, tokens, ending)
+            tokens, edits = self._perturb(batch, gated, of_gated, scaled, temperature, drawable, tokens, greedy, ending)
         if self._gate.tracks_tokens:
             seen = batch.slot_tensor, positions, tokens, ending
             if not batch.sampled.all():
@@ -242,6 +242,7 @@ class RolloutPerturber:
         temperature: Tensor,
         drawable: Tensor,
         tokens: Tensor,
+        greedy: Tensor | None,
         ending: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Proposes edits at gated rows and keeps them for the next forward: the tokens of all rows, and the edits."""
@@ -264,9 +265,13 @@ class RolloutPerturber:
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
-        # What the request's own sampling excludes (top-p, a grammar) never stands in its text: such a position
-        # stays an ordinary one.
-        opened = fed = drawable[rows, proposal.tokens] > -torch.inf
+        # What the request's own sampling excludes (top-p, a grammar, at temperature 0 all but the likeliest token)
+        # never stands in its text: such a position stays an ordinary one.
+        opened = drawable[rows, proposal.tokens] > -torch.inf
+        if greedy is not None:
+            likeliest = picked(greedy)
+            opened = opened & ((likeliest < 0) | (likeliest == proposal.tokens))
+        fed = opened
         if ending is not None:
             opened = opened & self._gate.open(picked(batch.slot_tensor), step, picked(batch.prompts))
             fed = opened & self._gate.feeds(proposal.tokens, picked(ending))

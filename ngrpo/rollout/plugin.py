@@ -6,12 +6,12 @@ Everything here is inert until an engine is built with ``additional_config={"per
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import functools
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,6 @@ def register() -> None:
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
-    _wrap("vllm.config.vllm", "VllmConfig.use_v2_model_runner", _v1_when_perturbed)
     _wrap("vllm.config.vllm", "VllmConfig.compute_hash", _without_seed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
     # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
@@ -53,22 +52,22 @@ def register() -> None:
     _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
     _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
     _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
+    _wrap("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", _answered_by_every_rank)
     _extend_workers()
 
 
 def _wrap(module: str, path: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function, method or property by ``make(original)``, unless it has been."""
+    """Replaces a function or method by ``make(original)``, unless it has been."""
     owner = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
     original = vars(owner)[name]
-    if hasattr(original, _MARK) or hasattr(getattr(original, "fget", None), _MARK):
+    if hasattr(original, _MARK):
         return
-    plain = original.fget if isinstance(original, property) else original
-    replacement = functools.wraps(plain)(make(plain))
-    setattr(replacement, _MARK, plain)
-    setattr(owner, name, property(replacement) if isinstance(original, property) else replacement)
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _MARK, original)
+    setattr(owner, name, replacement)
 
 
 def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,18 +99,6 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def _v1_when_perturbed(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """V2 only where it is asked for by name: its adapter has been shown exact on a CPU, but has not run on CUDA."""
-
-    def use_v2_model_runner(self: Any) -> bool:
-        from ngrpo.rollout import settings
-
-        chosen = "VLLM_USE_V2_MODEL_RUNNER" in os.environ
-        return original(self) if chosen or settings.read(self.additional_config) is None else False
-
-    return use_v2_model_runner
-
-
 def _without_seed(original: Callable[[Any], str]) -> Callable[[Any], str]:
     """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
 
@@ -127,9 +114,10 @@ def _without_seed(original: Callable[[Any], str]) -> Callable[[Any], str]:
 
 def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        from ngrpo.rollout import settings
+        from ngrpo.rollout import settings, used_runner
 
         original(self, *args, **kwargs)
+        used_runner.note(_runner(self))
         perturbation = settings.read(self.vllm_config.additional_config)
         if perturbation is not None:
             from ngrpo.rollout.attach import AttachedPerturbation
@@ -141,7 +129,7 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
             logger.info(
                 "perturbation %s is on, in the %s model runner: %s",
                 perturbation.name,
-                self.perturbation.runner_version,
+                _runner(self),
                 perturbation.fingerprint(),
             )
 
@@ -249,6 +237,19 @@ def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
     return abort
 
 
+def _answered_by_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
+
+    async def call_utility_async(self: Any, method: str, *args: Any) -> Any:
+        procedure = args[0] if method == "collective_rpc" else None
+        if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
+            return await original(self, method, *args)
+        calls = [self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines]
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+    return call_utility_async
+
+
 def _with_internal_ids(engine: Any, names: list[str]) -> list[str]:
     """The names, and what the engine calls those of them that are not finished: the samples of a parent have its name.
 
@@ -264,6 +265,10 @@ def _perturbed(engine: Any) -> bool:
     return settings.read(engine.vllm_config.additional_config) is not None
 
 
+def _runner(worker: Any) -> str:
+    return "V2" if worker.use_v2_model_runner else "V1"
+
+
 def _extend_workers() -> None:
     """Remote procedures of every worker, called with ``collective_rpc`` by name."""
     from vllm.v1.worker.worker_base import WorkerBase
@@ -273,7 +278,7 @@ def _extend_workers() -> None:
         return attached.perturbation.fingerprint() if attached else ""
 
     def runner(self: Any) -> str:
-        return self.perturbation.runner_version
+        return _runner(self)
 
     def take(self: Any, names: list[str] | None = None, unfinished: list[str] | None = None) -> Any:
         return self.perturbation.requests.take(names, unfinished)

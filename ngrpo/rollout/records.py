@@ -95,12 +95,8 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
 
 
 def model_runner(llm: Any) -> str:
-    """Which of vLLM's model runners an engine has: ``V1`` or ``V2``.
-
-    Raises:
-        RuntimeError: where the engine has no perturbation installed.
-    """
-    return _ask(llm, "runner")
+    """Which of vLLM's model runners an engine has, perturbed or not: ``V1`` or ``V2``."""
+    return llm.llm_engine.collective_rpc("perturbation_runner")[0]
 
 
 def neighbor_drift(llm: Any) -> Drift | None:

@@ -24,9 +24,16 @@ class RunningRequests:
     """Follows vLLM's scheduler: opens a slot for a new request, puts the record of a finished one into the buffer."""
 
     def __init__(
-        self, perturbation: Perturbation, store: TrajectoryStore, perturber: RolloutPerturber, buffer: ReplayBuffer
+        self,
+        perturbation: Perturbation,
+        store: TrajectoryStore,
+        perturber: RolloutPerturber,
+        buffer: ReplayBuffer,
+        rank: int = 0,
     ) -> None:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
+        # Data-parallel ranks count a prompt's samples each for itself, so each counts in a range of its own.
+        self._first = rank << 32
         self._dropped: set[str] = set()
         # Finished, with the number of notes that may hold something of them; their slots are not free yet.
         self._finished: dict[str, int] = {}
@@ -79,7 +86,7 @@ class RunningRequests:
         tokens = np.asarray(prompt, dtype=np.int64).tobytes()
         asked = trajectory_seed(tokens)
         self._seen[asked] += 1
-        return trajectory_seed(self._perturbation.seed, asked, self._seen[asked])
+        return trajectory_seed(self._perturbation.seed, asked, self._first + self._seen[asked])
 
     def _finish(self, name: str) -> None:
         slot = self._store.live[name].slot

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner (``v1/worker/gpu/model_runner.py``, 0.29): where the perturber takes part in a step.
+"""vLLM's V2 model runner (``v1/worker/gpu/model_runner.py``, 0.26 to 0.31): where the perturber takes part in a step.
 
 As in :mod:`ngrpo.rollout.runner_v1`, bound methods are wrapped: ``add_requests`` (requests come and go),
 ``prepare_inputs`` (the inputs are laid out) and the sampler's ``sample`` (tokens are drawn). V2 keeps a request's
@@ -7,6 +7,7 @@ parameters in persistent slots, on the device and on the host, so that nothing h
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
     if type(runner.sampler) is not Sampler:
         raise UsageError(
             f"perturbation: {type(runner.get_model()).__name__} brings a sampler of its own"
-            f" ({type(runner.sampler).__name__}), which draws tokens unseen. Use another model."
+            f" ({type(runner.sampler).__name__}), which draws tokens unseen. Set VLLM_USE_V2_MODEL_RUNNER=0, for all"
+            " that is compared, or use another model."
         )
     # A request that was preempted comes back as a new one; the store still has it, and its records with it.
     runner.add_requests = with_requests(runner.add_requests, perturbation)
@@ -56,6 +58,11 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
 
     original, states = sampler.sample, sampler.sampling_states
     min_p, unfiltered = states.apply_min_p, None
+    # Releases differ in what else they pass along.
+    names = list(inspect.signature(original).parameters)
+    slots_at, slots_np_at = names.index("expanded_idx_mapping") - 1, names.index("idx_mapping_np") - 1
+    # vLLM 0.26 applies the parameters in place and in the logits' own dtype, later releases in a float32 copy.
+    copies = hasattr(sampler, "needs_logits_processing")
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
         """Filters in place; perturbations see the logits before that."""
@@ -70,8 +77,9 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
         if not perturber.busy:  # vLLM's own dummy runs
             perturber.rehearse(logits)
             return original(logits, *rows, **kwargs)
-        slots, slots_np = rows[0], rows[2]
-        drawable = sampler.apply_sampling_params(logits, *rows, skip_top_k_top_p=True).float()
+        slots, slots_np = rows[slots_at], rows[slots_np_at]
+        given_logits = logits if copies else logits.float()
+        drawable = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True).float()
         scaled, unfiltered = (drawable if unfiltered is None else unfiltered), None
         top_k, top_p = states.get_top_k_top_p(slots, slots_np)
         if top_k is not None or top_p is not None:

@@ -122,10 +122,17 @@ def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
         "pipeline_parallel_size": "only the first stage embeds. Set it to 1 and use tensor parallelism",
         "decode_context_parallel_size": "the rows of a step are split over ranks. Set it to 1",
         "prefill_context_parallel_size": "the rows of a prefill are split over ranks. Set it to 1",
-        "data_parallel_size": "its ranks draw alike for the samples of one prompt, and only the first one's records"
-        " come back. Set it to 1 and start an engine for each rank",
     }.items():
         yield above_one(name), f"{name}={getattr(parallel, name, 1)}: {reason}"
+    yield (
+        above_one("data_parallel_size") and model.is_moe,
+        f"data_parallel_size={parallel.data_parallel_size} for a mixture of experts: its ranks run in step, which was"
+        " not tried. Set it to 1 and start an engine for each rank",
+    )
+    yield (
+        getattr(config, "watermark_config", None) is not None,
+        "watermarking: its draws of tokens would be replaced. Leave it out",
+    )
     yield (
         asked(parallel, "use_ubatching"),
         "dual-batch overlap: each half of a batch would read the override from its first row. Leave out enable_dbo and"

@@ -19,6 +19,7 @@ from uuid import uuid4
 from ngrpo.hardware import Profile, attention, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.rollout import used_runner
 from ngrpo.trainer.failure import RUN_ID, end_processes, flash_attn_missing, memory_ran_out, root_cause
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.run_settings import RunSettings
@@ -87,7 +88,8 @@ def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSetting
     """Returns the environment of every Ray worker process; what the user exported wins."""
     env = {**_OPENRLHF_ENV, **profile.env}
     env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
-    env |= {CONDITIONS: ",".join(conditions), RUN_ID: os.environ.get(RUN_ID, ""), **settings.env()}
+    ours = {name: os.environ.get(name, "") for name in (RUN_ID, used_runner.VARIABLE)}
+    env |= {CONDITIONS: ",".join(conditions), **ours, **settings.env()}
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[2])

@@ -102,7 +102,10 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "gpu"])
+TARGETS = ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "gpu", "matrix"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_make_targets(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 

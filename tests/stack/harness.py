@@ -41,7 +41,12 @@ def build_engine(model: str, spec: dict[str, Any] | None, **options: Any) -> Any
         "disable_log_stats": True,
     }
     extra = {"additional_config": {"perturbation": spec}} if spec is not None else {}
-    return LLM(model, **{**settings, **options, **extra})
+    llm = LLM(model, **{**settings, **options, **extra})
+    # From vLLM 0.31 on, an engine that is freed takes the process groups of all others in its process along.
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    return llm
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> An
         ({"name": "gaussian", "metric": "l2"}, {}, "belongs to perturbation neighbor"),
         ({"rate": 0.1}, {}, "a dictionary with a 'name'"),
         (SPEC, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
-        (SPEC, {"data_parallel_size": 2}, "data_parallel_size=2: its ranks draw alike"),
         (
             SPEC,
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
@@ -71,6 +70,22 @@ def test_refused_where_a_cpu_would_switch_it_off(smollm2: str, section: str, nam
         settings.check_engine(made, perturbation)
 
 
+def test_data_parallel_mixtures_of_experts_are_refused(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(smollm2, data_parallel_size=2)
+    settings.check_engine(made, create(**SPEC))
+    monkeypatch.setattr(type(made.model_config), "is_moe", True)
+    with pytest.raises(UsageError, match="data_parallel_size=2 for a mixture of experts"):
+        settings.check_engine(made, create(**SPEC))
+
+
+def test_a_watermark_is_refused(smollm2: str) -> None:
+    """A setting of vLLM 0.31."""
+    made = config(smollm2)
+    made.watermark_config = SimpleNamespace()
+    with pytest.raises(UsageError, match="watermarking"):
+        settings.check_engine(made, create(**SPEC))
+
+
 def test_the_sequence_parallel_pass_is_refused(smollm2: str) -> None:
     made = config(smollm2)
     made.compilation_config.pass_config.enable_sp = True
@@ -103,19 +118,21 @@ def test_a_quantised_embedding_is_refused() -> None:
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_the_model_runner_is_v1_unless_v2_is_asked_for(
+def test_the_model_runner_is_the_one_that_stock_vllm_has(
     smollm2: str, monkeypatch: pytest.MonkeyPatch, triton: bool
 ) -> None:
     import vllm.config.vllm as vllm_config
 
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
-    assert config(smollm2, None).use_v2_model_runner is triton, "what vLLM chooses"
-    assert config(smollm2).use_v2_model_runner is False
+    specs = (None, {"name": "none"}, SPEC)
+    assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [triton] * 3
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is False
+    assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [False] * 3
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    if triton:
-        assert config(smollm2).use_v2_model_runner is config(smollm2, None).use_v2_model_runner is True
-    else:
-        with pytest.raises(ValueError, match="requires Triton"):
-            config(smollm2)
+    for spec in specs:
+        if triton:
+            assert config(smollm2, spec).use_v2_model_runner
+        else:
+            with pytest.raises(ValueError, match="requires Triton"):
+                config(smollm2, spec)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ngrpo.rollout import set_perturbation, take_records
 from perturbations import ExactIndex
@@ -51,9 +52,21 @@ def test_a_stop_string_keeps_the_record(engine: Any) -> None:
     assert set(take_records(engine)) == {o.request_id for o in outputs}
 
 
+class Transfer:
+    """vLLM's transfer of weights without its network: the worker and the loader are its own."""
+
+    def __init__(self, update_weights: Callable[[Any], object]) -> None:
+        self.update_weights = update_weights
+
+    def start_weight_update(self) -> None: ...
+
+    finish_weight_update = reset_weight_update_target = start_weight_update
+
+
 def test_new_weights_give_new_neighbors(smollm2: str, hf_model: Any) -> None:
     llm = build_engine(smollm2, {"name": "neighbor", "rate": 1.0, "mix_temperature": 3.0, "realization": "sampled"})
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = worker.model_runner
     prompts = chat_prompts(llm)[:2]
     sample(llm, prompts, max_tokens=8)
     changed = {name: p.detach().clone() for name, p in hf_model.named_parameters()}
@@ -64,6 +77,27 @@ def test_new_weights_give_new_neighbors(smollm2: str, hf_model: Any) -> None:
     (rollout, _) = sample(llm, prompts, max_tokens=8)
     ids, _ = ExactIndex(embedding).query(torch.from_numpy(rollout.record.ids[:, 0]).long(), 2)
     assert ids.tolist() == rollout.record.ids[:, 1:].tolist()
+
+    # The other ways write parameters in place: whole shards, or single elements through the model's loader.
+    def shards(update: Tensor) -> None:
+        runner.get_model().model.embed_tokens.weight.data[: len(update)] = update
+
+    def elements(update: Tensor) -> None:
+        patches = pytest.importorskip("vllm.model_executor.model_loader.checkpoint_weight_patch")
+        at = torch.arange(0, update.numel(), 3)
+        patch = ("model.embed_tokens.weight", tuple(update.shape), update.dtype, update.flatten()[at], at)
+        patches.load_checkpoint_weight_patches(runner.get_model(), [patches.CheckpointWeightPatch(*patch)])
+
+    for write, changed_part in ((shards, slice(None)), (elements, slice(None, None, 3))):
+        new = embedding + 0.5 * embedding.std() * torch.randn(embedding.shape, generator=draws)
+        embedding.view(-1)[changed_part] = new.view(-1)[changed_part]
+        worker.weight_transfer_engine = Transfer(write)
+        worker.start_weight_update()
+        worker.update_weights(embedding)
+        worker.finish_weight_update()
+        (rollout, _) = sample(llm, prompts, max_tokens=8)
+        ids, _ = ExactIndex(embedding).query(torch.from_numpy(rollout.record.ids[:, 0]).long(), 2)
+        assert ids.tolist() == rollout.record.ids[:, 1:].tolist()
 
 
 @pytest.fixture

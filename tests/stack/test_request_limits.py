@@ -74,6 +74,18 @@ def test_every_answer_is_legal(limited: Any, spec: dict[str, Any]) -> None:
     assert re.fullmatch(DIGITS, grammar[0].text)
 
 
+@pytest.mark.parametrize("spec", EVERY, ids=lambda spec: "-".join(str(value) for value in spec.values()))
+def test_temperature_0_is_greedy(limited: Any, spec: dict[str, Any]) -> None:
+    """Each token is the likeliest after the perturbed inputs before it, whatever token the noise picked."""
+    # In one batch with a request that draws.
+    *cold, _ = answers(limited, spec, [{"temperature": 0}, {"temperature": 0, "logit_bias": {17: 1.0}}, {}])
+    for completion, record, log_probs in cold:
+        assert [step[token].rank for step, token in zip(completion.logprobs, completion.token_ids)] == [1] * 12
+        assert np.isfinite(log_probs).all()
+        assert record.agreed.all()
+        assert not (spec["name"].endswith("RunnerUp") and len(record)), "the second likeliest is never the likeliest"
+
+
 def test_a_position_whose_proposal_is_excluded_is_an_ordinary_one(limited: Any) -> None:
     """`RunnerUp` proposes the second likeliest token: always there for top-k 2, never for top-k 1."""
     spec = {"name": "tests.stack.own_perturbations:RunnerUp", "until": None}

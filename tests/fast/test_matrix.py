@@ -1,0 +1,42 @@
+"""The script that tries releases of vLLM: what it would run exists, and the docs have its table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks import matrix
+from ngrpo import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_supported_release_is_in_it() -> None:
+    first, last = (int(end.removeprefix("0.")) for end in versions.VLLM.split(" to "))
+    minors = sorted(int(release.split(".")[1]) for release in matrix.RELEASES)
+    assert minors == list(range(first, last + 1)) and all(map(versions.is_supported_vllm, matrix.RELEASES))
+    assert versions.VLLM_LAST in matrix.RELEASES
+
+
+def test_its_tests_exist() -> None:
+    for files in matrix.STAGES.values():
+        for file in files:
+            assert (ROOT / file).is_file(), file
+
+
+def test_a_stage_that_did_not_run_is_not_one_that_passed() -> None:
+    stages = {stage: {"passed": True} for stage in matrix.STAGES}
+    found = {"0.9.0": {"versions": {"torch": "2.0"}, **stages}, "0.10.0": {"seams": {"passed": False}}}
+    new, old = matrix.table(found).splitlines()[2:]
+    assert new.startswith("| 0.10.0 | – | **fails** | not run")
+    assert old == "| 0.9.0 | 2.0 | " + " | ".join(["passes"] * len(stages)) + " |"
+
+
+def test_the_docs_have_its_table() -> None:
+    results = json.loads(matrix.RESULT.read_text())
+    assert set(results) <= set(matrix.RELEASES)
+    text = (ROOT / "docs" / "install.md").read_text()
+    assert matrix.table(results) in text
+    shown = re.findall(r"^\| (0\.\d+\.\d+) \|", text, re.MULTILINE)
+    assert set(shown) == set(results)

@@ -1,0 +1,61 @@
+"""What the engines of a run leave behind: which of vLLM's model runners they had."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ngrpo import summary
+from ngrpo.compare.runs import identity
+from ngrpo.rollout import used_runner
+from ngrpo.trainer.run_settings import RunSettings
+from tests.fast.test_compare_results import plan
+
+
+def answer(runner: str) -> None:
+    """As an engine does, in a process of its own."""
+    program = f"from ngrpo.rollout import used_runner; used_runner.note({runner!r})"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_engines_answer_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(used_runner.VARIABLE, "")
+    folder = tmp_path / "run" / "model_runner"
+    answer("V1")
+    used_runner.watch(folder)
+    assert used_runner.found(folder) is None
+    answer("V2")
+    assert used_runner.found(folder) == "V2"
+    answer("V1")
+    assert used_runner.found(folder) == "V1, V2"
+    used_runner.watch(folder)
+    assert used_runner.found(folder) is None, "what an earlier run left does not count"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(used_runner.VARIABLE, str(tmp_path / "file" / "model_runner"))
+    used_runner.note("V1")
+    assert used_runner.found(tmp_path / "file" / "model_runner") is None
+
+
+def test_the_summary_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(used_runner.VARIABLE, "")
+    used_runner.watch(tmp_path / summary.RUNNERS)
+    used_runner.note("V2")
+    summary.finish(tmp_path, [], RunSettings(), hardware="cpu", began=0.0)
+    assert json.loads((tmp_path / "summary.json").read_text())["versions"]["model runner"] == "V2"
+
+
+def test_a_comparison_has_no_runs_on_either_side_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("--perturbations", "none,neighbor")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    seen = {identity(made, made.runs()[0])}
+    for chosen in ("0", "1"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
+        seen.add(identity(made, made.runs()[0]))
+    assert len(seen) == 3

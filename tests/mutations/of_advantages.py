@@ -1,0 +1,287 @@
+"""Advantages, credits and policy noises."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation, of_file
+
+ADVANTAGES = [
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "    apart = rewards - rewards[:, :1]",
+        "    apart = rewards",
+        "test_advantages.py",
+        "group_norm: the float32 mean of equal rewards is not their value",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "correction=min(1, rewards.shape[1] - 1)",
+        "correction=0",
+        "test_advantages.py",
+        "group_norm: the deviation of a population",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "(apart - apart.mean(-1, keepdim=True))",
+        "apart",
+        "test_advantages.py",
+        "group_norm: the mean is not taken off",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        " / (deviation + 1e-9)",
+        "",
+        "test_advantages.py",
+        "group_norm: not divided by the deviation",
+    ),
+    Mutation(
+        "ngrpo/advantages/base.py",
+        "(~rewards.isfinite()).nonzero()",
+        "rewards.isnan().nonzero()",
+        "test_advantages.py",
+        "an infinite reward is let through",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        "size = rewards.shape[1] + self.n",
+        "size = rewards.shape[1]",
+        "test_advantages.py",
+        "ngrpo: virtual answers are missing in the mean",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        " + self.n * mean.square()",
+        "",
+        "test_advantages.py",
+        "ngrpo: virtual answers are missing in the deviation",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        "(squares / (size - 1))",
+        "(squares / size)",
+        "test_advantages.py",
+        "ngrpo: the deviation of a population",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        ".sqrt() + 1e-6)",
+        ".sqrt() + 1e-9)",
+        "test_advantages.py",
+        "ngrpo: another epsilon",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        "(rewards - self.max_reward).clamp(max=0.0)",
+        "(rewards - 1.0).clamp(max=0.0)",
+        "test_advantages.py",
+        "ngrpo: max_reward is ignored",
+    ),
+    Mutation(
+        "ngrpo/advantages/ngrpo.py",
+        '("0.16", "0.24")',
+        '("0.24", "0.16")',
+        "test_advantages.py",
+        "ngrpo: the clip range the wrong way round",
+    ),
+    Mutation(
+        "ngrpo/advantages/psr.py",
+        "return rewards.clone()",
+        "return rewards - 1.0",
+        "test_advantages.py",
+        "psr: wrong answers count",
+    ),
+    Mutation(
+        "ngrpo/advantages/nsr.py",
+        "return rewards - 1.0",
+        "return rewards.clone()",
+        "test_advantages.py",
+        "nsr: correct answers count",
+    ),
+    Mutation(
+        "ngrpo/advantages/w_reinforce.py",
+        "self.lam * rewards, rewards - 1.0",
+        "rewards, rewards - 1.0",
+        "test_advantages.py",
+        "w_reinforce: λ is ignored",
+    ),
+    Mutation(
+        "ngrpo/advantages/w_reinforce.py",
+        "self.lam * rewards, rewards - 1.0",
+        "self.lam * rewards, rewards",
+        "test_advantages.py",
+        "w_reinforce: wrong answers do not count",
+    ),
+    Mutation(
+        "ngrpo/advantages/w_reinforce.py",
+        "rewards >= 1.0 - ROUNDING",
+        "rewards > 0.0",
+        "test_advantages.py",
+        "w_reinforce: a partly correct answer counts as correct",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "rewards + self.beta / (1.0 + counts.to(rewards.dtype)).sqrt()",
+        "rewards + 1.0 / (1.0 + counts.to(rewards.dtype)).sqrt()",
+        "test_advantages.py",
+        "copo: β is ignored",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "(1.0 + counts.to",
+        "(2.0 + counts.to",
+        "test_advantages.py",
+        "copo: 2 + N in place of 1 + N",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "(rewards.dtype)).sqrt()",
+        "(rewards.dtype))",
+        "test_advantages.py",
+        "copo: no square root",
+    ),
+    Mutation(
+        "ngrpo/advantages/copo.py",
+        "rewards + self.beta",
+        "rewards - self.beta",
+        "test_advantages.py",
+        "copo: the bonus punishes",
+    ),
+    Mutation(
+        "ngrpo/trainer/visits.py",
+        "return [self._seen[key] - 1 for key in keys]",
+        "return [self._seen[key] for key in keys]",
+        "test_advantages.py",
+        "copo: an answer counts itself",
+    ),
+    Mutation(
+        "ngrpo/trainer/metrics.py",
+        "agreed += int(record.agreed[counted].sum())",
+        "agreed += int(record.agreed.sum())",
+        "test_measures.py",
+        "anchor_agreement counts positions that its denominator leaves out",
+    ),
+]
+
+_BEST = "test_advantages_best_of_k.py"
+
+BEST_OF_K = [
+    *of_file(
+        "ngrpo/advantages/pass_at_k.py",
+        _BEST,
+        ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
+        (
+            "comb(n - c - 1, k - 1) / comb(n - 1, k - 1)",
+            "comb(n - c, k - 1) / comb(n, k - 1)",
+            "pass_at_k: wrong ones",
+        ),
+        ("(missed * (1.0 - missed)) ** 0.5", "missed * (1.0 - missed)", "pass_at_k: divided by the variance"),
+        ("(1.0 - share) * _table(size, 1)", "share * _table(size, 1)", "pass_at_k: the combination's weights"),
+        (
+            "if deviation else [0.0, 0.0]",
+            "if missed < 2 else [0.0, 0.0]",
+            "pass_at_k: 0 / 0 where all are right",
+        ),
+    ),
+    *of_file(
+        "ngrpo/advantages/pkpo.py",
+        _BEST,
+        ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
+        ("rank = j - (j > i)", "rank = j", "pkpo: the answer itself is among the others"),
+        (
+            "k / (n - 1) * comb(rank, k - 1)",
+            "k / n * comb(rank, k - 1)",
+            "pkpo: the weight of the baseline of k",
+        ),
+        ("k / n * comb(rank, k - 2)", "comb(rank, k - 2)", "pkpo: the weight of the baseline of k - 1"),
+        ("(rewards.shape[1] if self.scaled else 1.0)", "1.0", "pkpo: not scaled by the group's size"),
+        ("scatter(-1, order, values)", "scatter(-1, order.argsort(-1), values)", "pkpo: values by rank, not by answer"),
+        ("wide = wide - wide[:, :1]", "wide = wide * 1.0", "pkpo: equal rewards leave a rounding"),
+    ),
+    *of_file(
+        "ngrpo/advantages/base.py",
+        _BEST,
+        ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
+        ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
+        ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
+    ),
+]
+
+CREDITS = [
+    *of_file(
+        "ngrpo/credits/top_entropy.py",
+        "test_credits.py",
+        ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
+        ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
+        ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
+        ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
+    ),
+    *of_file(
+        "ngrpo/credits/entropy_bonus.py",
+        "test_credits.py",
+        (
+            "torch.minimum(self.alpha * entropies, advantages.abs() / self.kappa)",
+            "self.alpha * entropies",
+            "entropy_bonus: no bound",
+        ),
+        ("self.alpha * entropies,", "entropies,", "entropy_bonus: α is missing"),
+        (
+            "advantages.abs() / self.kappa",
+            "advantages / self.kappa",
+            "entropy_bonus: the bound of a negative advantage",
+        ),
+        ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
+    ),
+    *of_file(
+        "ngrpo/trainer/credit_seams.py",
+        "test_credits.py",
+        (
+            "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
+            "torch.cat([h.flatten() for h in entropies])[: len(before)]",
+            "padding is counted among the tokens",
+        ),
+        ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
+    ),
+]
+
+NOISES = [
+    *of_file(
+        "ngrpo/policy_noises/aqn.py",
+        "test_policy_noises.py",
+        ("(stage - 1) / last_exponent", "stage / last_exponent", "aqn: the first noisy stage is below σ_s"),
+        ("self.end / self.start", "self.start / self.end", "aqn: σ rises"),
+        ('(1 if self.form == "paper" else 2)', "1", "aqn: the released exponent"),
+        ("(self.steps or steps)", "steps", "aqn: its own number of steps is ignored"),
+    ),
+    *of_file(
+        "ngrpo/policy_noises/psn.py",
+        "test_policy_noises.py",
+        ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
+        ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
+        ("min(max(changed, _LEAST), _MOST)", "changed", "psn: no bounds"),
+        ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
+    ),
+    *of_file(
+        "ngrpo/policy_noises/base.py",
+        "test_policy_noises.py",
+        (
+            "                parameter.data.copy_(clean[name])\n",
+            "                pass\n",
+            "the trainer keeps the noise",
+        ),
+        ("+ scale * self._drawn", "+ self._drawn", "noise without its scale"),
+        ("self.seed, sync, name", "self.seed, name", "the same noise in every sync"),
+        ("self.seed, sync, name", "self.seed, sync", "the same noise in every parameter"),
+    ),
+    *of_file(
+        "ngrpo/trainer/policy_noise.py",
+        "test_policy_noises.py",
+        ("            self._send(0.0)\n", "", "noisy evaluation"),
+        ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+    ),
+    *of_file(
+        "ngrpo/trainer/importance.py",
+        "test_policy_noises.py",
+        ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > high)", "", "what is above the bounds does not count as cut"),
+    ),
+]

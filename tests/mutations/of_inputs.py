@@ -1,0 +1,237 @@
+"""Densities, sampling masks, and what is mixed."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation, of_file
+
+_GRADIENT = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
+
+DENSITIES = [
+    *of_file(
+        "perturbations/density.py",
+        "test_density.py",
+        ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
+        ("(2.0 * scale.square()) - constant", "(2.0 * scale.square())", "gaussian: not normalised"),
+        ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
+        ("kept & (log_p > GUMBEL_MASK)", "kept", "gumbel: unlikely candidates are counted in the mean"),
+        ("probabilities + LOG_FLOOR", "probabilities + 1e-3", "gumbel: another floor inside the logarithm"),
+        ("-noise - torch.exp(-noise)", "-noise - torch.exp(noise)", "gumbel: the sign in the exponential"),
+        ("kept & (probabilities > DIRICHLET_MASK)", "kept", "dirichlet: unlikely candidates are counted in the mean"),
+        ("terms.clamp(*DIRICHLET_RANGE)", "terms", "dirichlet: terms are not clamped"),
+        ("(shape - 1.0) * log_draws", "shape * log_draws", "dirichlet: the exponent of the Gamma density"),
+        (" - torch.lgamma(shape)", "", "dirichlet: not normalised, though its constant depends on the policy"),
+        ("kept & (probabilities > NORMAL_MASK)", "kept", "normal: the mask is missing"),
+        (".clamp(-NORMAL_REACH, NORMAL_REACH)", "", "normal: draws are not clamped"),
+        ("-0.5 * distance.square()", "-distance.square()", "normal: σ² in the place of 2 σ²"),
+        ("torch.where(kept, logits, -torch.inf)", "logits", "probabilities are shared with ids that top-p cut"),
+        ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
+    ),
+    *of_file(
+        "perturbations/density.py",
+        f"{_GRADIENT}[gumbel-density-bandit]",
+        ("ROUNDING = 1e-4", "ROUNDING = 0.0", "gumbel: rounding decides whether clamped noise has a gradient"),
+    ),
+    *of_file(
+        "perturbations/strategies/gumbel.py",
+        "test_density.py",
+        ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
+        ("self.tau * weights.log()", "weights.log()", "gumbel: τ is missing where y comes back"),
+        ("weights.log() + edit.normalizer.unsqueeze(-1)", "weights.log()", "gumbel: the total is missing"),
+    ),
+    *of_file(
+        "perturbations/strategies/dirichlet.py",
+        "test_density.py",
+        ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "dirichlet: ids that top-p cut take part"),
+        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
+    ),
+    *of_file(
+        "perturbations/strategies/normal.py",
+        "test_density.py",
+        (
+            "densities.distinct(edit.ids) & (edit.weights != 0.0)",
+            "edit.ids >= 0",
+            "normal: ids that top-p cut take part",
+        ),
+        ("edit.weights * edit.normalizer.unsqueeze(-1)", "edit.weights", "normal: the total is missing"),
+    ),
+    *of_file(
+        "perturbations/strategies/gaussian.py",
+        "test_density.py",
+        ("(replayed.temperature / self.tau)", "(1.0 / self.tau)", "gaussian: the temperature is missing in τ"),
+        ("ids = replayed.top(self.k)", "ids = edit.ids", "gaussian: the mean is over the recorded tokens"),
+    ),
+    *of_file(
+        "perturbations/strategies/gaussian.py",
+        f"{_GRADIENT}[gaussian-soft-density-bandit]",
+        ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token"),
+    ),
+    *of_file(
+        "perturbations/replay/scope.py",
+        f"{_GRADIENT}[gaussian-token-density-two-steps]",
+        ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
+    ),
+    *of_file(
+        "perturbations/replay/scope.py",
+        "test_density_loss.py",
+        ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
+    ),
+    *of_file(
+        "ngrpo/trainer/density_loss.py",
+        "test_density_loss.py",
+        (
+            "if perturbation is None or not perturbation.has_density:",
+            "if perturbation is None or not perturbation.has_density or not len(scope._flat.ids):",
+            "a rank without a perturbed position skips the density",
+        ),
+        ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
+        ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
+        (
+            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
+            "own = tokens",
+            "a token that was not drawn is in the action",
+        ),
+        (
+            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
+            "own = torch.zeros_like(tokens)",
+            "a token that was drawn is not in the action",
+        ),
+    ),
+    *of_file(
+        "ngrpo/trainer/model_actors.py",
+        "test_density_actor.py",
+        ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
+        ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
+        (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
+    ),
+]
+
+_LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
+
+SAMPLING = [
+    Mutation(
+        _LOSS,
+        "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
+        "return log_probs",
+        _MASKED,
+        "sampling mask: the log-probability of the whole distribution",
+    ),
+    Mutation(
+        _LOSS,
+        "for part in (at[inside] - 1,",
+        "for part in (at[inside],",
+        _MASKED,
+        "sampling mask: a row too late",
+    ),
+    Mutation(
+        _LOSS,
+        "index_add(0, which, (scores - highest[which]).exp())",
+        "index_add(0, which, (scores - highest[which]).exp().detach())",
+        _MASKED,
+        "sampling mask: no gradient to the tokens left",
+    ),
+    Mutation(
+        _LOSS,
+        "return scores[drawn] - highest - total.log()",
+        "return scores[drawn] - total.log()",
+        _MASKED,
+        "sampling mask: the largest score is not put back",
+    ),
+    Mutation(
+        _STORE, "np.delete(every, ids) if cut else ids", "ids", _STORED, "sampling mask: tokens cut for tokens left"
+    ),
+    Mutation(
+        _STORE,
+        "cut = 2 * counts > self._size",
+        "cut = 2 * counts > 2 * self._size",
+        _STORED,
+        "sampling mask: not the smaller of the two sets",
+    ),
+    Mutation(
+        _STORE, "inside = ids < self._size", "inside = ids >= 0", _STORED, "sampling mask: ids beyond the vocabulary"
+    ),
+]
+
+_MIXTURES = "test_strategies_mixtures.py"
+
+MIXTURES = [
+    *of_file(
+        "perturbations/strategies/multiplex.py",
+        _MIXTURES,
+        (
+            "torch.softmax(step.logits.gather(-1, ids), dim=-1)",
+            "torch.full_like(ids, 1 / 3.0, dtype=torch.float32)",
+            "multiplex: the weights do not know the probabilities",
+        ),
+        ("1.0 / self.k", "1.0 / 3.5", "multiplex: the average is over more draws than there are"),
+        ("self.k * (replayed.token_log_probs", "(replayed.token_log_probs", "multiplex: one normaliser for all draws"),
+        ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
+    ),
+    *of_file(
+        "perturbations/step.py",
+        _MIXTURES,
+        ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
+        ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
+        (
+            "totals = blocks.logsumexp(dim=-1)",
+            "totals = blocks.amax(dim=-1)",
+            "further draws: a block by its likeliest",
+        ),
+        ("first + count + tokens", "first + places", "further draws: block and token share their noise"),
+        ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
+    ),
+    *of_file(
+        "perturbations/strategies/moi.py",
+        _MIXTURES,
+        ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
+        ("/ math.log(everything.shape[-1])", "", "moi: the entropy is not normalised"),
+        ("/ math.log(self.k)", "/ math.log(step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
+        ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
+    ),
+    *of_file(
+        "perturbations/strategies/selar.py",
+        _MIXTURES,
+        ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
+        ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
+        ("/ math.log(self.k)", "", "selar: the entropy is not normalised"),
+        ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
+    ),
+    *of_file(
+        "perturbations/strategies/lepo.py",
+        _MIXTURES,
+        ("scores / self.tau", "scores", "lepo: τ is missing"),
+        (
+            "dim=-1)), ids[:, 0])",
+            "dim=-1)), ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0])",
+            "lepo: the text follows the noise",
+        ),
+        ("(weights * log_probs).sum(dim=-1)", "log_probs.mean(dim=-1)", "lepo: the weights are missing in the density"),
+        ("step.gumbel(ids)", "step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
+    ),
+    *of_file(
+        "perturbations/strategies/latent.py",
+        _MIXTURES,
+        (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
+        (
+            "step.logits * step.temperature.unsqueeze(-1)",
+            "step.logits.clone()",
+            "latent: p at another temperature",
+        ),
+        ("kept[:, : self.k] = True", "kept[:, :1] = True", "latent: fewer than k tokens"),
+        ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
+        ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
+        (
+            "scores - replayed.log_probs(edit.ids, temperature=1.0)",
+            "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
+            "latent: clamped in training",
+        ),
+        ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
+        ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
+        ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
+    ),
+    *of_file(
+        "perturbations/gates/first.py",
+        _MIXTURES,
+        ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
+    ),
+]
