@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -272,6 +273,12 @@ def self_test(model: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    Path(sys.argv[2]).write_text(json.dumps(self_test(sys.argv[1])), encoding="utf-8")
+    status = 0
+    try:
+        Path(sys.argv[2]).write_text(json.dumps(self_test(sys.argv[1])), encoding="utf-8")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
-    os._exit(0)  # The interpreter would take triton's bindings apart in a bad order (vLLM 0.29).
+    sys.stderr.flush()
+    os._exit(status)  # The interpreter would take triton's bindings apart in a bad order (vLLM 0.29).

@@ -42,6 +42,17 @@ def check(words: Sequence[str]) -> None:
         raise UsageError(f"OpenRLHF fails over these flags ({type(error).__name__}: {error}). {_HELP}") from None
 
 
+@lru_cache(maxsize=1)
+def defaults() -> dict[str, str]:
+    """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
+    try:
+        _run(None)
+    except _Made as made:
+        actions = made.args[0]._actions
+    given = {flag: action.default for action in actions for flag in action.option_strings}
+    return {flag: str(value) for flag, value in given.items() if isinstance(value, str | int | float)}
+
+
 def print_help() -> None:
     """Prints OpenRLHF's own help."""
     try:
@@ -50,10 +61,14 @@ def print_help() -> None:
         return
 
 
+class _Made(Exception):
+    """Carries the parser out of the block, before it reads anything."""
+
+
 class _Parser(argparse.ArgumentParser):
     """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str] | None) -> None:
         super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
         self._words = words
 
@@ -65,6 +80,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
 
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
+        if self._words is None:
+            raise _Made(self)
         given, unknown = self.parse_known_args(self._words)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
@@ -73,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
         return given
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(words: Sequence[str] | None) -> None:
     hierarchize, block = _compiled()
     parser = SimpleNamespace(ArgumentParser=partial(_Parser, words))
     # It prints its warnings when the training starts.

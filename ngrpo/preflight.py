@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from ngrpo import versions
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.openrlhf_parser import defaults
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import registry
 from perturbations.base import Perturbation
@@ -118,13 +119,7 @@ def _number(text: str) -> float:
         return nan
 
 
-# OpenRLHF 0.11.2's defaults, from the parser in openrlhf/cli/train_ppo_ray.py.
-BATCH_DEFAULTS = {
-    "--rollout.batch_size": 1024,
-    "--rollout.n_samples_per_prompt": 1,
-    "--train.batch_size": 128,
-    "--train.max_epochs": 1,
-}
+_SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
 _CORRECTION = "--algo.advantage.is_correction_level"
@@ -153,7 +148,7 @@ def _check_density(given: Flags, perturbation: Perturbation) -> None:
     )
     if given.has("--train.async_enable"):
         refuse("--train.async_enable", reason)
-    prompts, answers, batch, epochs = (int(given.value(name) or n) for name, n in BATCH_DEFAULTS.items())
+    prompts, answers, batch, epochs = (int(given.value(name) or defaults()[name]) for name in _SIZES)
     if epochs > 1:
         refuse(f"--train.max_epochs {epochs}", reason, "Set --train.max_epochs 1")
     drawn = prompts * answers

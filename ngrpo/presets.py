@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
 
-# OpenRLHF 0.11.2's default of --data.max_len, its bound on an answer where --rollout.max_new_tokens is not given.
-_MAX_LEN = "2048"
 _BUFFER = "--reward.overlong_buffer_len"
 
 _GRPO: dict[str, Default] = {
@@ -99,7 +98,8 @@ def _added(flags: Flags, wanted: Mapping[str, Default]) -> Flags:
 
 def _overlong_buffer(flags: Flags) -> str:
     """A fifth of the longest answer, as in DAPO's own setting (4,096 of 20,480 tokens)."""
-    longest = flags.value("--rollout.max_new_tokens") or flags.value("--data.max_len") or _MAX_LEN
+    # The bound on an answer where --rollout.max_new_tokens is not given is --data.max_len.
+    longest = flags.value("--rollout.max_new_tokens") or flags.value("--data.max_len") or defaults()["--data.max_len"]
     if not longest.isdecimal() or int(longest) < 1:
         raise UsageError(
             f"--preset dapo: the longest answer is {longest!r}, not a whole number of tokens of at least 1. Give"

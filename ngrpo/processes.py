@@ -22,6 +22,7 @@ def raise_on_sigterm() -> None:
     """Makes SIGTERM raise :class:`Terminated` in the main thread, unless somebody handles or ignores it already."""
 
     def handler(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut short what the first one ends
         raise Terminated
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

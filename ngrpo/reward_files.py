@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Sequence
+import symtable
+from collections.abc import Sequence
 from pathlib import Path
 
 from ngrpo.openrlhf_flags import Flags
@@ -46,29 +46,14 @@ def check_python(flag: str, path: str, needed: str) -> None:
         UsageError: where there is no such file, it is not Python, or does not define that.
     """
     try:
-        body = ast.parse(Path(path).read_bytes()).body
+        text = Path(path).read_bytes()
+        symbols = symtable.symtable(text, path, "exec").get_symbols()
     except OSError as error:
         raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing Python file.") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         raise UsageError(f"{flag} {path}: is not Python ({where}). Correct it.") from None
     name = needed.partition("(")[0]
-    # Inside `if` and `try` too; a name may be a function, a class, assigned or imported.
-    words = {word for node in body for word in _names(node)}
-    if not words & {name, "*"}:
-        near = nearest(name, words)
-        raise UsageError(f"{flag} {path}: does not define {needed}.{near} Name it so.")
-
-
-def _names(statement: ast.stmt) -> Iterator[str]:
-    """What a statement at the top of a file may define."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+    known = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name not in known and b"import *" not in text:
+        raise UsageError(f"{flag} {path}: does not define {needed}.{nearest(name, known)} Name it so.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.openrlhf_parser import defaults
 from ngrpo.result_folder import write_json
 from ngrpo.rollout import used_runner
 from ngrpo.text_table import aligned
@@ -23,7 +24,6 @@ RUNNERS = "model_runner"
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/")
-_DEFAULT_SEED = 42  # OpenRLHF 0.11.2's --train.seed
 _ROWS = 24
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -68,7 +68,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
-        "seed": int(Flags(args).value("--train.seed") or _DEFAULT_SEED),
+        "seed": int(Flags(args).value("--train.seed") or defaults()["--train.seed"]),
         "hardware": hardware,
         "machine": machine(),
         "versions": versions(used_runner.found(folder / RUNNERS)),

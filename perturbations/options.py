@@ -166,7 +166,8 @@ def coerce(owner: type, field: dataclasses.Field, value: Any, what: str = "pertu
     converted = _convert(kind, value)
     if converted is None:
         want = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-        raise UsageError(f"{label}: {want} is needed{_range_hint(field)}, for example {field.default!r}.")
+        limits = f" ({allowed(field)})" if allowed(field) else ""
+        raise UsageError(f"{label}: {want} is needed{limits}, for example {field.default!r}.")
     _check_range(label, field, converted)
     return converted
 
@@ -198,11 +199,6 @@ def _convert(kind: type, value: Any) -> Any:
     if not math.isfinite(number) or (kind is int and not number.is_integer()):
         return None
     return kind(number)
-
-
-def _range_hint(field: dataclasses.Field) -> str:
-    words = allowed(field)
-    return f" ({words})" if words else ""
 
 
 def _check_range(label: str, field: dataclasses.Field, value: Any) -> None:

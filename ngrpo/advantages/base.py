@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ngrpo.advantages import registry as _registry
 from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
 
@@ -161,7 +162,7 @@ class AnnealedK(Advantage):
 
     def flags(self, given: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` where k does not fit the groups that the run will have."""
-        size = given.value("--rollout.n_samples_per_prompt") or "1"  # OpenRLHF 0.11.2's default
+        size = given.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():
                 advantage.check_group(int(size))

@@ -194,11 +194,7 @@ def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
         options = options.with_defaults(_source(rest, "--eval.dataset"))
         if not options.added:
             return None
-    options = options.with_defaults({"--n": _DEFAULT_N})
-    n = options.value("--n") or ""
-    if not n.isdecimal() or int(n) < 1:
-        raise UsageError(f"--eval.n {n!r}: must be a whole number of at least 1.")
-    return tuple(options.words)
+    return tuple(options.with_defaults({"--n": _DEFAULT_N}).words)
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:

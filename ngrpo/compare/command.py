@@ -41,10 +41,10 @@ from ngrpo.compare.plan import Plan
 from ngrpo.diagnose import command as diagnosis
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
+from ngrpo.openrlhf_parser import defaults
 from ngrpo.train import checked_flags
 from perturbations.errors import UsageError
 
-_DEFAULT_BATCH = 1024  # OpenRLHF 0.11.2's --rollout.batch_size
 _SPARE = 1 << 29
 
 
@@ -99,7 +99,8 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
     waiting = [one for one in everything if folder.status(one, runs.identity(plan, one))["status"] != "done"]
-    view = screen.Screen(len(everything), int(Flags(plan.shared).value("--rollout.batch_size") or _DEFAULT_BATCH))
+    batch = "--rollout.batch_size"
+    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]))
     if len(waiting) < len(everything):
         view.note(f"{len(everything) - len(waiting)} of {len(everything)} runs are finished and kept")
     model = models.resolve(plan.model, report=report)

@@ -71,8 +71,6 @@ def evaluate(
     sampling = sampling or Sampling()
     if isinstance(model, str):
         model = models.resolve(model, report=report)
-    if n < 1:
-        raise UsageError(f"n={n}: must be at least 1 sample per problem.")
     ks = checked_ks(k, n)
     check_problems(problems)
     settings = {

@@ -17,8 +17,10 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
     """The k of Pass@k, sorted; by default those of 1, 4, 8, 16, 32 up to n.
 
     Raises:
-        UsageError: for a k outside [1, n].
+        UsageError: for n below 1, or a k outside [1, n].
     """
+    if n < 1:
+        raise UsageError(f"n={n}: must be at least 1 sample per problem.")
     if ks is None:
         return tuple(k for k in DEFAULT_KS if k <= n)
     for k in ks:

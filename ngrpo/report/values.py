@@ -96,7 +96,10 @@ def duration(value: Any) -> str:
 
 def visible(value: Any) -> str:
     """Text in which nothing is invisible, turns the reading direction, or cannot be written as UTF-8."""
-    text = _SURROGATES.sub("\ufffd", str(value)).translate(_CONTROLS)
+    text = str(value)
+    if text.isascii() and text.isprintable():
+        return text
+    text = _SURROGATES.sub("\ufffd", text).translate(_CONTROLS)
     return _DIRECTIONS.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
 
 

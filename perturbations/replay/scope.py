@@ -73,7 +73,7 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         return _Flat(none, none, InputEdit(ids, ids.float(), floats, None, floats), none)
 
     def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype)).to(device)
+        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype, copy=False)).to(device)
 
     def optional(name: str) -> Tensor | None:
         """Zeros where a record has none; None where no record has it."""
@@ -85,15 +85,18 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
 
     def widened(part: np.ndarray, mode: str) -> np.ndarray:
         """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
-        return np.pad(part, ((0, 0), (0, width - part.shape[1])), mode=mode)
+        missing = width - part.shape[1]
+        return np.pad(part, ((0, 0), (0, missing)), mode=mode) if missing else part
 
     width = max(r.ids.shape[1] for _, r in present)
     ids = joined((widened(r.ids, "edge") for _, r in present), np.int64)
     weights = joined(widened(r.weights, "constant") for _, r in present)
     edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
     position = joined((r.positions for _, r in present), np.int64)
-    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
-    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
+    noise_keys = None
+    if edit.sigma is not None:
+        seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
+        noise_keys = streams.keys(seeds, position, streams.Stream.NOISE)
     return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys)
 
 

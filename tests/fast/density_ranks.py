@@ -76,6 +76,7 @@ def main(rank: int, port: str) -> None:
         check(perturbation)
         print(name_of(perturbation), flush=True)
     dist.barrier()
+    dist.destroy_process_group()  # its threads, left to the interpreter, may abort the process at its end
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ def main(rank: int, port: str) -> None:
         assert alone.drift() == shared.drift() and alone.drift().changed > 0
         print(dtype, flush=True)
     dist.barrier()
+    dist.destroy_process_group()  # its threads, left to the interpreter, may abort the process at its end
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ class TestMain:
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
         assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
 
-    @pytest.mark.parametrize("name", sorted({each for kept in catalogue.KINDS for each in kept.available()}))
+    @pytest.mark.parametrize("name", sorted({each for kept in catalogue.KINDS for each in kept.in_tree()}))
     def test_list_describes_each(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["list", name]) == 0
         text = capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.compare import arguments
+from ngrpo.compare import arguments, command
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import eval_words, identity, train_words
 from perturbations.errors import UsageError
@@ -187,7 +187,6 @@ def test_a_run_is_another_when_any_word_of_it_changes() -> None:
         (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),
         (["--perturbations", "none", "--sweep", "perturbation.k=2,3"], "none of none has this option"),
         (["--strategy", "none base="], "base needs a value"),
-        (["--perturbations", "none", "--eval.n", "0"], "at least 1"),
         (["--perturbations", "none", "--eval.model", "x"], "set by ngrpo compare"),
         (["--seeds", "0"], "nothing to compare"),
     ],
@@ -218,11 +217,32 @@ UNANSWERED = '{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n'
 
 @pytest.mark.parametrize(("rows", "message"), [("", "empty"), (UNANSWERED, "row 2")])
 def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows: str, message: str) -> None:
-    from ngrpo.compare import command
-
     file = tmp_path / "held_out.jsonl"
     file.write_text(rows)
     words = ["--perturbations", "none", "--out", str(tmp_path / "out"), "--eval.data", str(file), *MODEL]
     with pytest.raises(UsageError, match=f"(?s)evaluation: .*({message})"):
         command.run(words, report=print)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--eval.n", "0"], "evaluation: n=0: must be at least 1"),
+        (["--eval.k", "9"], "evaluation: k=9"),
+        (["--eval.nope", "1"], "evaluation: .*unknown word '--nope'"),
+        (["--diagnose.group", "1"], "diagnosis: group=1"),
+        (["--diagnose.nope", "1"], "diagnosis: .*unknown word '--nope'"),
+        (["--sweep", "nope=1,2"], "strategy 'none nope=1': unknown flag '--nope'"),
+        (
+            ["--sweep", "rollout.top_p=0.5,abc"],
+            "rollout.top_p=abc': --rollout.top_p abc: must be a number",
+        ),
+        (["--algo.advantage.estimator", "group_norm"], "requires n_samples_per_prompt > 1"),
+    ],
+)
+def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], message: str) -> None:
+    shared = [*MODEL, "--hardware", "cpu", "--algo.advantage.estimator", "reinforce"]
+    with pytest.raises(UsageError, match=message):
+        command._check(arguments.parse(["--perturbations", "none", *shared, *given])[0])
+    command._check(arguments.parse(["--perturbations", "none", *shared])[0])

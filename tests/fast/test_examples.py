@@ -57,5 +57,5 @@ def test_every_method_has_a_recipe() -> None:
         "\n".join(RECIPES) + Path(__file__).resolve().parents[2].joinpath("examples/train_neighbor_cpu.sh").read_text()
     )
     for kept, flag in catalogue.KINDS.items():
-        missing = {name for name in kept.available() if f"{flag} {name}" not in text} - {"none", "group_norm"}
+        missing = {name for name in kept.in_tree() if f"{flag} {name}" not in text} - {"none", "group_norm"}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing

@@ -136,13 +136,13 @@ def test_eval_and_diagnose(command: str, words: list[str]) -> None:
 
 
 @FEW
-@given(st.sampled_from(["report", "check", "list", "model", "no-such-command"]), WORDS)
+@given(st.sampled_from(["report", "check", "list", "model", "doctor", "no-such-command"]), WORDS)
 def test_other_commands(command: str, words: list[str]) -> None:
     if has_help(words) or (command == "check" and words[0] in registry.available()):
         return
     if command == "model" and (len(words) != 1 or words[0].startswith("-")):
         return  # its usage
-    refused([command, *words, *(["--never"] if command in ("report", "list") else [])])
+    refused([command, *words, *(["--never"] if command in ("report", "list", "doctor") else [])])
 
 
 @FEW

@@ -89,6 +89,45 @@ def test_reduced_matmul_precision_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(want, got)
 
 
+@pytest.mark.parametrize("metric", ["dot", "l2"])
+def test_rounding_that_all_goes_one_way_changes_nothing(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 every element of token 1 loses, and half of token 2's gain: the order of the products is reversed."""
+    embedding = torch.ones(4, 64)
+    embedding[1] += 0.99 * 2.0**-8
+    embedding[2, ::2], embedding[2, 1::2] = 1.0 + 1.01 * 2.0**-8, 1.0 + 0.8 * 2.0**-8
+    embedding[3, 0] = -1.0
+    if metric == "l2":
+        embedding[0] = 2.0
+    rounded = embedding.bfloat16().float()
+    monkeypatch.setattr(ExactIndex, "_products", lambda self, own: own.bfloat16().float() @ rounded.T)
+    assert ExactIndex(embedding, metric).query(torch.tensor([0]), 1)[0].item() == brute(embedding, 0, metric)[0]
+
+
+def test_an_l1_distance_may_be_off_by_the_rounding_of_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0 + 2.0**-12], [4.0, 4.0]])
+    off = 1.0 + torch.tensor([0.0, 2.0**-11, -(2.0**-11), 0.0])
+    monkeypatch.setattr(ExactIndex, "_products", lambda self, own: -torch.cdist(own, embedding, p=1) * off)
+    assert ExactIndex(embedding, "l1").query(torch.tensor([0]), 1)[0].tolist() == [[1]]
+
+
+def test_vectors_of_every_size_have_directions() -> None:
+    """Products of the smallest with the next larger ones underflow."""
+    draws = torch.Generator().manual_seed(9)
+    embedding = torch.randn(80, 8, generator=draws) * torch.tensor([1e-30, 5e-15, 1.0, 0.0]).repeat(20).unsqueeze(-1)
+    ids, _ = ExactIndex(embedding).query(torch.arange(80), 1)
+    assert ids.tolist() == [brute(embedding, i, "cosine")[:1] for i in range(80)]
+
+
+def test_all_are_equally_far_from_a_zero_vector() -> None:
+    embedding = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    assert ExactIndex(embedding).query(torch.tensor([0]), 1)[0].tolist() == [[1]]
+
+
+def test_a_zero_vector_is_no_neighbor_where_all_others_point_away() -> None:
+    embedding = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-0.5, 0.8], [0.0, 0.0]])
+    assert ExactIndex(embedding).query(torch.tensor([0]), 1)[0].tolist() == [[2]]
+
+
 @pytest.mark.parametrize("metric", ["cosine", "l1"])
 def test_tiny_vectors_have_directions_too(metric: str) -> None:
     """Their float32 products underflow to zero."""

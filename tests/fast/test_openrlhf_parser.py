@@ -54,3 +54,9 @@ def test_nothing_heavy_is_imported() -> None:
         f"{LEAST!r}); assert not {{'ray', 'torch', 'deepspeed', 'vllm', 'openrlhf'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_defaults_are_openrlhfs() -> None:
+    found = openrlhf_parser.defaults()
+    assert (found["--rollout.batch_size"], found["--train.seed"], found["--actor.adam.lr"]) == ("1024", "42", "1e-06")
+    assert "--actor.model_name_or_path" not in found

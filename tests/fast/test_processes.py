@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -47,6 +49,68 @@ def test_nothing_stays(sign: signal.Signals) -> None:
     if sign == signal.SIGTERM:
         assert process.returncode == 143 and error == "ngrpo: terminated\n"
         assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+SCORER = """
+import pathlib, time
+
+def reward_func(queries, prompts, labels):
+    pathlib.Path(__file__).with_suffix(".called").touch()
+    time.sleep(60)
+"""
+
+
+PROBLEMS = "--data problems.jsonl --scorer scorer.py"
+SHARED = "--model model --hardware cpu --out out"
+COMPARE = f"--perturbations none --task arithmetic --base grpo --diagnose.prompts 0 {PROBLEMS}"
+COMPARE = COMPARE.replace("--data", "--eval.data").replace("--scorer", "--eval.scorer")
+COMPARE += " --rollout.n_samples_per_prompt 2"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "sign", "code"),
+    [
+        ("compare", COMPARE, signal.SIGTERM, 143),
+        ("compare", COMPARE, signal.SIGKILL, -9),
+        ("eval", PROBLEMS, signal.SIGTERM, 143),
+        ("diagnose", f"{PROBLEMS} --prompts 1", signal.SIGINT, 130),
+    ],
+)
+def test_a_command_ends_with_all_that_it_started(
+    command: str, words: str, sign: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Each one waits in a scorer, before any engine is built: a comparison in its evaluation of the untrained model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "scorer.py").write_text(SCORER)
+    (tmp_path / "problems.jsonl").write_text('{"input": "1 + 1?", "label": "2"}\n')
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "ngrpo.cli",
+            command,
+            *words.split(),
+            *["--model", "model", "--hardware", "cpu", "--out", "out"],
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "scorer.called").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout and process.stdout.read()
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert bool(children) == (command == "compare")
+    process.send_signal(sign)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in output, output
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    if code > 0:
+        assert f"what was finished is kept in out. Go on with: ngrpo {command} {words.split()[0]}" in output
 
 
 @pytest.mark.parametrize(("words", "again"), [(["--n", "4"], "--n 4 --out here"), (["--out", "x"], "--out x")])

@@ -13,6 +13,7 @@ def main(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, sample
 
     spec = {"name": "neighbor", "rate": 0.5, "variant": "released"}
@@ -21,10 +22,13 @@ def main(folder: str) -> None:
     prompts = [list(range(100 * i, 100 * i + 20)) for i in range(1, 5)]
     rollouts = sample(llm, prompts, max_tokens=32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.cat([torch.from_numpy(r.record.ids.astype("int64")) for r in rollouts])
+    nearest, _ = ExactIndex(model.get_output_embeddings().weight).query(ids[:, 0], 2)  # as released: the output's
     result = {
         "ranks": len(fingerprints),
         "specs": len(set(fingerprints)),
         "edits": sum(len(r.record) for r in rollouts),
+        "same_neighbors": torch.equal(ids[:, 1:], nearest),
         "gap": gaps(model, rollouts).max().item(),
         "without": gaps(model, rollouts, replay=False).max().item(),
     }

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.two_ranks import run_two_ranks
+
 pytestmark = pytest.mark.stack
 
 
@@ -26,5 +28,11 @@ def test_two_ranks(tiny: str) -> None:
     seen = json.loads(line.removeprefix("RESULT "))
     assert (seen["ranks"], seen["specs"]) == (2, 1)
     assert seen["edits"] > 30
+    assert seen["same_neighbors"], "each rank looks among its own rows, and they share what they find"
     assert seen["gap"] <= 1e-4
     assert seen["without"] > 1e-2
+
+
+def test_two_ranks_share_the_embeddings_of_vllms_layers() -> None:
+    for output in run_two_ranks("tests.stack.embedding_ranks"):
+        assert "ok" in output.splitlines()

@@ -108,6 +108,7 @@ def main() -> None:
         check(engine, plain, perturbation)
         print(f"rank {RANK}: {name_of(perturbation)}", flush=True)
     torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # its threads may abort the process at its end
     del kept
 
 

@@ -93,6 +93,7 @@ def train(stage: int) -> None:
         assert parameters_file.load_saved(again, perturbation, folder)
         assert all(torch.equal(p, seen[-1][name]) for name, p in again.named_parameters())
     torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # its threads may abort the process at its end
     del kept
 
 
