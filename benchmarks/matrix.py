@@ -34,7 +34,7 @@ STAGES = {
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
     "exactness": ["tests/stack/test_exactness.py", "tests/stack/test_async.py"],
     "invariance": ["tests/stack/test_invariance.py"],
-    "V2": ["tests/stack/test_v2.py"],
+    "V2": ["tests/stack/test_v2_sampler.py", "tests/stack/test_v2.py"],
     "training": ["tests/pipeline/test_training.py"],
 }
 

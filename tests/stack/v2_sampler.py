@@ -1,0 +1,76 @@
+"""Run by test_v2_sampler.py, in a process that only it sets up: V2's sampler with our adapter, and without a model."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from tests.stack import as_on_cuda
+
+VOCABULARY, ROWS = 4096, 4
+
+
+def main() -> None:
+    as_on_cuda.interpret_triton()
+    import torch
+    import vllm.v1.worker.gpu.buffer_utils as buffers
+    from vllm import SamplingParams
+    from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+
+    buffers.UvaBuffer = UvaBuffer  # as a worker for CPUs does
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from ngrpo.rollout import runner_v2
+
+    device = torch.device("cpu")
+    states = RequestState(ROWS, 256, 64, 0, VOCABULARY, device)
+    options: dict[str, Any] = {"max_num_reqs": ROWS, "vocab_size": VOCABULARY, "device": device, "req_states": states}
+    if "vllm_config" in inspect.signature(Sampler).parameters:  # from 0.31 on
+        options["vllm_config"] = SimpleNamespace(reasoning_config=None, speculative_config=None)
+    sampler = Sampler(**options)
+    requests = {
+        "warm-up": SamplingParams.for_sampler_warmup(),
+        "greedy": SamplingParams(temperature=0.0),
+        "top-k": SamplingParams(temperature=0.5, top_k=3, logprobs=0),
+        "plain": SamplingParams(),
+    }
+    for name, params in requests.items():
+        states.add_request(name, 2, [0, 1], 0, 16)
+        slot = states.req_id_to_index[name]
+        arguments = {"req_idx": slot, "prompt_len": 2, "sampling_params": params}
+        sampler.add_request(**{n: arguments[n] for n in inspect.signature(sampler.add_request).parameters})
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+
+    seen: dict[str, Any] = {}
+
+    def finish(scaled: Any, temperature: Any, drawable: Any, greedy: Any) -> Any:
+        seen.update(scaled=scaled, temperature=temperature, drawable=drawable, greedy=greedy)
+        return scaled.argmin(dim=-1)
+
+    perturber = SimpleNamespace(busy=True, finish=finish, rehearse=lambda logits: None)
+    sampler.sample = runner_v2._sample(sampler, SimpleNamespace(perturber=perturber))
+    batch = InputBatch.make_dummy(ROWS, 2 * ROWS, InputBuffers(ROWS, 64, device))
+    with torch.inference_mode():
+        logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        given = logits.clone()
+        drawn = sampler(logits, batch).sampled_token_ids.flatten()
+    row = {name: batch.idx_mapping.tolist().index(slot) for name, slot in states.req_id_to_index.items()}
+    assert torch.equal(drawn, seen["scaled"].argmin(dim=-1))
+    assert seen["temperature"][[row[name] for name in requests]].tolist() == [torch.tensor(0.9).item(), 1.0, 0.5, 1.0]
+    assert torch.equal(seen["scaled"][row["plain"]], given[row["plain"]])
+    assert torch.allclose(seen["scaled"][row["top-k"]], given[row["top-k"]] / 0.5)
+    left = (seen["drawable"] > -torch.inf).sum(dim=-1)
+    assert left[row["top-k"]] == 3 and left[row["plain"]] == VOCABULARY and 1 <= left[row["warm-up"]] <= 50
+    assert seen["greedy"][row["greedy"]] == given[row["greedy"]].argmax() and (seen["greedy"] >= 0).sum() == 1
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    main()
+    print("RIGHT", flush=True)
+    os._exit(0)
