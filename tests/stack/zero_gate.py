@@ -93,7 +93,6 @@ def train(stage: int) -> None:
         assert parameters_file.load_saved(again, perturbation, folder)
         assert all(torch.equal(p, seen[-1][name]) for name, p in again.named_parameters())
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # its threads may abort the process at its end
     del kept
 
 
@@ -107,6 +106,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     for stage in (2, 3):
         train(stage)
+    torch.distributed.destroy_process_group()  # its threads may abort the process at its end
 
 
 if __name__ == "__main__":
