@@ -169,15 +169,18 @@ def _arm(name: str, words: Sequence[str], where: str, training: bool) -> Arm:
     options: dict[str, str] = {}
     more: dict[str, str] = {}
     for word in words:
-        key, equals, value = word.removeprefix("--").removeprefix(_PREFIX).partition("=")
-        flag = word.startswith("--") or re.fullmatch(_TRAINING, key) is not None
+        key, equals, value = word.removeprefix("--").partition("=")
+        # `gaussian` has an option `base` too: in a training it is written with its prefix.
+        own = key.startswith(_PREFIX) or (not training and key in option_fields(name, {}))
+        key = key.removeprefix(_PREFIX)
+        flag = not own and (word.startswith("--") or re.fullmatch(_TRAINING, key) is not None)
         if flag and not training:
             raise UsageError(f"{where}: {word!r} is for a training. Leave it out.")
         if flag and not value and not word.startswith("--"):
             raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")
         if not key or not (flag or (equals and value)):
             raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
-        if key in options or key in more:
+        if key in (more if flag else options):
             raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
         (more if flag else options)[key] = value
     return Arm(name, options, more)

@@ -32,6 +32,17 @@ def test_names_and_their_specs() -> None:
     assert "2606.10768" in neighbor.paper
 
 
+def test_an_option_that_is_called_as_a_setting_of_a_training() -> None:
+    """`gaussian` has an option `base`: bare where nothing is trained, with its prefix beside a training's base."""
+    want = create("gaussian", base="soft").spec()
+    (bare,) = parse_arms(None, (), ["gaussian base=soft"])
+    assert (bare.spec, bare.training) == (want, {})
+    for prefix in ("perturbation.", "--perturbation."):
+        (both,) = parse_arms(None, (), [f"gaussian {prefix}base=soft base=gspo"], training=True)
+        assert (both.spec, both.training) == (want, {"base": "gspo"})
+        assert both.flags == ["--perturbation", "gaussian", "--perturbation.base", "soft", "--preset", "gspo"]
+
+
 def test_options_after_colons_and_blanks() -> None:
     (strategy,) = parse_arms("neighbor:rate=0.2:variant=released")
     assert strategy.id == "neighbor rate=0.2 variant=released"
