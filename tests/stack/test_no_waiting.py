@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.decode_step import counting
-from ngrpo.rollout import set_perturbation
+from ngrpo.rollout import set_perturbation, take_records
 from perturbations import ReplayRecord
 from tests.stack.harness import chat_prompts, sample
 
@@ -32,16 +32,19 @@ def test_decode_steps_wait_for_nothing(engine: Any, rate: float, params: dict[st
 
 
 def test_nothing_is_compiled_after_the_start(engine: Any) -> None:
-    """Many requests and one, with and without filters, sampled and greedy."""
+    """Many requests and one, with and without filters, sampled and greedy; vLLM's own log-probabilities left out."""
+    from vllm import SamplingParams
+
     set_perturbation(engine, "gumbel")
-    prompts = chat_prompts(engine)
+    prompts = [{"prompt_token_ids": prompt} for prompt in chat_prompts(engine)]
     torch._dynamo.reset()
     try:
         worker_of(engine).compile_or_warm_up_model()  # what vLLM calls at the start
         with torch.compiler.set_stance("fail_on_recompile"):
             for some in (prompts, prompts[:1]):
                 for params in ({}, {"top_p": 0.9, "top_k": 20}, {"min_p": 0.1}, {"temperature": 0.0}):
-                    sample(engine, some, max_tokens=3, **params)
+                    engine.generate(some, SamplingParams(max_tokens=3, **params), use_tqdm=False)
+                    assert len(take_records(engine)) == len(some)
     finally:
         torch._dynamo.reset()
 
