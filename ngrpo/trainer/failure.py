@@ -16,6 +16,10 @@ _MOST_SHOWN = 5
 _MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
 # What Python says of OpenRLHF's import, and transformers 5.15 of an attention that is not there.
 _FLASH_ATTN = re.compile(r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used")
+# torch 2.13 does not pass on the system's word where it writes a checkpoint.
+_DISK = re.compile(
+    r"inline_container\.cc.*unexpected pos|PytorchStreamWriter failed|No space left on device", re.DOTALL
+)
 _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 
 
@@ -61,6 +65,18 @@ def flash_attn_missing(error: BaseException) -> str | None:
         "a node of the cluster has no flash-attn that works, but the run was started where flash-attn is installed, so"
         " that OpenRLHF counts on it everywhere. Install the same flash-attn on every node (docs/install.md), or remove"
         f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {found.strip()}"
+    )
+
+
+def disk_full(error: BaseException) -> str | None:
+    """What an error means where a checkpoint could not be written; None for any other error."""
+    found = next((text for text in map(str, _chain(error)) if _DISK.search(text)), None)
+    if found is None:
+        return None
+    return (
+        "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
+        " The one before is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable."
+        f" The writer said: {found.strip().splitlines()[-1]}"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ngrpo.trainer import failure
-from ngrpo.trainer.failure import RUN_ID, end_processes, flash_attn_missing, memory_ran_out, root_cause
+from ngrpo.trainer.failure import RUN_ID, disk_full, end_processes, flash_attn_missing, memory_ran_out, root_cause
 
 TABLE = "PID\tMEM(GB)\tCOMMAND\n" + "".join(
     f"{100 + i}\t{9.5 - i:.2f}\t{command}\n"
@@ -122,3 +122,16 @@ def test_processes_that_a_killed_worker_left_are_ended(orphan: int, monkeypatch:
     while alive(orphan) and time.monotonic() < until:
         time.sleep(0.05)
     assert not alive(orphan)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[enforce fail at inline_container.cc:672] . unexpected pos 76800 vs 76694",
+        "OSError: [Errno 28] No space left on device: '/ckpt/x.pt'",
+    ],
+)
+def test_a_full_disk_is_named(text: str) -> None:
+    told = disk_full(RuntimeError(text))
+    assert told is not None and "no space is left" in told and text in told
+    assert disk_full(RuntimeError("something else")) is None
