@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,7 @@ def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
             continue
         if path.suffix == ".arrow" and path.is_file():
             continue
-        rows = read_rows(flag, name, _CHECKED)
-        found = list(rows[0])
+        found = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
         if name.startswith("~"):
             raise UsageError(f"{flag} {name}: OpenRLHF does not expand '~'. Write {path}.")
         for column_flag, column in columns.items():
@@ -83,11 +83,29 @@ def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
                     f"{flag} {name} has no column {column!r} ({column_flag}).{nearest(column, found)}"
                     f" Its columns: {', '.join(found)}. Name the right one with {column_flag}."
                 )
-            for number, row in enumerate(rows, start=1):
-                if row.get(column) is None:
-                    raise UsageError(
-                        f"{flag} {name}: row {number} has no {column!r} ({column_flag}). Give it one, or leave it out."
-                    )
+            if found[column] is not None:
+                raise UsageError(
+                    f"{flag} {name}: row {found[column]} has no {column!r} ({column_flag}). Give it one, or leave it"
+                    " out."
+                )
+
+
+@lru_cache
+def _columns(flag: str, name: str, changed: int) -> dict[str, int | None]:
+    """A file's columns by its first row, each with the number of the first row that has nothing there, if any has.
+
+    Kept, because a comparison checks the same file for each of its strategies.
+
+    Args:
+        flag: the flag that names the file, for messages.
+        name: the file.
+        changed: when it was, so that another content is read anew.
+    """
+    rows = read_rows(flag, name, _CHECKED)
+    return {
+        column: next((number for number, row in enumerate(rows, start=1) if row.get(column) is None), None)
+        for column in rows[0]
+    }
 
 
 def _parquet(path: Path) -> Iterator[Row]:

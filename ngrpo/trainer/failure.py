@@ -38,6 +38,11 @@ def root_cause(error: BaseException) -> str:
     return cause_text + (f"\n  in {where}" if where else "")
 
 
+def explanation(error: BaseException) -> str | None:
+    """What an error means for the user, in one paragraph, where it is one that is known; None for any other."""
+    return memory_ran_out(error) or flash_attn_missing(error) or disk_full(error)
+
+
 def memory_ran_out(error: BaseException) -> str | None:
     """What an error means for the user where Ray's memory monitor ended a process; None for any other error."""
     text = "\n".join(map(str, _chain(error)))
@@ -58,26 +63,31 @@ def memory_ran_out(error: BaseException) -> str | None:
 
 def flash_attn_missing(error: BaseException) -> str | None:
     """What an error means where one node of a cluster lacks flash-attn; None for any other error."""
-    found = next((text for text in map(str, _chain(error)) if _FLASH_ATTN.search(text)), None)
+    found = _matching(error, _FLASH_ATTN)
     if found is None:
         return None
     return (
         "a node of the cluster has no flash-attn that works, but the run was started where flash-attn is installed, so"
         " that OpenRLHF counts on it everywhere. Install the same flash-attn on every node (docs/install.md), or remove"
-        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {found.strip()}"
+        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {found}"
     )
 
 
 def disk_full(error: BaseException) -> str | None:
     """What an error means where a checkpoint could not be written; None for any other error."""
-    found = next((text for text in map(str, _chain(error)) if _DISK.search(text)), None)
+    found = _matching(error, _DISK)
     if found is None:
         return None
     return (
         "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
         " The one before is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable."
-        f" The writer said: {found.strip().splitlines()[-1]}"
+        f" The writer said: {found.splitlines()[-1]}"
     )
+
+
+def _matching(error: BaseException, pattern: re.Pattern[str]) -> str | None:
+    """The first text of a chain of errors in which a pattern is found."""
+    return next((text.strip() for text in map(str, _chain(error)) if pattern.search(text)), None)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -20,7 +20,7 @@ from ngrpo.hardware import Profile, attention, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
-from ngrpo.trainer.failure import RUN_ID, disk_full, end_processes, flash_attn_missing, memory_ran_out, root_cause
+from ngrpo.trainer.failure import RUN_ID, end_processes, explanation, root_cause
 from ngrpo.trainer.install import CONDITIONS, install
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import check
@@ -118,7 +118,7 @@ def _run(flags: Sequence[str]) -> None:
         runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
         finished = True
     except Exception as error:
-        explained = memory_ran_out(error) or flash_attn_missing(error) or disk_full(error)
+        explained = explanation(error)
         if explained is None:
             traceback.print_exc()
         raise TrainingFailed((explained or root_cause(error)) + _log_folder()) from None
