@@ -8,7 +8,6 @@ Printed: the median of the paired ratios (replayed / plain, lower is better), an
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
+from benchmarks.pairs import summary
 from ngrpo.models import resolve
 from perturbations import ReplayRecord, replaying
 
@@ -106,13 +106,7 @@ def paired(trainer: Trainer, records: list[ReplayRecord], pairs: int) -> dict[st
     """
     trainer.step(None), trainer.step(records)
     found = [(trainer.step(None)[0], trainer.step(records)[0]) for _ in range(pairs)]
-    ratios = [ours / plain for plain, ours in found]
-    return {
-        "plain_s": statistics.median(plain for plain, _ in found),
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-    }
+    return summary(found, "plain_s")
 
 
 def main() -> None:

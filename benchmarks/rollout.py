@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 import warnings
 from typing import Any
@@ -19,6 +18,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.machine import describe
+from benchmarks.pairs import summary
 from ngrpo.models import resolve
 from ngrpo.rollout import set_perturbation, take_records
 from perturbations import available
@@ -75,13 +75,7 @@ def paired(stock: Any, perturbed: Any, prompts: list[list[int]], tokens: int, pa
     rate_of(stock, prompts, tokens), rate_of(perturbed, prompts, tokens)
     found = [(rate_of(stock, prompts, tokens), rate_of(perturbed, prompts, tokens)) for _ in range(pairs)]
     take_records(perturbed)
-    ratios = [ours / theirs for theirs, ours in found]
-    return {
-        "stock": statistics.median(theirs for theirs, _ in found),
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-    }
+    return summary(found, "stock")
 
 
 def main() -> None:

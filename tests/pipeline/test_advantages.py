@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ import pytest
 import torch
 
 from ngrpo.advantages import compute
-from tests.pipeline.harness import ROOT, steps_of
+from tests.own_process import run_module
+from tests.pipeline.harness import steps_of
 from tests.pipeline.openrlhf_experience import REWARDS, SIZE
 
 pytestmark = pytest.mark.stack
@@ -24,10 +23,7 @@ GROUPS = torch.tensor(REWARDS).reshape(-1, SIZE)
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What OpenRLHF's own classes computed with the seams in place."""
-    command = [sys.executable, "-m", "tests.pipeline.openrlhf_experience"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_module("tests.pipeline.openrlhf_experience").splitlines()[-1])
 
 
 def check_tokens(answers: list[list[float]], expected: torch.Tensor) -> None:

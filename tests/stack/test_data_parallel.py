@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.own_process import result_of
 from tests.stack.data_parallel_rollout import SAMPLES
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -17,17 +14,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def seen(tiny: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.stack.data_parallel_rollout", tiny],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    return result_of("tests.stack.data_parallel_rollout", tiny)
 
 
 def test_both_ranks_answer(seen: dict[str, Any]) -> None:

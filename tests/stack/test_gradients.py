@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.scope import ReplayScope
+from tests.own_process import run_module
 
 pytestmark = pytest.mark.stack
 NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
@@ -129,14 +128,6 @@ def test_left_padding(hf_model: Any) -> None:
 
 def test_zero_2(tmp_path: Path, smollm2: str, plain: dict[str, torch.Tensor]) -> None:
     """DeepSpeed's engine in a process of its own; its gathered gradient of the embedding against the plain one."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.stack.zero_2_gradient", smollm2, str(tmp_path / "gradient.pt")],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_module("tests.stack.zero_2_gradient", smollm2, str(tmp_path / "gradient.pt"), timeout=600.0)
     under_zero = torch.load(tmp_path / "gradient.pt")
     torch.testing.assert_close(under_zero, plain["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.own_process import result_of
 from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.stack
 
 
 def test_two_ranks(tiny: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.stack.tensor_parallel_rollout", tiny],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT "))
-    seen = json.loads(line.removeprefix("RESULT "))
+    seen = result_of("tests.stack.tensor_parallel_rollout", tiny)
     assert (seen["ranks"], seen["specs"]) == (2, 1)
     assert seen["edits"] > 30
     assert seen["same_neighbors"], "each rank looks among its own rows, and they share what they find"

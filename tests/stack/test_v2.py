@@ -7,8 +7,6 @@ interpreted (:mod:`tests.stack.as_on_cuda`), at about a second for each step.
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 from perturbations import create, parameters
+from tests.own_process import run_module
 from tests.stack.harness import Rollout, gaps
 from tests.stack.test_invariance import assert_same
 from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, TOKENS
@@ -27,10 +26,7 @@ pytestmark = pytest.mark.stack
 
 def rolled_out(runner: str, model: str, folder: Path) -> dict[str, Any]:
     target = folder / f"{runner}.pickle"
-    command = [sys.executable, "-m", "tests.stack.v2_rollout", runner, model, str(target)]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_module("tests.stack.v2_rollout", runner, model, str(target), timeout=400.0)
     return pickle.loads(target.read_bytes())
 
 
