@@ -101,11 +101,14 @@ class RunningRequests:
         mask = self._perturber.sampling_mask(self._store.live[name].slot)
         return FinishedTrajectory(*self._store.record(name), b"" if mask is None else mask.to_bytes())
 
+    def _here(self) -> Iterable[str]:
+        """The internal request ids of all held or alive."""
+        return dict.fromkeys([*self._buffer.names(), *self._store.live])
+
     def _matching(self, names: list[str]) -> list[str]:
         """Those held or alive whose internal or external request id is among the names."""
         wanted = set(names)
-        here = dict.fromkeys([*self._buffer.names(), *self._store.live])
-        return [name for name in here if name in wanted or external_id(name) in wanted]
+        return [name for name in self._here() if name in wanted or external_id(name) in wanted]
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, Taken]:
         """Hands over records, once.
@@ -142,8 +145,8 @@ class RunningRequests:
         The samples of one request go together: vLLM calls them ``0_<its internal id>``, ``1_...``.
         """
         parents = {name.partition("_")[2] for name in names} - {""}
-        here = dict.fromkeys([*self._buffer.names(), *self._store.live])
-        matching = {*self._matching(names), *(name for name in here if name.partition("_")[2] in parents)}
+        samples = (name for name in self._here() if name.partition("_")[2] in parents)
+        matching = {*self._matching(names), *samples}
         self._buffer.drop(matching)
         self._dropped.update(name for name in matching if name in self._store.live)
 

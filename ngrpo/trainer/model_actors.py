@@ -81,11 +81,17 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     return kept + list(moved.values())
 
 
-def replay_scope(model: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
-    """The scope for the model under OpenRLHF's ``Actor`` and DeepSpeed's engine; arguments of :class:`ReplayScope`."""
-    model = model.model
+def model_of(actor: Any) -> Any:
+    """The Hugging Face model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
+    model = actor.model
     while hasattr(model, "module"):
         model = model.module
+    return model
+
+
+def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
+    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
+    model = model_of(actor)
     return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up)
 
 

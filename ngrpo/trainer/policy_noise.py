@@ -14,6 +14,7 @@ from typing import Any
 
 from ngrpo.trainer.importance import importance_measures
 from ngrpo.trainer.metrics import note_measures
+from ngrpo.trainer.model_actors import model_of
 from ngrpo.trainer.run_settings import current_run
 
 _CHOSEN = "ngrpo_policy_noise"
@@ -24,11 +25,8 @@ def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
 
     def broadcast_to_vllm(self: Any) -> None:
         scale, sync = getattr(self, "policy_noise", (0.0, 0))
-        model = self.actor.model
-        while hasattr(model, "module"):
-            model = model.module
-        noise = current_run().policy_noise
-        with noise.added(dict(model.named_parameters()), scale, sync) if scale else nullcontext():
+        parameters, noise = dict(model_of(self.actor).named_parameters()), current_run().policy_noise
+        with noise.added(parameters, scale, sync) if scale else nullcontext():
             original(self)
 
     return broadcast_to_vllm
