@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages, extras and entry points. `make test` and `make demo` install all of this into .venv/."""
 
 from pathlib import Path

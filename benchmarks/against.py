@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of perturbed rollouts, or of replay, with this code against another checkout of this repository.
 
     git worktree add --detach /tmp/before REVISION

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often the math scorer is wrong: reference answers of MATH in other forms, and against wrong answers.
 
 python -m benchmarks.answer_checking PROBLEMS.parquet [--answers 1000] [--show]

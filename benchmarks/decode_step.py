@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the perturber adds to one decode step of an engine: operations, copies, waits for the device, and time.
 
     python -m benchmarks.decode_step [--perturbations gumbel,gaussian] [--rate 1] [--batch 16] [--vocabulary 49152]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How exact is the replay? Rollouts of real vLLM against a Hugging Face forward, both in float32.
 
     python -m benchmarks.exactness [--model smollm2-135m]

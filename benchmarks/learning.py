@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the reward rise? Trains with `neighbor` and with `none` under the same seeds and settings, and draws both.
 
     python -m benchmarks.learning [--steps 40] [--seeds 42] [--out docs]

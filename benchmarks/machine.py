@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a figure was measured on: printed, or written, with every benchmark."""
 
 from __future__ import annotations

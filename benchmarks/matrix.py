@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which releases of vLLM work? Each is installed beside the project, and the tests that meet vLLM run in it.
 
     python -m benchmarks.matrix [RELEASE …] [--stages install seams …] [--keep] [--again]

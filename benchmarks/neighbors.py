@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Neighbor indices on a real model's embeddings: the graph's recall, and the time and memory of graph and exact index.
 
     python -m benchmarks.neighbors [--model smollm2-135m | --random 151936 1536] [--metrics cosine l2 dot]

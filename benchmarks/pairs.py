@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pairs of measurements say: medians, and the range of their ratios."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of a trainer's forward and backward with replay against without, interleaved in one process.
 
     python -m benchmarks.replay [--model smollm2-135m] [--pairs 7] [--batch 4] [--length 256]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens per second of perturbed rollouts against stock vLLM, interleaved in one process.
 
     python -m benchmarks.rollout [--model smollm2-135m] [--pairs 5] [--batches 1,16,64] [--rates 0.1,1]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far is the trainer's log-probability from the one that a truncated rollout drew with, and what corrects it?
 
     python -m benchmarks.sampling_mask [--model smollm2-135m] [--rollout vllm|hf]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a Dockerfile's COPY and RUN steps without Docker: in a clean folder, with a new Python environment.
 
     python docker/rehearse.py docker/Dockerfile.cpu FOLDER [--no-command]

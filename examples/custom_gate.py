@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""A gate of your own, in one file: perturb early in the answer, and ever less often later.
 
 ngrpo check gate ./examples/custom_gate.py half_life=32                   # does it keep the contract? seconds

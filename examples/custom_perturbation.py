@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A perturbation of your own, in one file: swap in the runner-up's embedding, as strongly as you like.
 
 ngrpo check ./examples/custom_perturbation.py share=0.3                   # does it keep the contract? seconds

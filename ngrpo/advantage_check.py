@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does an advantage keep the contract of `ngrpo.advantages.Advantage`? The checks of ``ngrpo check advantage``."""
 
 from __future__ import annotations

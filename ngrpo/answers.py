@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a model's answer: what was generated, what stands after the thinking, boxes, statements and numbers.
 
 The one reader of answers, below tasks, evaluation and trainer alike.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arms of a comparison: perturbations with options, as `ngrpo compare` and `ngrpo diagnose` take them.
 
 --perturbations none,neighbor,gaussian:sigma=0.5   perturbations, each with options of its own after colons

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bootstrap intervals of 95%, and paired differences to a baseline.
 
 Percentile bootstrap (Efron and Tibshirani, 1993, chapter 13). Of trained models seeds and problems are two crossed

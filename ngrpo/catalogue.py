@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the registries hold, as text: `ngrpo list` and `ngrpo train --help`."""
 
 from __future__ import annotations

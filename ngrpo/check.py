@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo check [gate|advantage] NAME [option=value ...]
 
 Runs the conformance suite on a small synthetic model: no engine, no download, a second or so.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands of the workbench share on the command line: errors, the model, and the problems."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of local dataset files: JSONL, JSON, CSV, parquet.
 
 Read here and not by the package `datasets`, which guesses types: it makes 7.0 of the reference 007 in a CSV file.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo doctor [--model NAME] [--no-self-test]
 
 Looks at everything that a perturbed training rests on, and says of each thing that is wrong how to mend it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalars of OpenRLHF's TensorBoard log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of `ngrpo train`, sorted into ours and OpenRLHF's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models by name: packaged weights become a normal Hugging Face folder, once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of a command line: what was given, as argparse would read it, and what is added where it was not.
 
 This module imports nothing of the project, so that every part of it can read flags with it.

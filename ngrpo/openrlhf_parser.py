@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's own parser and its own conditions on flags, asked before anything is loaded or started.
 
 OpenRLHF 0.11.2 has both in the ``if __name__ == "__main__":`` block of its program, below imports that take many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A perturbation's learned parameters on disk: ``perturbation/module.safetensors`` in the model's folder.
 
 A file of its own, in a folder of its own: transformers and vLLM refuse names in the model's files that they do not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small pictures in text of what each registered thing does, computed by the thing itself: `ngrpo list NAME`."""
 
 from __future__ import annotations

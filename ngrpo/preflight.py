@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks before any model loads: each problem is one message with the value, what is allowed and what to do."""
 
 from __future__ import annotations

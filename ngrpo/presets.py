@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named sets of OpenRLHF flags: `ngrpo train --preset grpo|gspo|dapo`.
 
 A preset is nothing but flags of OpenRLHF 0.11.2, printed before the start; a flag that you give yourself wins.

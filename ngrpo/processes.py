@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No process outlives the command that started it, however that command ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--log-file`: everything the engines print goes into a file, and a few lines of progress to the screen."""
 
 from __future__ import annotations

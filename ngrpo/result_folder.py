@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Result folders: how every command of the workbench keeps what it found.
 
 A folder belongs to one process at a time and to one set of settings. Files are written whole or not at all; what takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reward functions and agents in a user's Python file: read and checked before anything starts, and not run."""
 
 from __future__ import annotations

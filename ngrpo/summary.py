@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run did: `summary.json` and a short table."""
 
 from __future__ import annotations

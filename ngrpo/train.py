@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [--advantage NAME] [--preset NAME]
                    [flags of OpenRLHF ...]
 

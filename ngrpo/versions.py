@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases of OpenRLHF and vLLM that this project is written against, and which are installed.
 
 Nothing here imports either of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options in a YAML file: the one reader of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollout perturbations for LLM reinforcement learning: perturbations, gates, records and their replay.
 
 Needs only torch and numpy. Names are loaded on first use, so that importing the package costs nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Densities of continuous inputs: what stands in the policy loss where an input, not a token, was drawn.
 
 Pure functions of tensors, in whatever float dtype they are given; N positions, K candidates, D elements.

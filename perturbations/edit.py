@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The universal form of an input perturbation: e' = Σ_k w_k · E[c_k] + σ · ε.
 
 Two kinds of perturbations go beyond it: a dense one adds vectors of its own, v, and one with learned parameters

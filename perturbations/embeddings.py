@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a perturbation may ask of the model: embeddings, their scale, and neighbors. Refreshed after a weight sync."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one error of bad input, so that a command line can tell it from a bug, and the hint that its messages share."""
 
 from __future__ import annotations

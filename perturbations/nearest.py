@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The token that a perturbed input lies nearest to: does the model still read the anchor?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options: dataclass fields that know their range, and the base of everything that has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perturbations with learned parameters: what their module must keep to, and where it lives beside a model.
 
 `Perturbation.module(hidden_size)` gives a module that maps the first candidate's embedding e and the mixture

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registries: classes of one kind by name, from the tree, from installed packages, from a module or a file."""
 
 from __future__ import annotations

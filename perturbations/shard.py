@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An embedding matrix, of which each tensor-parallel rank may hold a part."""
 
 from __future__ import annotations

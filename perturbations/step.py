@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What perturbations and gates see: the positions of one rollout step, with draws of their own."""
 
 from __future__ import annotations

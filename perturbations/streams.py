@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counter-based random streams: each draw is a pure function of (trajectory seed, position, stream, index).
 
 No state, so a draw does not depend on batch order, batch size, chunking, preemption or device. The mixing

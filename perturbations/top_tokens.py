@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The likeliest tokens: what several perturbations mix."""
 
 from __future__ import annotations

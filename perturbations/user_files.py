@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's single Python file, and its text on the way to other processes.
 
 A vLLM worker or a Ray actor on another node does not have the user's file. So the spec carries the text, and every

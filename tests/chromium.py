@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A headless Chromium driven over its debugging pipe; no package is needed, only the browser."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a module of the tests in a process of its own: for what would change this one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a module in two processes at once, as two ranks that talk over gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show, in stages that can be run one by one: ``python -m benchmarks.gpu --help``.
 
 A stage is a module here with ``TITLE``, ``cases(rehearse)`` and ``measure(arguments)``, which yields one row of figures

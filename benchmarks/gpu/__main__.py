@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs stages of benchmarks.gpu and prints their figures: python -m benchmarks.gpu --help"""
 
 from __future__ import annotations

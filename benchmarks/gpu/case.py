@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One case in its own process: ``python -m benchmarks.gpu.case MODULE FILE ARGUMENTS``.
 
 Each row of figures goes to FILE as a line of JSON as soon as it is there, so a case that is killed leaves what it had.

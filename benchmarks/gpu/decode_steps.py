@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage f: what a decode step asks of the device: launches, copies, and waits of the host; stock beside perturbed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage a: the gap between rollout and replay, of every perturbation in every kind of engine."""
 
 from __future__ import annotations

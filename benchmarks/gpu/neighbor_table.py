@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage c: the whole neighbor table of a large vocabulary, as it is computed at load and after each weight sync."""
 
 from __future__ import annotations

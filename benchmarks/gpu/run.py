@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the cases of a stage in processes of their own, and keeps their figures in one file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages, and what a case of one is."""
 
 from __future__ import annotations

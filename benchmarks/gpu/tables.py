@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result file as Markdown, for docs/figures.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage b: tokens per second of a perturbed engine against stock vLLM, side by side in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage d: a trainer's step with and without replay, by attention and by layout of the batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage e: the demo's training on the whole stack, hybrid engine with sleep."""
 
 from __future__ import annotations

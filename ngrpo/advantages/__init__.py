@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages of a group of answers to one prompt, as pure functions: `ngrpo train --advantage NAME`.
 
 One file for each, named as the advantage is. NGRPO, negative-enhanced GRPO (Nan et al., arXiv 2509.18851), stands here

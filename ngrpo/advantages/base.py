@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of an advantage, and what several of them share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """COPO, count-based exploration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO's advantage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NGRPO, negative-enhanced GRPO. Not N-GRPO, which mixes neighbors: see `perturbations.strategies.neighbor`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NSR, negative samples only: a baseline of NGRPO."""
 
 from __future__ import annotations

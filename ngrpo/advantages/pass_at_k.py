@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pass@k Training: the advantage of groups of k answers of which one must be right (arXiv 2508.10751)."""
 
 from __future__ import annotations

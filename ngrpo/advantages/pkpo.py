@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PKPO: unbiased gradients of the best of k rewards (arXiv 2505.15201)."""
 
 from __future__ import annotations

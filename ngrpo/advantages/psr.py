@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PSR, positive samples only: a baseline of NGRPO."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """W-REINFORCE, weighted correct and wrong samples: a baseline of NGRPO."""
 
 from __future__ import annotations

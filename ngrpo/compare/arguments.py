@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of `ngrpo compare`, and the YAML file that may hold them, made into a plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo compare --perturbations NAME,NAME ... [--seeds 0,1,2] [--task NAME] [flags of ngrpo train ...]
 
 Trains every strategy with every seed under the same trainer, data order and budget, evaluates each, and writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A comparison's folder: ``runs/<id>/run.json`` says how each run ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison consists of: arms times seeds, all else equal."""
 
 from __future__ import annotations

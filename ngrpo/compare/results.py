@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`results.json` and `results.csv`: everything that the runs of a comparison left, and what follows from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of a comparison: `ngrpo train`, then `ngrpo eval`, each in a process of its own."""
 
 from __future__ import annotations

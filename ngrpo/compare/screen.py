@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live progress of a comparison: which run, which step, reward so far, time left."""
 
 from __future__ import annotations

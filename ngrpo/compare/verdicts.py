@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison's numbers say: quarters of learning curves, and one plain sentence per strategy."""
 
 from __future__ import annotations

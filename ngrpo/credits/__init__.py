@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Credit: how an answer's advantage is shared among its tokens: `ngrpo train --credit NAME`.
 
 One file for each, named as the credit is. Works with any perturbation, any advantage, and OpenRLHF's own estimators.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entropy bonus on advantages (Cheng et al., "Reasoning with Exploration", arXiv 2506.14758)."""
 
 from __future__ import annotations

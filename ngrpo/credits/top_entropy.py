@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The 80/20 rule: only the tokens at which the policy was most uncertain are trained (arXiv 2506.01939)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two axes, diversity and validity, of prompts drawn.
 
 Both are means of parts that lie in [0, 1] and need no tuning:

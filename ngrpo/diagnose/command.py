@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo diagnose`: words in, a folder and a table out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole of a diagnosis: sample what is missing, then work everything out from the samples."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a diagnosis: finished strategies are kept, whatever happens to the ones after them.
 
 ``samples.jsonl`` grows by one strategy at a time; only then does ``finished.jsonl`` name the strategy. Samples of a

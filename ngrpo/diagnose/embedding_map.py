@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedding map (N-GRPO, figure 1): tokens, perturbed many times, decoded back, in the plane of two components.
 
 Where the perturbed copies come from: the model itself, unperturbed, writes a few sentences with each word, and the

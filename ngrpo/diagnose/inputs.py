@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perturbed inputs as vectors, and the token that each is nearest to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How different the answers of one group are, and how far one answer repeats itself. Plain functions of tokens.
 
 An answer is a sequence of token ids, without the token that ended it.

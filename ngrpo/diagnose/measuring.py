@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One vLLM engine in this process for all strategies: the same model, the same prompts, the same random draws."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A perturbation that changes nothing and keeps the steps at which chosen tokens were the likeliest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sampled answer and what was measured of it, as a line of ``samples.jsonl``."""
 
 from __future__ import annotations

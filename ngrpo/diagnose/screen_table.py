@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The diagnosis on the screen: one line per strategy, and plain warnings."""
 
 from __future__ import annotations

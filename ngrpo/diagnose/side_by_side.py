@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few answers side by side, token by token, with what was fed in place of the perturbed ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the samples of a strategy to its row in ``diagnosis.json``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation: problems, answer checking, and Mean@n and Pass@k over samples from vLLM.
 
 Importing this loads nothing heavy; each name is imported on first use.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multiple choice: which letter an answer settles on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo eval`: words in, a folder of samples and a table out."""
 
 from __future__ import annotations

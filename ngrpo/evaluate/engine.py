@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM engine for evaluation, and samples streamed out of it as they finish."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean@n and Pass@k from the number of right answers among n."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation of a model: sample, check, keep, count."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a row means, told by its columns: each layout turns a row into messages, reference and scorer."""
 
 from __future__ import annotations

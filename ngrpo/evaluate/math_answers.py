@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Math answers, checked by math-verify in a process of its own.
 
 math-verify limits its time by an alarm, which works on the main thread only and cannot stop a number such as

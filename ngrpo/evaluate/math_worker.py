@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The child process of math_answers.py: receives references with answers, and sends a verdict for each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From samples to Mean@n and Pass@k: `evaluation.json` and the table on the screen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One problem with its reference answer, and the verdict on one answer to it."""
 
 from __future__ import annotations

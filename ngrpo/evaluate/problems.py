@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems from benchmarks by name, files, hub datasets and tasks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One entry for all scorers: an answer's text in, a verdict out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hardware profiles: what differs between a laptop's CPU and a CUDA cluster, and nothing else.
 
 The trainer is OpenRLHF and the rollout engine is vLLM on both. A profile only says which logical

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with flash-attn and without it.
 
 OpenRLHF 0.11.2 pins flash-attn 2.8.3, which PyPI has as source only, but needs it for packed samples alone. Where it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extensions that DeepSpeed compiles on first use, and what a run that was killed meanwhile leaves."""
 
 from __future__ import annotations

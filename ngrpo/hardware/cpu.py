@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU profile: unmodified OpenRLHF (Ray, DeepSpeed, vLLM) on a machine without CUDA.
 
 OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each stand-in below is one row of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA profile: OpenRLHF and vLLM as they are. Nothing is added, nothing is replaced.
 
 `ngrpo.hardware.attention` says what differs where flash-attn is not installed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-in for the five names that OpenRLHF 0.11.2 imports from flash_attn, needed or not.
 
 Only `openrlhf.models.ring_attn_utils` sees them (the modules are in `sys.modules` while it is being

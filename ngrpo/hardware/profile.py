@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a hardware profile is, and how one is chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Noise on the weights that roll out: `ngrpo train --policy_noise NAME`.
 
 One file for each, named as the noise is. It is no perturbation of inputs, and goes with any of these: the engines are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AQN, QeRL's adaptive quantisation noise: noise on the RMSNorm weights, smaller from stage to stage (2510.11696)."""
 
 from __future__ import annotations

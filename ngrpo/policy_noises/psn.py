@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PSN-RLVR: parameter-space noise on the MLP weights, with importance weights (arXiv 2602.02555)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports: one HTML file that opens offline, made from ``results.json`` or ``diagnosis.json`` alone.
 
 The page is rendered from templates, charts as SVG; a little JavaScript adds reading values, neighbor sets and hiding

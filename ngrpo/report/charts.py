@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Charts: lines with bands, points with whiskers, as paths and labels that templates/charts.html draws as SVG."""
 
 from __future__ import annotations

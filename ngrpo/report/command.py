@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ngrpo report``: makes the report of a result file again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning curves and Pass@k curves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The headline: what was compared on what, what failed, and one plain sentence per strategy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a result file back, with errors that say what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedding map: tokens and their perturbed copies in the plane of the first two principal components."""
 
 from __future__ import annotations

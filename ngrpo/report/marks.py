@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a strategy looks: one hue, one dash, one marker, so that colour is never the only difference."""
 
 from __future__ import annotations

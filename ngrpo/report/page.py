@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page: sections in their order, rendered from the templates beside this file, style and script inside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A diagnosis: diversity against validity, and the numbers behind the two axes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the result was made: enough to do it again."""
 
 from __future__ import annotations

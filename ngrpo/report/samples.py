@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sample answers side by side, perturbed positions marked, their neighbor sets in reach of pointer and keyboard."""
 
 from __future__ import annotations

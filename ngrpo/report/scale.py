@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axes: from values to pixels, with ticks at round numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results table, the differences to the baseline as a picture, and the cost table."""
 
 from __future__ import annotations

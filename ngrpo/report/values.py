@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of a result file as text: nothing hidden in strings, numbers with a dash where there is none."""
 
 from __future__ import annotations

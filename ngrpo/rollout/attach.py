@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attaches the perturber to a vLLM worker: what its two model runners have in common.
 
 The embedding's override is in place before anything is compiled, and each way of loading weights refreshes what was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The input embedding of a vLLM model, with an override that is part of the compiled graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
 Before the forward, the edits drawn after the last step are written into the embedding's override. After the

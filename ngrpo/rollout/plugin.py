@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's plugin entry point (group ``vllm.general_plugins``), loaded by vLLM in each of its processes.
 
 Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``; but the engines of

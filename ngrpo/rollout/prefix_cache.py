@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix caching: a block that holds generated tokens belongs to its trajectory alone; prompt blocks are shared."""
 
 from __future__ import annotations

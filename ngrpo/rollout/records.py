@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Picking up the records of finished requests from an engine."""
 
 from __future__ import annotations

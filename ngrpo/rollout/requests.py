@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of a worker: their seeds and slots while they run, and what is left of them when they have finished."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's V1 model runner (``v1/worker/gpu_model_runner.py``, 0.26 to 0.31): where the perturber takes part in a step.
 
 Three bound methods of one runner are wrapped: ``_update_states`` (requests come and go), ``_preprocess`` (the inputs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's V2 model runner (``v1/worker/gpu/model_runner.py``, 0.26 to 0.31): where the perturber takes part in a step.
 
 As in :mod:`ngrpo.rollout.runner_v1`, bound methods are wrapped: ``add_requests`` (requests come and go),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token draws from counter-based streams: the same token for a trajectory in any batch.
 
 The token with the smallest exponential draw over probability is taken (equivalently, Gumbel-max), as in vLLM's own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens a request's sampling left to be drawn: recorded at the rollout, for the trainer's log-probabilities.
 
 Top-p, top-k, min-p, a grammar and the like cut tokens before one is drawn. `SamplingMask` holds the tokens that were

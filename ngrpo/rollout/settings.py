@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The perturbation of an engine, read from vLLM's ``additional_config``, and what it cannot be combined with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories: what was fed to each and how likely its tokens were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of vLLM's model runners the engines of a training run have: V1 or V2, as vLLM chooses.
 
 The engines are other processes, at times on other machines, and those of an unperturbed run are stock. So each worker

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks by name: each module here writes a dataset and names the OpenRLHF flags that use it.
 
 A module has ``prepare(folder)``, and for evaluation ``score(answer, label)`` and ``final_answer(answer)``. A module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of small numbers: a task that a 135M model learns within minutes on a CPU.
 
 This file is also the value of OpenRLHF's ``--reward.remote_url``: OpenRLHF loads it by path and calls

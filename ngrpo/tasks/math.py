@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The user's own math problems, rewarded by math-verify: ``--task math:FILE``.
 
 FILE is anything that `ngrpo eval --data` reads: verl's parquet, `input`/`label` JSONL, question and answer columns.

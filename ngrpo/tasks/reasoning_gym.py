@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Procedural problems of reasoning-gym, scored by its own verifiers: ``--task reasoning_gym:chain_sum``.
 
 This file is also the value of OpenRLHF's ``--reward.remote_url``: OpenRLHF loads it by path and calls

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our advantages in place of OpenRLHF's: the functions of the ``advantage`` rows of `ngrpo.trainer.seams`.
 
 OpenRLHF 0.11.2 goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for

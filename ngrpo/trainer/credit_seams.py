@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages by token: the functions of the ``credit`` rows of `ngrpo.trainer.seams`.
 
 The actor's forward over the rollouts, which gives PPO's old log-probabilities, also gives the entropy at each token.

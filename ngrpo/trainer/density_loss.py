@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Densities in OpenRLHF's loss: at perturbed positions log π of the action takes the place of the token's log π.
 
 By `ngrpo.trainer.log_prob_replacement`, so the old, the new and the reference log-probabilities are all of the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a training ended, in one paragraph, and the end of what it left running."""
 
 from __future__ import annotations

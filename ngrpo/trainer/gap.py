@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does training see what the rollout saw? The gap at perturbed positions is judged by the one at plain positions."""
 
 from __future__ import annotations

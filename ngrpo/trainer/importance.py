@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What OpenRLHF's importance-sampling correction of a step does, in the log."""
 
 from __future__ import annotations

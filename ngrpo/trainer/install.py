@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts the rows of `ngrpo.trainer.seams` in place, in the driver and in every Ray worker process.
 
 Nothing is imported early. A finder in front of `sys.meta_path` applies a module's rows right after that

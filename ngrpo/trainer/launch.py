@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs OpenRLHF's own training program in this process, on the Ray and the hardware at hand.
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser; what is ours is in place

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one place in OpenRLHF 0.11.2 where logits become log-probabilities, and what stands in for these.
 
 ``Actor.forward`` takes them from temperature-scaled logits by ``log_probs_from_logits``, in a padded batch as in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--sampling.correct_mask``: log-probabilities among the tokens that the rollout's sampling left.
 
 With top-p, top-k or min-p the rollout draws from π_S, the policy renormalised over the set S of tokens left, while a

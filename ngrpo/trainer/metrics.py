@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each training step reports of its perturbation, so that a broken replay is seen on the first step."""
 
 from __future__ import annotations

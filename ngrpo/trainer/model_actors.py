@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's actor and reference with replay: every forward sees what the rollout saw.
 
 Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes its place: a row of

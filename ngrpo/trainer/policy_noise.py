@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--policy_noise``: engines roll out with noisy weights. The functions are rows of `ngrpo.trainer.seams`.
 
 The noise is added to the trainer's parameters while these are sent to the engines, and taken off again to the bit. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same seed, the same rollouts from run to run: the rows of `ngrpo.trainer.seams` under ``--reproducible``.
 
 Stock OpenRLHF 0.11.2 shuffles prompts and micro-batches by generators that its seed does not reach or that others have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed run goes on where the interrupted one was: what OpenRLHF's checkpoints do not hold.
 
 Draws follow from the round of the rollout and not from how often this process was asked for something; the round,

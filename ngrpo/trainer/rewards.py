@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards: a reward function that fails, hangs or gives no number ends the run with the answer at which it did.
 
 OpenRLHF 0.11.2 logs such an error in one line, goes on with None for a reward, and fails later somewhere else; for one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's rollout actor with a perturbed vLLM engine: each response carries its record.
 
 The functions at the end are rows of `ngrpo.trainer.seams`.

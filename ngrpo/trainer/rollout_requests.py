@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every request of OpenRLHF says to the engine: its round, and whether it is perturbed.
 
 Rows of `ngrpo.trainer.seams`.

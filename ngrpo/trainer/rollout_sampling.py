@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p|correct_mask``.
 
 Temperature and top-p are OpenRLHF's own (``--rollout.temperature``, ``--rollout.top_p``). The functions at the end

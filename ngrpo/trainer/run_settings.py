@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run was asked to do, beyond OpenRLHF's own flags: one object, the same in all of its processes.
 
 `ngrpo.trainer.launch` writes it into the environment of the driver and of every Ray worker; :func:`current_run` reads

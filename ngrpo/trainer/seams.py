@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that is replaced in OpenRLHF, Ray, vLLM and torch for training: one table.
 
 Upstream stays unmodified on disk. A row says what is replaced, by what, why, under which condition, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sample carries through OpenRLHF: its replay record, the rollout's log-probabilities, its sampling mask.
 
 OpenRLHF carries a dictionary for each sample, ``mm_train_inputs``, from the rollout to the actor's forward, the

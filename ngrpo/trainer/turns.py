@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The turns of one conversation: a further turn replays the perturbed inputs of those before it.
 
 An edit belongs to the tokens before it. Where an agent or a chat template has changed them (a template that strips

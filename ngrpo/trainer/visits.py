@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often each (prompt, answer) outcome has been seen over a run: the N of COPO's count bonus."""
 
 from __future__ import annotations

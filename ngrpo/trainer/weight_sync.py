@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight sync without NCCL: the trainer's rank 0 hands its weights to the engines through a file in memory.
 
 Used by the CPU profile. OpenRLHF 0.11.2 broadcasts parameter by parameter over NCCL, which CPU has not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a gate: where a perturbation acts."""
 
 from __future__ import annotations

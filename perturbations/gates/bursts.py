@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gate that opens for whole stretches of an answer, so that perturbed positions come in runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The default gate: the rate's draw, the schedule, the end of thinking, entropy and protected tokens.
 
 A position is perturbed where all of these agree, and the further gate of the user's choice, if there is one. What

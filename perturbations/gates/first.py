@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gate that is open at the beginning of each answer and closed from then on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gate that opens where the policy wavers between two tokens."""
 
 from __future__ import annotations

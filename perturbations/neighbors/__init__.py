@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nearest tokens by their embeddings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact nearest neighbors by blocked matrix products, each token's row computed once."""
 
 from __future__ import annotations

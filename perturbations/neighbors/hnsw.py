@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Approximate nearest neighbors by a graph (HNSW, Malkov and Yashunin, arXiv 1603.09320), scored exactly."""
 
 from __future__ import annotations

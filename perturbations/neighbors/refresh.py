@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A neighbor index through the weight syncs of a run: when it is computed anew, and how much the sets change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scores that define who is near: computed in float64 and rounded to float32, the same for every index."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the indices have in common: a table with one row per token, each computed once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was fed to the model: one sparse record per trajectory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replay: a model's forward sees the recorded inputs at perturbed positions, with gradient to its own embedding.
 
 The candidates are looked up by the embedding module itself, in the same call as the tokens: a pre-hook appends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dirichlet noise on the top-k probabilities, the second noise of SofT-GRPO's release (arXiv 2511.06411)."""
 
 from __future__ import annotations

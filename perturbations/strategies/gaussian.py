@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """STHT: Gaussian noise on token or soft embeddings (Butt et al., "Soft Tokens, Hard Truths", arXiv 2509.19170)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gumbel soft-thinking: the rollout and the density of SofT-GRPO (Zheng and Lee, arXiv 2511.06411)."""
 
 from __future__ import annotations

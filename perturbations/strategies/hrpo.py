@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HRPO: hybrid latent reasoning (Yue et al., arXiv 2505.18454): token and mixture through a learned gate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent-GRPO: the largest of many noisy log-probabilities (arXiv 2604.27998, by its released code)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LEPO: latent tokens at the beginning of an answer, from Gumbel-softmax (arXiv 2604.17892, by its released code)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixture of Inputs: the sampled token blended with its distribution (arXiv 2505.14827)."""
 
 from __future__ import annotations

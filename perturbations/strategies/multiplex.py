@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multiplex Thinking: several tokens drawn at once and fed as one (arXiv 2601.08808)."""
 
 from __future__ import annotations

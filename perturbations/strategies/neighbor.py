@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """N-GRPO: semantic neighbor mixing (Zhu et al., Findings of ACL 2026, arXiv 2606.10768)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No perturbation: stock rollouts and stock training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normal noise on the top-k probabilities, the third noise of SofT-GRPO's release (arXiv 2511.06411)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orthogonal noise: a baseline in N-GRPO's release (arXiv 2606.10768)."""
 
 from __future__ import annotations

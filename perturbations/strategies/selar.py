@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SeLaR: selective latent reasoning, a mixture pushed away from the likeliest token (arXiv 2604.08299)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Soft Thinking: the deterministic mixture of the most likely tokens (arXiv 2505.15778)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conformance suites of perturbations and gates, for ours and for a third party's."""
 
 from perturbations.testing.report import PerturbationError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of the conformance suite that looks at a perturbation's density."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what a gate decides: its plan on the host, its conditions on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what a perturbation proposes, on a small synthetic model."""
 
 from __future__ import annotations

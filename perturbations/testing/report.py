@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a check that fails says, and the comparisons that several checks need."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The suites: which checks a perturbation and a gate go through, in order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_density_ranks.py as two ranks over gloo: an embedding of which each holds half, as under ZeRO-3.
 
 Each lookup gathers the matrix and each of its backward passes reduces the gradient, so ranks that look up, or

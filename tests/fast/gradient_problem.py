@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The problems of test_policy_gradient.py, and the gradient that the product estimates for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The true gradients of test_policy_gradient.py: each method written down again, in float64.
 
 Shares no code with the product but the perturbations' options.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's settings in the environment of a test, as `ngrpo.trainer.launch` puts them into that of a worker."""
 
 from __future__ import annotations

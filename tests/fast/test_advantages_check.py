@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo check advantage`: ours keep the contract, and each way of breaking it is said in words."""
 
 from __future__ import annotations

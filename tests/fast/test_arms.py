@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo.arms`: the flags that name what is compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Intervals, paired differences and verdicts of `ngrpo compare`."""
 
 from __future__ import annotations

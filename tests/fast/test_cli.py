@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: what is ours, what is OpenRLHF's, and what a wrong word says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line and the YAML file of `ngrpo compare`, made into runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison's folder and what is computed from the runs in it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Locks that a killed build leaves behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed compiles its Adam on first use: what is missing for that is said before anything starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decode step costs beside the model: no waiting, no loops over requests, few copies and launches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model actors with a density, on a stand-in for OpenRLHF's classes: old, new and reference log-probabilities.
 
 All at a temperature other than 1.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conformance suite on perturbations whose density breaks a promise, and the driver's view of the tokens' own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks gather and reduce alike for every density, also where one of them has no perturbed position."""
 
 from __future__ import annotations

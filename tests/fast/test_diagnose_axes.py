@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two axes, their intervals, a strategy's row, nearest tokens and warnings: hand-made samples, no engine."""
 
 from __future__ import annotations

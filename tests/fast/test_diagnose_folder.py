@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of `ngrpo diagnose`: going on, what was interrupted, damage, a full disk; and bad input."""
 
 from __future__ import annotations

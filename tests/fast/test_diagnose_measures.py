@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Diversity and repetition measures against numbers worked out by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole diagnosis with made-up samples in vLLM's place: what is written, what is kept, what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo doctor`: each thing that is wrong is found, with its fix; the self-test itself is in tests/stack."""
 
 from __future__ import annotations

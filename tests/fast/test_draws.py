@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws tied to tokens, Gamma draws, and noise drawn again from a record: the same wherever they are computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of an evaluation: going on, refusing, damage, a full disk; with a made-up engine in vLLM's place."""
 
 from __future__ import annotations

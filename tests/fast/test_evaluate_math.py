@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Math answers: forms by hand, hundreds of MATH's references, time limits, threads."""
 
 from __future__ import annotations

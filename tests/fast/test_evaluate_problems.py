@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Datasets in every layout that is read as it is, and what is said of those that cannot be."""
 
 from __future__ import annotations

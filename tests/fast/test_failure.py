@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user is told when a training ends, and that nothing of it stays."""
 
 from __future__ import annotations

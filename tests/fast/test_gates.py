@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The default gate: the draw, the schedule, and the conditions on tokens."""
 
 from __future__ import annotations

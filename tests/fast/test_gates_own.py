@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Further gates: those of the tree by hand, one of a third party, and broken ones that each spoil one thing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script for a GPU: what it does with cases that end well, badly, or not at all. Its stages: tests/stack."""
 
 from __future__ import annotations

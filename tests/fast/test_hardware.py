@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hardware profiles: choosing one, its default flags, what it refuses, and the launch environment."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importing the two packages is fast and loads none of the heavy ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tree's floors: a module imports what lies below it, and nothing goes round in a circle.
 
 Read from the source, imports inside functions included. What stands under ``if TYPE_CHECKING`` is for readers and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script that tries releases of vLLM: what it would run exists, and the docs have its table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model names: packaged, local, hub; and a folder that is whole or not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of mutations fits the source, and a run of it tells a caught mutation from one that survives."""
 
 from __future__ import annotations

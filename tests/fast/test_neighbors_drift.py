@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drift on its way to the run's log."""
 
 from __future__ import annotations

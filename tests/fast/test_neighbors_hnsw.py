@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The graph index against the exact one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What neighbors and scales take of the memory, and when: in blocks, at load and at the end of a weight sync."""
 
 from __future__ import annotations

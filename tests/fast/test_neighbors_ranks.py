@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel ranks share the search: each looks among its own rows, and both find what one rank finds."""
 
 from __future__ import annotations

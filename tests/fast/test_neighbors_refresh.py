@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Neighbor sets across weight syncs: the refresh policies, and the drift counted by hand."""
 
 from __future__ import annotations

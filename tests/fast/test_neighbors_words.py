@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens are the same word, and neighbors that are another one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Flags`: read as argparse reads them, and completed without touching what was given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's own parser and assertions, asked before anything starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records are picked up from an engine in batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each objective's gradient by Monte Carlo, through the real rollout functions, scope, densities and OpenRLHF's loss.
 
 Two problems, a bandit and one of two steps, on a model with V = 4 tokens and D = 2 whose true gradient is known. The

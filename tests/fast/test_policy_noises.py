@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policy noise: the scales by hand, noise that comes off to the bit, and how trainer and engines are told of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every problem that can be known before a model loads is one message with its fix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a command started ends with it: on SIGTERM, and when the command itself is killed."""
 
 from __future__ import annotations

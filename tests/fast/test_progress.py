@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--log-file`: the log holds everything, the screen a few lines."""
 
 from __future__ import annotations

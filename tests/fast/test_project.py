@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What packaging, make and CI promise."""
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import pytest
 from ngrpo import versions
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("perturbations", "ngrpo", "tests", "benchmarks", "examples", "docker")
+SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
 def keyword(name: str) -> str:
@@ -136,6 +139,15 @@ def test_files_stay_small() -> None:
     for folder in ("perturbations", "ngrpo"):
         for file in (ROOT / folder).rglob("*.py"):
             assert len(file.read_text().splitlines()) <= 400, f"{file} is over 400 lines"
+
+
+def test_every_python_file_names_its_license() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    files = [ROOT / name for name in listed.stdout.splitlines()]
+    files = files or [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]  # no git: an archive
+    assert len(files) > 100
+    bare = [str(file.relative_to(ROOT)) for file in files if file.is_file() and not file.read_text().startswith(SPDX)]
+    assert not bare, f"the first line of each is to be {SPDX!r}"
 
 
 def test_the_cpu_image_is_what_make_sets_up() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a record that has been picked up ends: with the answer, although the worker had computed more."""
 
 from __future__ import annotations

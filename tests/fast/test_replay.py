@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records: lossless, small, and refused where they are damaged; where they land in a batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the report by their numbers: scales, figures as text, means over seeds, looks, contrast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--reproducible`: what makes the same seed give the same rollouts from run to run.
 
 That whole runs then repeat is shown in tests/pipeline/test_compare.py.

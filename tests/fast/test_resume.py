@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_resume.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward function that fails ends the run with prompt and answer; a real run: tests/pipeline/test_faults.py."""
 
 from __future__ import annotations

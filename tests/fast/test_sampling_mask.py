@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokens that sampling left: packed on the device, kept by slot, sent as bytes, and put into log-probabilities."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every row of the seams table against the installed packages, and the error when one does not match."""
 
 import importlib

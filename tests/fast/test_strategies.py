@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each perturbation's formulas against numbers derived by hand from the papers (see the comments)."""
 
 from __future__ import annotations

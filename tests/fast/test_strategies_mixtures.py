@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multiplex, Mixture of Inputs, SeLaR, LEPO and Latent-GRPO against numbers derived by hand (see the comments)."""
 
 from __future__ import annotations

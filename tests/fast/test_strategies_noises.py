@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dirichlet, normal and orthogonal noise against numbers derived by hand from the formulas (see the comments)."""
 
 from __future__ import annotations

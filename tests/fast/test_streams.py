@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random streams: known values, distributions, independence."""
 
 from __future__ import annotations

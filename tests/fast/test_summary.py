@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary, from a TensorBoard log as OpenRLHF writes it."""
 
 from __future__ import annotations

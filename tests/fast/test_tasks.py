@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks in OpenRLHF's conventions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories, against a dictionary of lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutations of formulas: each changes one line of the product, and the tests named beside it must then fail.
 
 Run by hand, from the project's root (a few seconds for each mutation):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the mutations: see `tests.mutations`."""
 
 from __future__ import annotations

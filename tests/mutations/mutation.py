@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wrong line, and whether its tests see it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages, credits and policy noises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Densities, sampling masks, and what is mixed."""
 
 from __future__ import annotations

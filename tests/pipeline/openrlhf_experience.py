@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_advantages.py: OpenRLHF's own experience maker and samples generator with our seams, without engines.
 
 Prints one JSON object. A process of its own, because the seams change modules for good.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our advantages and sampling where OpenRLHF uses them: its own experience maker, and a real training run."""
 
 from __future__ import annotations

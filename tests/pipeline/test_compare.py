@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo compare` on the real stack: killed, gone on with, equal where equal, a failed run beside finished ones."""
 
 from __future__ import annotations

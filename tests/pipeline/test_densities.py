@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo train` with a density in the loss: SofT-GRPO's and STHT's own objectives take real OpenRLHF steps."""
 
 from __future__ import annotations

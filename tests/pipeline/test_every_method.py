@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each method takes real training steps in OpenRLHF, with exact replay. Slow: `make test-all`.
 
 What other tests of this folder train is left out: neighbor, gumbel, hrpo, NGRPO, the densities of SofT-GRPO and STHT.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults in the middle of a real run: each ends it with a message that says what happened (docs/faults.md)."""
 
 from __future__ import annotations

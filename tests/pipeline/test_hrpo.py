@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HRPO in OpenRLHF: its gate trains, follows the weight sync into the rollout, and is saved beside the model."""
 
 from __future__ import annotations

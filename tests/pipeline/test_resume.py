@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that was killed and resumed from its checkpoint is the run that was never killed, step by step."""
 
 from __future__ import annotations

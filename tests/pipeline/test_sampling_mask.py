@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--sampling.correct_mask`` in a real training run without a perturbation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo train` on the real stack: Ray, DeepSpeed ZeRO-2, vLLM, OpenRLHF's GRPO and GSPO, weight sync."""
 
 from __future__ import annotations

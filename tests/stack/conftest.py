@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One float32 engine and one float32 Hugging Face model, shared by the stack tests of the rollout."""
 
 from __future__ import annotations

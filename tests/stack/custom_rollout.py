@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_custom.py: perturbations and gates of a user, in engine and Ray processes that cannot see their files.
 
 Arguments: what to run, the model, where the result goes. The working directory holds their files, which are deleted

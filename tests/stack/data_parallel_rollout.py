@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_data_parallel.py, in a process without another engine: what two data-parallel ranks gave, as JSON."""
 
 from __future__ import annotations

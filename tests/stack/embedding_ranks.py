@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_tensor_parallel.py as two ranks: vLLM's own vocabulary-parallel layers, without an engine."""
 
 from __future__ import annotations

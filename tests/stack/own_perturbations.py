@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perturbations for the stack tests, found by their address."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_tensor_parallel.py, in a process without another engine: prints what two ranks gave, as JSON."""
 
 from __future__ import annotations

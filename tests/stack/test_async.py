@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous scheduling, the default on CUDA: the next step is launched before the tokens of this one are known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine with a perturbation is not combined with: refused from its configuration, before a model loads."""
 
 from __future__ import annotations

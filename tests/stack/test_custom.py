@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perturbations and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
 
 from __future__ import annotations

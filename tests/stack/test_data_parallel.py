@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own data parallelism: two ranks behind one AsyncLLM, which spreads the requests over them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Densities on real rollouts, through OpenRLHF's own Actor.forward on a real model, in float32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-test of `ngrpo doctor`, on the real stack."""
 
 from __future__ import annotations

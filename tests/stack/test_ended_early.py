@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo eval` ended by signals while its engine runs: nothing stays, what was sampled is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine refuses, and what happens to records when requests are aborted or weights change."""
 
 from __future__ import annotations

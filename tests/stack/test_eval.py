@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo eval` on a real engine: kept samples, going on after a kill, scoring again, the same seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollout against replay on real SmolLM2 and real vLLM: every perturbation, and everything that could disturb it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients through a replayed position: checkpointed, packed and under ZeRO-2, all equal to the plain one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A perturbation with parameters, and one with dense vectors, on the real engine: exact, synced, recomputed."""
 
 from __future__ import annotations

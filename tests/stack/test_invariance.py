@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trajectory depends on its seed and its prompt alone: not on its batch, on chunks, caches or preemptions."""
 
 from __future__ import annotations

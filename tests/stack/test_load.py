@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rollout under load: a cache far too small, tiny prefill chunks, aborts, syncs and resets while requests run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Neighbors on a real model's embeddings and tokens, and across a weight sync of a real engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine with a perturbation does not wait: not for the device, not for a compiler, not for a record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request excludes stays out of its text at perturbed positions too: filters, lists of tokens, a grammar."""
 
 from __future__ import annotations

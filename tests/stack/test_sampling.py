@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token draws: the categorical distribution, whatever the batch, compiled or not. (torch.compile needs a compiler.)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling masks of a real engine: its processed log-probability is the trainer's corrected one, in float32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two tensor-parallel ranks: both draw the same tokens and edits, and the replay is exact."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's V2 model runner: exact, with the records of V1, on short answers.
 
 Both runners work in processes of their own, with asynchronous scheduling, as on CUDA; V2's Triton kernels are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What V2's sampler hands to the perturber: the adapter's side of it, in seconds and for each release of vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Densities on two ranks under ZeRO-3, one of which may have no perturbed position."""
 
 from __future__ import annotations

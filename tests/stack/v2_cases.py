@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What test_v2.py asks of both model runners."""
 
 from __future__ import annotations

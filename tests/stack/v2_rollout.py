@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
 
 Arguments: V1 or V2, the model's folder, where the result goes. Asynchronous scheduling is on, as it is on CUDA.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_v2_sampler.py, in a process that only it sets up: V2's sampler with our adapter, and without a model."""
 
 from __future__ import annotations

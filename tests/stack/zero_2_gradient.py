@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_gradients.py: one backward under DeepSpeed ZeRO-2 on CPU; saves the embedding's gradient."""
 
 from __future__ import annotations

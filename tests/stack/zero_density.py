@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_zero_density.py as two ranks: every density beside a tiny model under DeepSpeed ZeRO-3 on CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_hrpo.py as two ranks: HRPO's gate beside a tiny model under DeepSpeed ZeRO-2 and ZeRO-3 on CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a replay buffer: where finished trajectories wait until the trainer takes them."""
 
 from __future__ import annotations

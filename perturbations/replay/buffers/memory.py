@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replay buffer in the worker's memory, bounded in bytes."""
 
 from __future__ import annotations
