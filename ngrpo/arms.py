@@ -13,7 +13,7 @@ import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,8 @@ from perturbations.options import nearest
 if TYPE_CHECKING:
     from perturbations.base import Perturbation
     from perturbations.gates.base import Gate
+    from perturbations.options import Options
+    from perturbations.testing import PerturbationError
 
 _PREFIX = "perturbation."
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
@@ -252,16 +254,26 @@ def created(name: str, options: Mapping[str, Any]) -> tuple[Perturbation, tuple[
         warnings.simplefilter("always")
         made = registry.create(name, **options)
     for part in (made, made.gate):
-        if part is not None and not type(part).__module__.startswith(f"{part.registry.tree}."):
-            _check_contract(part)
+        if part is not None and not is_in_tree(part):
+            _check_once(part)
     return made, tuple(str(warning.message) for warning in caught)
 
 
+def is_in_tree(made: Options) -> bool:
+    """Whether this is one of ours, whose contract our own tests check."""
+    return type(made).__module__.startswith(f"{made.registry.tree}.")
+
+
 @lru_cache
-def _check_contract(made: Perturbation | Gate) -> None:
+def _check_once(made: Perturbation | Gate) -> None:
     from perturbations.testing import inspect
 
-    for _, error in inspect(made, made.kind):
+    check_contract(made, inspect(made, made.kind))
+
+
+def check_contract(made: Options, outcomes: Iterable[tuple[str, PerturbationError | None]]) -> None:
+    """Raises ``UsageError`` for the first of the outcomes of a conformance suite that is an error."""
+    for _, error in outcomes:
         if error is not None:
             name = made.registry.address(type(made))
             raise UsageError(

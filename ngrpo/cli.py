@@ -9,6 +9,7 @@ commands
   report    make report.html again from results.json or diagnosis.json
   list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
   check     does a perturbation, gate or advantage of yours keep its contract: ngrpo check ./mine.py:Mine
+  new       a perturbation, gate or advantage of your own to start from, with its test: ngrpo new perturbation NAME
   doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its path
 """
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _module("ngrpo.report.command"),
         "list": _list,
         "check": _module("ngrpo.check"),
+        "new": _module("ngrpo.new.command"),
         "doctor": _module("ngrpo.doctor"),
         "model": _model,
     }

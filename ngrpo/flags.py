@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
-from ngrpo.arms import created, option_fields
+from ngrpo.arms import check_contract, created, is_in_tree, option_fields
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
@@ -217,7 +217,12 @@ def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
     from ngrpo import advantages, credits, policy_noises
 
     home = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises}[root]
-    return home.create(ours[root], **options).spec()
+    made = home.create(ours[root], **options)
+    if root == ADVANTAGE and not is_in_tree(made):
+        from ngrpo.advantage_check import inspect
+
+        check_contract(made, inspect(made))
+    return made.spec()
 
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo import advantages, cli
+from ngrpo import advantages, cli, flags
 from ngrpo.advantage_check import inspect
 from ngrpo.advantages import Advantage
 from perturbations import option
+from perturbations.errors import UsageError
 
 OPTIONS = {"pass_at_k": [dict(k=9)], "pkpo": [dict(k=9), dict(variant="loo", k=8)], "ngrpo": [dict(n=3)]}
 
@@ -69,3 +70,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "WRONG  advantages of rewards between 0 and 1" in said.out and "the loss rests on" in said.err
     assert cli.main(["check", "advantage", "grupo_norm"]) == 2
     assert "Did you mean 'group_norm'" in capsys.readouterr().err
+
+
+def test_one_of_the_users_own_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model", "m", "--advantage", f"{__name__}:Centered"]
+    assert flags.parse(words).settings.advantage_spec["scale"] == 1.0
+    monkeypatch.setattr(Centered, "formula", FORMULAS["over_the_batch"][0])
+    with pytest.raises(UsageError, match=r"advantage '.*Centered' breaks its contract: .*row 0 alone"):
+        flags.parse(words)

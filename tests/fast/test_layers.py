@@ -40,6 +40,7 @@ FLOORS = (
         "ngrpo.datafiles",
         "ngrpo.reward_files",
         "ngrpo.advantages",
+        "ngrpo.advantage_check",
         "ngrpo.credits",
         "ngrpo.policy_noises",
     ),
@@ -48,10 +49,10 @@ FLOORS = (
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
-    ("ngrpo.train", "ngrpo.check", "ngrpo.advantage_check", "ngrpo.doctor", "ngrpo.report"),
+    ("ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
-    ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.cli"),
+    ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.new", "ngrpo.cli"),
 )
 WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
 # Names that say what a file is in its folder: the contract, its default, a command, the package itself.
