@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo new KIND NAME [FOLDER]
 
 Writes NAME.py, a small one that works, and test_NAME.py into the folder [the

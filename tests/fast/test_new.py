@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ngrpo new`: what it writes keeps the contract and passes its own test, and nothing is ever overwritten."""
 
 from __future__ import annotations
