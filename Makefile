@@ -3,6 +3,8 @@
 # make test-all adds what is marked slow, and the mutations of formulas (make mutations).
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
+# make docs   the documentation site into site/; a broken link is an error
+# make dist   source archive and wheel into dist/, checked
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +18,7 @@ stack = status=0; for file in tests/stack/test_*.py; do \
 	  $(BIN)/python -m pytest -q $$file -m "$(1)" || [ $$? = 5 ] || status=1; \
 	done; exit $$status
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline matrix browser lint format bench gpu clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline matrix browser lint format bench gpu docs dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -85,6 +87,15 @@ gpu:
 	@$(PYTHON) -m benchmarks.gpu $(if $(STAGE),--stage $(STAGE))
 endif
 
+# Their packages are installed on the first call: nothing else needs them.
+docs: $(READY)
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) -e '.[docs]'
+	@$(BIN)/python -m mkdocs build --strict --quiet && echo "== site/index.html"
+
+dist: $(READY)
+	@$(BIN)/python -c 'import build.__main__, twine' 2>/dev/null || $(PIP) -e '.[dist]'
+	@rm -rf build dist && $(BIN)/python -m build --outdir dist && $(BIN)/python -m twine check --strict dist/*
+
 # The stamp is written last, so an interrupted set-up starts over and pip skips what is there.
 $(READY): setup.py Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed, $(PYTHON) is %d.%d; say make PYTHON=python3.11 ..." % sys.version_info[:2])'
@@ -102,5 +113,5 @@ $(READY): setup.py Makefile
 	@echo "== ready"
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages, extras and entry points. `make test` and `make demo` install all of this into .venv/."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -34,7 +35,8 @@ ANSWERS = ["math-verify", "reasoning-gym"]  # `ngrpo eval`: answer checking, pro
 
 setup(
     name="ngrpo",
-    version="0.1.0",
+    # The one place that states it.
+    version=re.search(r'^__version__ = "(.+)"$', Path("perturbations/__init__.py").read_text("utf-8"), re.MULTILINE)[1],
     description="Rollout perturbations for LLM reinforcement learning, on unmodified OpenRLHF and vLLM",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -50,8 +52,20 @@ setup(
         # vLLM pins torch: 0.26 is the release for torch 2.11. bitsandbytes is for --ds.load_in_4bit.
         "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
+        "dist": ["build", "twine"],  # `make dist`
         "test": ["pytest", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
     },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     entry_points={
         "console_scripts": ["ngrpo = ngrpo.cli:console"],
         "vllm.general_plugins": ["ngrpo_perturbation = ngrpo.rollout.plugin:register"],

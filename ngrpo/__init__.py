@@ -4,4 +4,6 @@
 Importing this loads nothing else; in particular neither torch nor vLLM nor OpenRLHF.
 """
 
-__version__ = "0.1.0"
+from perturbations import __version__
+
+__all__ = ["__version__"]

@@ -26,6 +26,7 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"
+"""The version of the project; everything else that states it reads it from here."""
 
 
 def __getattr__(name: str) -> Any:

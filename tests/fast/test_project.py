@@ -56,7 +56,10 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
-    assert set(found) == {"cpu", "cuda", "hnsw", "test"}
+    assert set(found) == {"cpu", "cuda", "hnsw", "test", "docs", "dist"}
+    assert names(found["test"]).isdisjoint(names(found["docs"] + found["dist"])), (
+        "make test sets up no more than it runs"
+    )
     for extra in ("cpu", "cuda"):
         # openrlhf requires flash-attn, which is built from source.
         assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "faiss-cpu"}), extra
@@ -105,7 +108,7 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-TARGETS = ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "gpu", "matrix"]
+TARGETS = ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "gpu", "matrix", "docs", "dist"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release consists of: one version, a wheel that is whole, its citation, the files for readers and robots."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ngrpo
+import perturbations
+from ngrpo import catalogue
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("perturbations", "ngrpo")
+ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
+
+
+def test_there_is_one_version() -> None:
+    assert ngrpo.__version__ is perturbations.__version__
+    stated = [
+        path for path in (ROOT / "setup.py", *(ROOT / "ngrpo").rglob("*.py")) if "ersion__ = " in path.read_text()
+    ]
+    assert [path.name for path in stated] == ["setup.py"], "and setup.py only reads it"
+    assert citation()["version"] == perturbations.__version__
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy: a build leaves folders in its source."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(out),
+        str(copy),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
+    wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
+    assert inside == wanted
+    assert {"ngrpo/report/style.css", "ngrpo/report/script.js", "ngrpo/report/templates/page.html"} <= inside
+
+
+def test_the_wheel_installs_and_runs_where_nothing_else_is(wheel: Path, tmp_path: Path) -> None:
+    """Importing, `ngrpo --version` and `ngrpo --help` need no other package."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    python = tmp_path / "bin" / "python"
+    install = ["--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, capture_output=True)
+    asked = "import ngrpo, perturbations, importlib.metadata as m; print(ngrpo.__file__, m.version('ngrpo'))"
+
+    def told(*words: str) -> str:
+        """Without the variables that would lead to the source tree."""
+        return subprocess.run(words, check=True, capture_output=True, text=True, env={}, cwd=tmp_path).stdout
+
+    file, version = told(str(python), "-c", asked).split()
+    assert Path(file).is_relative_to(tmp_path) and version == perturbations.__version__
+    assert told(str(tmp_path / "bin" / "ngrpo"), "--version").strip() == f"ngrpo {perturbations.__version__}"
+    assert told(str(tmp_path / "bin" / "ngrpo"), "--help").startswith("usage: ngrpo")
+
+
+def citation() -> dict:
+    return yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+
+def cited() -> dict[str, dict]:
+    """Papers by their arXiv number."""
+    return {ARXIV.search(paper["url"])[0]: paper for paper in citation()["references"]}
+
+
+def test_every_paper_that_is_named_is_cited() -> None:
+    papers = cited()
+    assert len(papers) == len(citation()["references"])
+    for number, paper in papers.items():
+        assert paper["type"] == "article" and paper["title"] and paper["authors"] and paper["year"], number
+        assert paper["identifiers"] == [{"type": "other", "value": f"arXiv:{number}"}]
+    classes = [kept.get(name) for kept in catalogue.KINDS for name in kept.in_tree()]
+    registered = {number for cls in classes for number in ARXIV.findall(getattr(cls, "paper", ""))}
+    assert len(registered) > 15
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    named = {number for text in texts for number in ARXIV.findall(text)}
+    missing = (registered | named) - set(papers)
+    assert not missing, f"not in CITATION.cff: {sorted(missing)}; docs/papers.md has a row for each, too"
+
+
+def test_the_page_of_papers_is_the_citations() -> None:
+    rows = re.findall(r"^\| \[(.+)\]\(https://arxiv\.org/abs/(.+?)\) \| (.+?) \|", PAPERS.read_text(), re.MULTILINE)
+    papers = cited()
+    assert {number for _, number, _ in rows} == set(papers) and len(rows) == len(papers)
+    for title, number, authors in rows:
+        first = papers[number]["authors"][0]["family-names"]
+        assert title == papers[number]["title"], number
+        assert authors.startswith(first) and authors.endswith(f", {papers[number]['year']}"), number
+
+
+PAPERS = ROOT / "docs" / "papers.md"
+
+
+@pytest.mark.parametrize("name", ["llms.txt", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
+    assert len(links) >= 5
+    assert not [link for link in links if not (ROOT / link).is_file()]
+
+
+def test_llms_txt_knows_every_page() -> None:
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    missing = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")} - set(
+        re.findall(r"\(([^)]+)\)", text)
+    )
+    assert not missing
+
+
+def test_ci_runs_what_it_says() -> None:
+    """Its jobs, and that they call only what is there."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(workflow["jobs"]) == {"lint", "fast-tests", "docs", "dist"}
+    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {target for step in steps for target in re.findall(r"\bmake ([\w-]+)", step)}
+    assert called == {"test-fast"} and called <= targets
+    assert "mkdocs build --strict" in steps and "ruff format --check ." in steps
+    torch = re.search(r"torch==[\d.]+", (ROOT / "Makefile").read_text())[0]
+    assert any(torch in step for step in steps)
+
+
+def test_a_contributor_is_told_of_every_kind_and_every_target() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for kept in catalogue.KINDS:
+        folder = kept.tree.replace(".", "/")
+        assert f"`{folder}/`" in text, f"{kept.kind}s live in {folder}/"
+        assert (ROOT / folder).is_dir()
+    phony = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert set(re.findall(r"`make ([\w-]+)`", text)) <= set(phony)
