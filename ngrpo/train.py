@@ -21,6 +21,9 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --credit.<option> VALUE        an option of the credit
   --policy_noise NAME            noise on the weights that roll out, see below [none]
   --policy_noise.<option> VALUE  an option of the policy noise
+  --config FILE                  YAML with any of these flags as keys, without dashes; a flag overrides the file
+  --dry-run [GIB]                print configuration, placement and memory (for a GPU of so many GiB), check, start
+                                 nothing
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
   --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
   --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
@@ -49,12 +52,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks
-from ngrpo.hardware import profile_for
+from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
+from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.result_folder import folder_for
 from ngrpo.rollout import used_runner
-from ngrpo.trainer import rollout_sampling
+from ngrpo.trainer import rollout_sampling, seams
+from ngrpo.trainer.launch import conditions_for
 from perturbations.errors import UsageError
 
 
@@ -71,7 +75,9 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    command = flags.parse(words)
+    command = flags.parse(flags.with_file(words))
+    if command.dry_run is not None:
+        return dry_run(command)
     hardware = profile_for(command.hardware).name
     for note in (*command.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
@@ -106,24 +112,116 @@ def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
     Raises:
         UsageError: for anything that OpenRLHF, the hardware or the run's settings would refuse once they have started.
     """
+    complete = _completed(command, folder)
+    _check_start(command, complete)
+    _check_data(command, complete)
+    return complete
+
+
+def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
+    """OpenRLHF's flags with those of a preset, an advantage and the folder; what ours cannot go with is refused."""
     preflight.check_flags(command.openrlhf_args, command.settings)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     settings = command.settings
     of_noise = {} if settings.policy_noise is None else settings.policy_noise.flags(given)
     given = given.with_defaults({**flags.output_flags(folder), **of_noise})
     preflight.check_policy_noise(given, settings)
-    complete = presets.applied(given, command.preset, settings.advantage)
-    hardware = profile_for(command.hardware)
-    whole = complete.with_defaults(hardware.default_flags)
+    return presets.applied(given, command.preset, settings.advantage)
+
+
+def _of_hardware(command: flags.TrainCommand, complete: Flags) -> Flags:
+    """As the launch completes the flags; a task's dataset and reward are there before it is prepared."""
+    whole = complete.with_defaults(profile_for(command.hardware).default_flags)
+    if command.task is not None:
+        whole = whole.with_defaults(dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task"))
+    return whole
+
+
+def _check_start(command: flags.TrainCommand, complete: Flags) -> None:
+    whole = _of_hardware(command, complete)
+    profile_for(command.hardware).check(whole)
+    openrlhf_parser.check(whole.words)
+
+
+def _check_data(command: flags.TrainCommand, complete: Flags) -> None:
     if command.task is not None:
         tasks.check_name(command.task)
-        whole = whole.with_defaults(dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task"))
-    hardware.check(whole)
+        return
+    preflight.check_files(complete.words)
+    reward_files.check_rewards(complete.words)
+
+
+def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
+    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, written or asked of the network.
+
+    Args:
+        command: what is asked for.
+        checks_only: leave out all but the checks.
+
+    Returns:
+        0, or 1 where a check fails.
+
+    Raises:
+        UsageError: for flags that make no run.
+    """
+    from ngrpo.dry_run.command import run_checks, show
+
+    preflight.check_stack()
+    hardware, folder = profile_for(command.hardware), Path(command.run_dir or "runs/dry").expanduser()
+    complete = _completed(command, folder)
+    whole = _of_hardware(command, complete)
     openrlhf_parser.check(whole.words)
-    if command.task is None:
-        preflight.check_files(complete.words)
-        reward_files.check_rewards(complete.words)
-    return complete
+    conditions = conditions_for(hardware, command.settings)
+    if attention.WITHOUT_FLASH_ATTN in conditions:
+        whole = whole.with_defaults(attention.DEFAULT_FLAGS)
+    model = complete.value("--actor.model_name_or_path") or ""
+    local = str(models.folder_of(model)) if model in models.PACKAGED else model
+    checks = [
+        (f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there", preflight.check_stack),
+        ("OpenRLHF's parser and its conditions accept the flags", lambda: openrlhf_parser.check(whole.words)),
+        (f"hardware {hardware.name} can do it", lambda: hardware.check(whole)),
+        ("attention and packing", lambda: _check_attention(whole, hardware.name, conditions)),
+        ("what is replaced upstream is as it was", lambda: _check_seams(conditions)),
+        ("dataset and reward", lambda: _check_data(command, complete)),
+        (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
+        (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
+    ]
+    for note in command.notes:
+        print(f"warning: {note}")
+    if checks_only:
+        return run_checks(checks)
+    return show(
+        whole.words,
+        command.settings,
+        hardware=hardware.name,
+        gpu_gib=_gib(command.dry_run or "true"),
+        checks=checks,
+    )
+
+
+def _check_attention(whole: Flags, hardware: str, conditions: Sequence[str]) -> None:
+    if attention.WITHOUT_FLASH_ATTN in conditions:
+        attention.check(whole, hardware)
+
+
+def _check_seams(conditions: Sequence[str]) -> None:
+    try:
+        seams.check(conditions)
+    except seams.SeamMismatch as error:
+        raise UsageError(str(error)) from None
+
+
+def _gib(given: str) -> float | None:
+    """The GiB of ``--dry-run``; None where it stood alone."""
+    if given.lower() == "true":
+        return None
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = 0.0
+    if not 0.0 < gib < float("inf"):
+        raise UsageError(f"{flags.DRY_RUN} {given}: GiB of one GPU, a number greater than 0, or the flag alone.")
+    return gib
 
 
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,35 @@ def read(path: str, *, flag: str, example: str) -> dict[str, Any]:
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise UsageError(f"{flag} {path}: must hold lines such as {example}.")
     return loaded
+
+
+def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
+    """Lines ``flag: value`` as words of a command line.
+
+    ``rollout.top_p: 0.9`` is ``--rollout.top_p 0.9``. A flag with several values has them with blanks, as a shell
+    would: ``actor.eps_clip_low_high: 0.2 0.28``. A list stands for values with commas, ``true`` for a switch.
+
+    Args:
+        values: the lines.
+        prefix: what stands before each flag's name.
+
+    Raises:
+        UsageError: for a value that holds lines of its own, or a quotation mark without its other half.
+    """
+    found: list[str] = []
+    for flag, value in values.items():
+        if isinstance(value, dict):
+            inner = next(iter(value), "option")
+            raise UsageError(f"{flag}: holds lines of its own. Write each in full: {flag}.{inner}: …")
+        try:
+            parts = [] if value is True or value is None else shlex.split(",".join(texts(value)))
+        except ValueError as error:
+            raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
+        found += [f"--{prefix}{flag}", *parts]
+    return found
+
+
+def texts(value: Any) -> list[str]:
+    """A value, or each of a list, as it would stand on a command line."""
+    values = value if isinstance(value, list) else [value]
+    return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]

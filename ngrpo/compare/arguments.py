@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ngrpo import presets, yaml_file
 from ngrpo.arms import Arm, parse_arms
@@ -130,31 +129,20 @@ def _file_words(path: str) -> list[str]:
         if key not in known:
             raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, known)} Keys: {', '.join(known)}.")
         if key == "strategies":
-            words += [word for line in _texts(value) for word in ("--strategy", line)]
+            words += [word for line in yaml_file.texts(value) for word in ("--strategy", line)]
         elif key not in ("sweep", "flags", *_GROUPS):
-            words += [f"--{key}", ",".join(_texts(value))]
+            words += [f"--{key}", ",".join(yaml_file.texts(value))]
         elif not isinstance(value, dict):
             raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
         elif key == "sweep":
             words += [
-                word for name, values in value.items() for word in ("--sweep", f"{name}={','.join(_texts(values))}")
+                word
+                for name, values in value.items()
+                for word in ("--sweep", f"{name}={','.join(yaml_file.texts(values))}")
             ]
         else:
-            words += _section("" if key == "flags" else f"{key}.", value)
+            words += yaml_file.words(value, prefix="" if key == "flags" else f"{key}.")
     return words
-
-
-def _section(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    words = []
-    for option, value in values.items():
-        switch = value is True or value is None
-        words += [f"--{prefix}{option}", *([] if switch else ",".join(_texts(value)).split(" "))]
-    return words
-
-
-def _texts(value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]
 
 
 def _listed(single: Mapping[str, str], name: str) -> list[str]:

@@ -13,6 +13,7 @@ results.json, results.csv and report.html. What has finished is kept: the same c
   --baseline ID              what the others are held against [none, or the first strategy]
   --config FILE              YAML with the same words as keys (see examples/ablation.yaml); a flag overrides it
   --out DIR                  the comparison's folder [runs/compare]
+  --dry-run [GIB]            print what the first run would be, and check all of them; start nothing
   --stock                    sample as stock OpenRLHF does: the same seed does not repeat a run then
 
 evaluation of each trained model (perturbation off)
@@ -29,21 +30,23 @@ All other words go to ngrpo train, for all runs alike.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ngrpo import flags, models, preflight
 from ngrpo.command_parser import telling_what_is_kept
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
-from ngrpo.compare.plan import Plan
+from ngrpo.compare.plan import Plan, Run
 from ngrpo.diagnose import command as diagnosis
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
-from ngrpo.train import checked_flags
+from ngrpo.train import checked_flags, dry_run
 from perturbations.errors import UsageError
 
 _SPARE = 1 << 29
@@ -65,9 +68,12 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, end="")
         return 0 if words else 2
-    plan, out = arguments.parse(words)
+    given = Flags(words)
+    plan, out = arguments.parse(given.without(flags.DRY_RUN).words)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
+    if given.has(flags.DRY_RUN):
+        return _dry_run(plan, given.value(flags.DRY_RUN) or "true")
     _check(plan)
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
         folder.claim(plan.common())
@@ -79,9 +85,31 @@ def _check(plan: Plan) -> None:
     preflight.check_stack()
     for one in plan.runs()[: len(plan.arms)]:
         try:
-            checked_flags(flags.parse(runs.train_words(plan, one, Path("run"))), Path("run"))
+            checked_flags(_train_command(plan, one), Path("run"))
         except UsageError as error:
             raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+    _check_beside_training(plan)
+
+
+def _train_command(plan: Plan, one: Run) -> flags.TrainCommand:
+    return flags.parse(runs.train_words(plan, one, Path("run")))
+
+
+def _dry_run(plan: Plan, gib: str) -> int:
+    """The first run in full, and the checks of every strategy; 1 where one of them fails."""
+    everything, failed = plan.runs(), 0
+    print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
+    for number, one in enumerate(everything[: len(plan.arms)]):
+        print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
+        try:
+            failed |= dry_run(replace(_train_command(plan, one), dry_run=gib), checks_only=number > 0)
+        except UsageError as error:
+            raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+    _check_beside_training(plan)
+    return failed
+
+
+def _check_beside_training(plan: Plan) -> None:
     if plan.evaluation is not None:
         try:
             evaluation.check(runs.eval_words(plan, plan.model, Path("out")))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--dry-run`: placement as OpenRLHF's program has it, memory by hand, and what is printed where nothing can run."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo import cli, openrlhf_parser
+from ngrpo.dry_run import memory_estimate, model_size, placement
+from ngrpo.dry_run.model_size import ModelSize
+
+BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
+BASE += " --reward.remote_url r.py --data.prompt_dataset p.jsonl --vllm.num_engines 2 --train.batch_size 8"
+BASE += " --rollout.batch_size 8 --actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --algo.kl.init_coef 0.01"
+
+
+def args_of(more: str = "") -> dict[str, Any]:
+    return openrlhf_parser.resolved([*BASE.split(), *more.split()])
+
+
+def groups_of(more: str) -> list[tuple[str, tuple[str, ...]]]:
+    return [(group.name, group.models) for group in placement.groups(args_of(more))]
+
+
+ENGINES = ("vLLM engines",)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", [("GPU 0-1", ENGINES), ("GPU 2-5", ("actor",)), ("GPU 6-9", ("reference",))]),
+        ("--algo.kl.init_coef 0", [("GPU 0-1", ENGINES), ("GPU 2-5", ("actor",))]),
+        ("--train.colocate_actor_ref", [("GPU 0-3", ("actor", "reference")), ("GPU 4-5", ENGINES)]),
+        (
+            "--train.colocate_all --vllm.tensor_parallel_size 2",
+            [("GPU 0-3", ("actor", "reference", "vLLM engines"))],
+        ),
+        ("--train.colocate_all --train.async_enable", [("GPU 0-3", ("actor", "reference")), ("GPU 4-5", ENGINES)]),
+        (
+            "--algo.advantage.estimator gae --critic.num_gpus_per_node 1",
+            [("GPU 0-1", ENGINES), ("GPU 2-5", ("actor",)), ("GPU 6-9", ("reference",)), ("GPU 10", ("critic",))],
+        ),
+        (
+            "--algo.advantage.estimator gae --train.colocate_all --vllm.num_engines 4",
+            [("GPU 0-3", ("actor", "reference", "critic", "vLLM engines"))],
+        ),
+        ("--actor.num_nodes 2 --ref.num_nodes 2 --train.colocate_actor_ref", [("GPU 0-7", ("actor", "reference"))]),
+    ],
+)
+def test_placement(more: str, expected: list) -> None:
+    assert groups_of(more)[: len(expected)] == expected
+
+
+def test_critic_and_reward_model_share_where_asked_to() -> None:
+    args = args_of("--algo.advantage.estimator gae --train.colocate_critic_reward --reward.num_gpus_per_node 8")
+    args["reward.remote_url"] = None
+    assert [group.models for group in placement.groups(args)][-1] == ("critic", "reward model")
+    args["train.colocate_critic_reward"] = False
+    assert [group.models for group in placement.groups(args)][-2:] == [("critic",), ("reward model",)]
+
+
+# 1000 parameters; a layer keeps 16·4 + 4·4 + 4·2 + 8·6 = 136 bytes of each token.
+SIZE = ModelSize(
+    parameters=1000,
+    layers=3,
+    hidden=4,
+    intermediate=6,
+    heads=2,
+    kv_heads=1,
+    head_dim=2,
+    vocabulary=10,
+    head_norms=False,
+    source="by hand",
+)
+
+
+def parts_of(more: str) -> dict[str, tuple[float, float, float]]:
+    parts = memory_estimate.trained("actor", SIZE, args_of(f"--data.max_len 50 {more}"), 4)
+    return {part.name.removeprefix("actor: "): (part.rollout, part.training, part.host) for part in parts}
+
+
+def test_memory_of_a_trained_model_by_hand() -> None:
+    # ZeRO-2 on 4 GPUs: weights 2·1000, gradients 2·250, in float32 4·250, states 12·250; 50·(3·136 + 10·10).
+    assert parts_of("--train.micro_batch_size 1") == {
+        "weights": (2000, 2000, 0),
+        "gradients": (0, 500, 0),
+        "gradients in float32": (0, 1000, 0),
+        "optimizer states": (3000, 3000, 0),
+        "activations": (0, 25400, 0),
+    }
+    assert parts_of("--ds.zero_stage 3")["weights"] == (500, 500, 0)
+    assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 2000, 0)
+    assert parts_of("--ds.enable_sleep --train.colocate_all")["optimizer states"] == (0, 3000, 3000)
+    offloaded = parts_of("--ds.adam_offload")
+    assert offloaded["optimizer, offloaded"] == (0, 0, 4500) and "gradients" not in offloaded
+    # Checkpoints: 50·(3·2·4 + 136 + 100); two samples at a time: twice as many tokens.
+    assert parts_of("--actor.gradient_checkpointing_enable")["activations"] == (0, 13000, 0)
+    assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 50800, 0)
+
+
+def test_memory_of_reference_and_engine_by_hand() -> None:
+    assert memory_estimate.frozen("reference", SIZE, args_of(), 4).training == 2000
+    stage3 = args_of("--ds.zero_stage 3")
+    assert memory_estimate.frozen("reference", SIZE, stage3, 4).training == 500
+    offloaded = memory_estimate.frozen("reference", SIZE, stage3, 4, offloaded=True)
+    assert (offloaded.training, offloaded.host) == (0, 500)
+    args = args_of("--vllm.gpu_memory_utilization 0.5")
+    engine = memory_estimate.engine(SIZE, args, 10_000)
+    assert (engine.rollout, engine.training, engine.host) == (5000, 5000, 0)
+    # 5000 − 2·1000 bytes, of which a token takes 3 layers · 2 · 1 head · 2 wide · 2 bytes.
+    assert memory_estimate.kv_cache_tokens(SIZE, args, 10_000) == 125
+    asleep = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --train.colocate_all --vllm.num_engines 4")
+    engine = memory_estimate.engine(SIZE, asleep, 10_000)
+    assert (engine.rollout, engine.training, engine.host) == (5000, 0, 2000)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7_615_616_512),
+        ("Qwen/Qwen3-1.7B-Base", 1_720_574_976),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_sizes_of_the_table_are_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
+    found = model_size.find(name)
+    assert found is not None and found.parameters == parameters
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_sizes_and_activations_are_those_of_a_real_model(family: str) -> None:
+    """Parameters to the last one; what autograd keeps of a layer within 1%."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    widths = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    widths |= {"vocab_size": 100, "tie_word_embeddings": family == "qwen3", "head_dim": 32}
+    tokens = 64
+
+    def kept(layers: int) -> tuple[int, ModelSize, int]:
+        config = transformers.AutoConfig.for_model(family, num_hidden_layers=layers, **widths)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        seen: list[Any] = []
+        ids = torch.arange(tokens).unsqueeze(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            held = model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}
+        del held
+        of_layers = sum(size for address, size in storages.items() if address not in own)
+        size = model_size.of_config(config.to_dict(), "made here")
+        return of_layers, size, sum(parameter.numel() for parameter in model.parameters())
+
+    (two, size, parameters), (four, _, _) = kept(2), kept(4)
+    assert size.parameters == parameters
+    assert (four - two) / 2 / tokens == pytest.approx(size.saved_bytes_per_token, rel=0.01)
+
+
+class TestCommand:
+    LINE = "train --dry-run --hardware cuda --preset grpo --rollout.n_samples_per_prompt 4 --train.batch_size 32"
+    LINE += " --rollout.batch_size 8 --vllm.num_engines 8 --train.colocate_all --vllm.enable_sleep"
+    LINE += " --vllm.gpu_memory_utilization 0.5 --perturbation neighbor"
+
+    @pytest.fixture(autouse=True)
+    def alone(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """An empty folder and no network."""
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("a dry run asks nothing of the network")
+
+        pytest.importorskip("openrlhf")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(socket, "create_connection", refuse)
+        monkeypatch.setattr(socket.socket, "connect", refuse)
+
+    def run(self, more: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+        assert cli.main([*self.LINE.split(), *more.split()]) == code
+        return capsys.readouterr().out
+
+    def test_all_of_it_and_nothing_is_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        text = self.run("--task arithmetic --model Qwen/Qwen3-1.7B-Base", capsys)
+        for part in (
+            "--perturbation neighbor: rate=0.1",
+            "--algo.kl.estimator                 k3",
+            "GPU 0-7: actor, reference, 8 vLLM engines (tensor parallel 1)",
+            "hybrid",
+            "P = 1,720,574,976",
+            "a step draws 8 prompts × 4 answers = 32 answers",
+            "  ok     dataset and reward",
+        ):
+            assert part in text, part
+        # 1,720,574,976 parameters: 2 bytes each; 12 bytes each over 8 GPUs; half of the 80 GiB that are assumed.
+        assert "actor: weights                   3.2       3.2     -  2P\n" in text
+        assert "actor: optimizer states          2.4       2.4     -  12P/D\n" in text
+        assert "vLLM engine                     40.0         -   3.2" in text
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_does_not_fit_or_divide_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = "--task arithmetic --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --train.batch_size 24"
+        assert cli.main([*self.LINE.replace("--dry-run", "--dry-run 24").split(), *line.split()]) == 0
+        text = capsys.readouterr().out
+        assert "GPU of 24 GiB (as --dry-run says)" in text
+        assert "do not fit into 24.0" in text and "no whole number of batches" in text
+
+    def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
+        text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)
+        assert "WRONG  dataset and reward" in text and "./none.jsonl" in text
+        assert "  ok     runs/dry can be written" in text and "optimizer states" in text
+        assert "reward model not counted: none is named" in text
+
+    def test_a_folder_with_a_config_alone_is_enough(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        folder = tmp_path / "m"
+        folder.mkdir()
+        config = {"model_type": "llama", "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1}
+        config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10}
+        (folder / "config.json").write_text(json.dumps(config))
+        # Two matrices of 10·4; q and o 4·4, k and v 4·2 each, MLP 3·4·6, three norms of 4: 80 + 48 + 72 + 12.
+        assert "P = 212 (m/config.json)" in self.run("--task arithmetic --model m", capsys)
+        assert "WRONG  the options fit the model m" in self.run(
+            "--task arithmetic --model m --perturbation.k 11", capsys, code=1
+        )
+
+    def test_a_model_that_nothing_is_known_of(self, capsys: pytest.CaptureFixture[str]) -> None:
+        text = self.run("--task arithmetic --model some/model", capsys)
+        assert "actor not counted: the config.json of 'some/model' is not here" in " ".join(text.split())
+        assert "hybrid" in text and "a step draws" in text
+
+    @pytest.mark.parametrize("gib", ["0", "-1", "nan", "much"])
+    def test_a_size_that_is_none(self, gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["train", "--dry-run", gib, "--model", "some/model", "--task", "arithmetic"]) == 2
+        assert f"--dry-run {gib}" in capsys.readouterr().err
+
+    def test_a_comparison_checks_every_strategy(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = "compare --dry-run --perturbations none,neighbor:k=9 --base grpo --seeds 0,1,2 --task arithmetic"
+        line += " --model smollm2-135m --hardware cpu --rollout.n_samples_per_prompt 4 --rollout.batch_size 8"
+        assert cli.main([*line.split(), "--train.batch_size", "32", "--eval.data", "none"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("6 runs: 2 strategies × 3 seeds")
+        assert text.count("configuration") == 1 and text.count("ok     dataset and reward") == 2
+        assert not Path("runs").exists()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ngrpo train --config FILE`: the flags of a run in a file, and those of the command line in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ngrpo import cli, flags
+from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+
+def parsed(tmp_path: Path, text: str, line: str = "") -> flags.TrainCommand:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return flags.parse(flags.with_file(["--config", str(file), *line.split()]))
+
+
+TEXT = """
+preset: grpo
+model: some/model
+perturbation: neighbor
+perturbation.rate: 0.2
+perturbation.skip_special: true
+actor.eps_clip_low_high: 0.2 0.28
+actor.adam.lr: 1e-6
+train.colocate_all: true
+data.prompt_dataset: "'my prompts.jsonl'"
+"""
+
+
+def test_each_line_is_a_flag(tmp_path: Path) -> None:
+    command = parsed(tmp_path, TEXT)
+    words = "--preset grpo --model some/model --perturbation neighbor --perturbation.rate 0.2"
+    words += " --perturbation.skip_special --actor.eps_clip_low_high 0.2 0.28 --actor.adam.lr 1e-6"
+    words += " --train.colocate_all --data.prompt_dataset"
+    assert command == flags.parse([*words.split(), "my prompts.jsonl"])
+
+
+def test_the_command_line_stands_in_place_of_the_file(tmp_path: Path) -> None:
+    line = "--perturbation.rate 0.3 --actor.eps_clip_low_high 0.1 0.1 --actor.model_name_or_path other"
+    command = parsed(tmp_path, TEXT, line)
+    given = Flags(command.openrlhf_args)
+    assert command.spec["rate"] == 0.3 and command.spec["skip_special"] is True
+    assert [flag.values for flag in given if flag.name == "--actor.eps_clip_low_high"] == [("0.1", "0.1")]
+    assert [flag.values for flag in given if flag.name == "--actor.model_name_or_path"] == [("other",)]
+    command = parsed(tmp_path, TEXT.replace("model: some", "actor.model_name_or_path: some"), "--model third")
+    assert Flags(command.openrlhf_args).value("--actor.model_name_or_path") == "third"
+
+
+def test_without_a_file_nothing_changes() -> None:
+    assert flags.with_file(["--model", "m"]) == ["--model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("perturbation:\n  name: neighbor\n", "perturbation: holds lines of its own. Write each in full"),
+        ("config: other.yaml\n", "would read another file"),
+        ("data.input_template: it's\n", "Quote it as in a shell"),
+        ("preset: grpo\npreset: gspo\n", "'preset' is given twice"),
+        ("- grpo\n", "must hold lines such as"),
+    ],
+)
+def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--config") as error:
+        parsed(tmp_path, text)
+    assert said in str(error.value)
+
+
+def test_a_misspelt_key_is_a_misspelt_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("perturbaton: neighbor\n")
+    assert cli.main(["train", "--config", str(file)]) == 2
+    assert "Did you mean '--perturbation'?" in capsys.readouterr().err
+    assert cli.main(["train", "--config"]) == 2
+    assert "--config needs a file" in capsys.readouterr().err
