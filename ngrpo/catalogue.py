@@ -81,18 +81,25 @@ def _homes_of_own(name: str) -> list[Registry]:
 def _described(kept: Registry, name: str) -> str:
     cls = kept.get(name)
     address = kept.available().get(name, name)
-    shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kept is registry.perturbations else {}
-    own = [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
+    shared = dataclasses.fields(Perturbation) if kept is registry.perturbations else ()
+    own = own_options(kept, cls)
     about = "; ".join([kept.kind, *([cls.paper] if hasattr(cls, "paper") else []), _source(kept, name, address)])
     parts = [f"{name}  ({about})\n{inspect.cleandoc(cls.__doc__ or '')}", _table(cls, own, KINDS[kept]).rstrip()]
     if shared:
-        rest = ", ".join(each for each in shared if each not in {f.name for f in own})
+        rest = ", ".join(each.name for each in shared if each.name not in {f.name for f in own})
         parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
-    parts.append("\n".join(_picture(kept, cls)))
+    parts.append("\n".join(picture(kept, cls)))
     return "\n\n".join(part for part in parts if part)
 
 
-def _picture(kept: Registry, cls: type) -> list[str]:
+def own_options(kept: Registry, cls: type) -> list[dataclasses.Field]:
+    """The options of a class that its kind does not share, or for which it has another default."""
+    shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kept is registry.perturbations else {}
+    return [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
+
+
+def picture(kept: Registry, cls: type) -> list[str]:
+    """Lines of text that show what a class does with its defaults, computed by the class; none for a replay buffer."""
     from ngrpo import pictures
 
     drawing = {
@@ -119,17 +126,15 @@ def train_help(words: Sequence[str] = ()) -> str:
     from ngrpo import train
 
     parts = [train.__doc__ or ""]
-    shared = {field.name: field for field in dataclasses.fields(Perturbation)}
-    parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, list(shared.values())))
+    parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, dataclasses.fields(Perturbation)))
     for kept, root in KINDS.items():
-        common = shared if kept is registry.perturbations else {}
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
             except UsageError as error:
                 parts.append(f"{name}: cannot be loaded: {error}\n")
                 continue
-            own = [f for f in dataclasses.fields(cls) if f.name not in common or f.default != common[f.name].default]
+            own = own_options(kept, cls)
             notes = [] if kept is registry.perturbations else [kept.kind]
             notes += [cls.paper] if hasattr(cls, "paper") else []
             head = f"{name}  ({'; '.join([*notes, _source(kept, name, address)])})"
@@ -146,17 +151,20 @@ def _with_named(kept: Registry, given: str | None) -> dict[str, str]:
     return {**{name: address for name, address in known.items() if name != cls.name}, given: kept.address(cls)}
 
 
-def _table(cls: type, fields: list[dataclasses.Field], root: str = "--perturbation") -> str:
-    lines = []
-    for field in fields:
-        accepted = kinds(cls, field.name)
-        kind = next(k for k in accepted if k is not type(None))
-        limits = allowed(field) or {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-        if type(None) in accepted:
-            limits += ", or none"
-        default = "none" if field.default is None else str(field.default).lower() if kind is bool else field.default
-        flag = f"  {root}.{field.name}"
-        lines.append(f"{flag:<33}{field.metadata.get('help', '')}; {limits} [{default}]")
+def option_row(cls: type, field: dataclasses.Field) -> tuple[str, str, str, str]:
+    """An option's name, what it is, the values that it takes, and its default."""
+    accepted = kinds(cls, field.name)
+    kind = next(k for k in accepted if k is not type(None))
+    limits = allowed(field) or {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+    if type(None) in accepted:
+        limits += ", or none"
+    default = "none" if field.default is None else str(field.default).lower() if kind is bool else str(field.default)
+    return field.name, field.metadata.get("help", ""), limits, default
+
+
+def _table(cls: type, fields: Sequence[dataclasses.Field], root: str = "--perturbation") -> str:
+    rows = (option_row(cls, field) for field in fields)
+    lines = [f"{f'  {root}.{name}':<33}{about}; {limits} [{default}]" for name, about, limits, default in rows]
     return "\n".join(lines) + "\n"
 
 

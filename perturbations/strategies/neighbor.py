@@ -69,7 +69,10 @@ class Neighbor(Perturbation):
             )
 
     def propose(self, step: Step) -> Proposal:
-        """Section 3 of the paper: anchor, neighbor set C_t, softmax within the set, mixture."""
+        """e' = Σ_c α(c) E[c] over the anchor argmax z̃ and its k − 1 nearest tokens, α = softmax(z̃) within this set.
+
+        Section 3 of the paper; ``mix_temperature`` divides z̃ there. The text takes the anchor, or the sampled token.
+        """
         anchor = step.logits.argmax(dim=-1)
         neighbors, _ = self._neighbors(step.embeddings).query(anchor, self.k - 1)
         ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)

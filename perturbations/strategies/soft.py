@@ -23,6 +23,6 @@ class Soft(TopTokens):
     top_p: float = option(1.0, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
 
     def propose(self, step: Step) -> Proposal:
-        """Weights are the renormalised probabilities; the text keeps the sampled token."""
+        """w_i = p_i / Σ_j p_j over the k likeliest tokens, after top-p; the text keeps the sampled token."""
         ids, probabilities = self.top(step.logits)
         return Proposal(InputEdit(ids, probabilities), step.sampled)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page for each registered method: from its class, from the tables of methods.md and choosing.md, from the recipes.
+
+Nothing about a method is written here, so a page cannot say anything else than the code and these tables do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from ngrpo import catalogue
+from perturbations import registry
+from perturbations.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+# The methods whose docstrings have the formulas, by the word for the kind.
+FORMULAS = {
+    "perturbation": {"propose": "What is fed", "log_density": "What the loss weighs, with its density"},
+    "gate": {"plan": "Where it is open", "open": "Where it is open"},
+    "advantage": {"formula": "The advantage"},
+    "credit": {"formula": "The advantage of a token"},
+    "policy noise": {"selects": "Which weights", "scale": "σ in step k"},
+}
+
+
+def pages() -> dict[str, str]:
+    """Markdown of every page by its place in the docs folder, perturbations first."""
+    return {
+        f"methods/{address(kept, name)}.md": page(kept, name) for kept in catalogue.KINDS for name in kept.in_tree()
+    }
+
+
+def address(kept: Registry, name: str) -> str:
+    """The name of a page; two kinds may have the same name, as of a perturbation and an advantage."""
+    return f"{kept.kind.replace(' ', '-')}-{name}"
+
+
+def page(kept: Registry, name: str) -> str:
+    """One method in Markdown."""
+    cls = kept.get(name)
+    flag = catalogue.KINDS[kept]
+    parts = [f"# `{name}`", plain(inspect.cleandoc(cls.__doc__ or ""))]
+    parts += ["\n".join(_facts(kept, name, cls, flag))]
+    for method, head in FORMULAS.get(kept.kind, {}).items():
+        written = inspect.getdoc(vars(cls)[method]) if method in vars(cls) else None
+        if written:
+            parts += [f"## {head}", plain(re.split(r"\n\s*(?:Args|Returns|Raises):", written)[0])]
+        if method in ("propose", "open", "formula", "scale"):
+            parts += _picture(kept, cls)
+    parts += [part for title, text in _told(flag, name).items() for part in (f"## {title}", text)]
+    parts += ["## Options", "\n".join(_options(kept, cls, flag))]
+    commands = [f"# {comment}\n{command}" for comment, command in recipes() if names(command, flag, name)]
+    if commands:
+        sizes = "A model, a task and sizes stand behind, as in [training](../training.md)."
+        parts += ["## Commands", "```bash\n" + "\n".join(commands) + "\n```", sizes]
+    return "\n\n".join(parts) + "\n"
+
+
+def plain(text: str) -> str:
+    """Sphinx's marks as Markdown's."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    return re.sub(r"``([^`]+)``", r"`\1`", text)
+
+
+def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
+    yield f"| kind | {kept.kind} |\n| --- | --- |"
+    paper = getattr(cls, "paper", "")
+    if paper:
+        linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
+        yield f"| paper | {linked} ([all papers](../papers.md)) |"
+    yield f"| flag | `{flag} {name}` |"
+    if kept is registry.perturbations:
+        yield f"| default rate | {cls.rate:g} |"  # type: ignore[attr-defined]
+        density = "density" in {field.name for field in catalogue.own_options(kept, cls)}
+        yield f"| density | {'`--perturbation.density`' if density else 'none: the loss weighs the token'} |"
+    yield f"| source | `{cls.__module__.replace('.', '/')}.py` |"
+
+
+def _picture(kept: Registry, cls: type) -> list[str]:
+    lines = [part for line in catalogue.picture(kept, cls) for part in textwrap.wrap(line, 100, drop_whitespace=False)]
+    drawn = "\n".join(line.rstrip() for line in lines)
+    return [f"```text\n{drawn}\n```", "Computed by the method itself, with its defaults."] if lines else []
+
+
+def _options(kept: Registry, cls: type, flag: str) -> Iterator[str]:
+    own = [catalogue.option_row(cls, field) for field in catalogue.own_options(kept, cls)]
+    if own:
+        yield "| option | what | values | default |\n| --- | --- | --- | --- |"
+    for name, about, limits, default in own:
+        yield f"| `{flag}.{name}` | {cell(about)} | {cell(limits)} | {cell(default)} |"
+    if not own:
+        yield "None of its own."
+    if kept is registry.perturbations:
+        yield "\nAnd those of the gate, which all perturbations share: [training](../training.md#the-gate)."
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def tables(name: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The rows of all tables of a page: the table's head, the row."""
+    head: list[str] = []
+    for line in (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines():
+        cells = [each.strip() for each in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not cells:
+            head = []
+        elif not head:
+            head = cells
+        elif not set(cells[0]) <= set("-: "):
+            yield head, cells
+
+
+def names(text: str, flag: str, name: str) -> bool:
+    """Whether a flag takes this name in a text, alone or among others: ``--advantage psr|nsr``."""
+    taken = re.findall(rf"{re.escape(flag)} ([\w|\\]+)", text)
+    return any(name in re.split(r"[|\\]+", each) for each in taken)
+
+
+def _told(flag: str, name: str) -> dict[str, str]:
+    """What the tables say of a method: when to use it, its cost, what is implemented and what differs."""
+    when, cost, differs = [], [], []
+    quoted = f"`{name}`"
+    for head, cells in tables("choosing.md"):
+        if len(head) == 3 and (quoted in cells[1] or names(cells[1], flag, name)):
+            when.append(f"- **You want {cells[0]}.** {cells[2][:1].upper()}{cells[2][1:]}.")
+        elif len(head) > 3 and (quoted in cells[0] or names(cells[0], flag, name)):
+            cost += [f"- {title}: {value}" for title, value in zip(head[1:], cells[1:])]
+    for head, cells in tables("methods.md"):
+        first = quoted in cells[0] and flag == "--perturbation"
+        if len(head) == 5 and (first or names(" ".join(cells[2:]), flag, name)):
+            differs += [f"**{title[:1].upper()}{title[1:]}.** {value}." for title, value in zip(head[2:], cells[2:])]
+    found = {
+        "When to use it": "\n".join(when),
+        "What it changes and costs": "\n".join(cost),
+        "Implemented, and what differs": "\n\n".join(differs),
+    }
+    return {title: moved(text).replace("\\|", "|") for title, text in found.items() if text}
+
+
+def moved(text: str) -> str:
+    """Links of a page of docs/ as they are one folder further down."""
+    return re.sub(r"\]\((?!https?:|#|\.\./)", "](../", text)
+
+
+def recipes() -> Iterator[tuple[str, str]]:
+    """The commands of the text files below examples/recipes/, with the comment above each."""
+    for file in sorted((ROOT / "examples" / "recipes").rglob("*.txt")):
+        comment = ""
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith("#"):
+                comment = line.lstrip("# ")
+            elif line:
+                yield comment, line

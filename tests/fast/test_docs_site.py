@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation site: its navigation, the pages that are made of the code, its pictures; built where mkdocs is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.dom.minidom
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ngrpo import catalogue
+from perturbations import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "_site"))
+
+import method_pages  # noqa: E402
+
+METHODS = [(kept, name) for kept in catalogue.KINDS for name in kept.in_tree()]
+
+
+class _Loader(yaml.SafeLoader):
+    """mkdocs.yml names a function of Python's."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda loader, suffix, node: suffix)
+
+
+def nav_pages(part: Any) -> list[str]:
+    """The pages of a part of the navigation."""
+    if isinstance(part, str):
+        return [part]
+    return [page for each in (part if isinstance(part, list) else part.values()) for page in nav_pages(each)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    listed = nav_pages(config["nav"])
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | {"contributing.md", "changelog.md"}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == pages, "mkdocs.yml, `nav`"
+
+
+@pytest.mark.parametrize(("kept", "name"), METHODS, ids=lambda each: getattr(each, "kind", each))
+def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) -> None:
+    page = method_pages.page(kept, name)
+    heads = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert page.startswith(f"# `{name}`\n\n") and "Options" in heads
+    assert f"`{catalogue.KINDS[kept]} {name}`" in page and ":class:" not in page and "``" not in page.replace("```", "")
+    for field in catalogue.own_options(kept, kept.get(name)):
+        assert f"`{catalogue.KINDS[kept]}.{field.name}`" in page
+    if kept.kind in method_pages.FORMULAS:
+        assert set(heads) & set(method_pages.FORMULAS[kept.kind].values()), "a docstring with its formula"
+        assert "```text" in page, "a picture"
+    if kept.kind not in ("gate", "replay buffer"):
+        assert "Implemented, and what differs" in heads, f"a row of docs/methods.md for {name}"
+    if kept is registry.perturbations and name != "none":
+        assert "When to use it" in heads and "What it changes and costs" in heads, "rows of docs/choosing.md"
+        assert "https://arxiv.org/abs/" in page
+
+
+def test_a_name_among_others_is_seen_and_no_other() -> None:
+    row = r"`--advantage psr\|nsr\|w_reinforce`: r; r − 1"
+    assert method_pages.names(row, "--advantage", "nsr") and not method_pages.names(row, "--advantage", "ns")
+    assert not method_pages.names("--perturbation gumbel", "--perturbation", "gum")
+
+
+def test_pictures_are_whole_and_say_what_they_show() -> None:
+    pictures = list((DOCS / "pictures").glob("*.svg"))
+    assert len(pictures) >= 3
+    for picture in pictures:
+        svg = xml.dom.minidom.parse(str(picture)).documentElement
+        assert svg.getAttribute("role") == "img" and len(svg.getAttribute("aria-label")) > 40, picture.name
+        assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", ""), picture.name
+
+
+@pytest.mark.skipif(not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="needs the extra docs")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kept, name in METHODS:
+        assert (tmp_path / "methods" / f"{method_pages.address(kept, name)}.html").is_file()
+    architecture = (tmp_path / "architecture.html").read_text(encoding="utf-8")
+    assert "ActorPPOTrainer.broadcast_to_vllm" in architecture, "the table of seams"
+    api = (tmp_path / "api" / "perturbations.html").read_text(encoding="utf-8")
+    assert 'id="perturbations.base.Perturbation.propose"' in api and ":class:" not in api
