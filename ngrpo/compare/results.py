@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo import bootstrap
+from ngrpo import significance
 from ngrpo.arms import Arm
 from ngrpo.compare import verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
@@ -75,6 +75,9 @@ def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
 def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str) -> list[dict[str, Any]]:
     """One row per strategy: means with intervals, paired differences to the baseline, costs.
 
+    Differences are of evaluations alone: rewards while training are of rollouts that each strategy draws in its own
+    way. For each measure Holm's correction counts all strategies but the baseline.
+
     Args:
         runs: as in ``results.json``.
         arms: ids of the strategies.
@@ -82,7 +85,18 @@ def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: 
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
     failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
-    return [_row(arm, done[arm], failed[arm], baseline, done[baseline]) for arm in arms]
+    rows = [_row(arm, done[arm], failed[arm], baseline, done[baseline]) for arm in arms]
+    differences = [row["difference"] for row in rows if row["difference"] is not None]
+    significance.correct([d["mean_at_n"] for d in differences if d["mean_at_n"] is not None])
+    for k in {k for d in differences for k in d["pass_at_k"]}:
+        significance.correct([d["pass_at_k"][k] for d in differences if k in d["pass_at_k"]])
+    for row in rows:
+        main = row["difference"] and row["difference"]["mean_at_n"]
+        shared = len(set(row["seeds"]) & set(done[baseline]))
+        row["verdict"] = verdicts.verdict(main, f"Mean@{row['n']}", baseline, shared)
+        if row["strategy"] == baseline:
+            row["verdict"] = "the baseline"
+    return rows
 
 
 def as_csv(results: Mapping[str, Any]) -> str:
@@ -153,6 +167,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         **{part: summary.get(part) for part in ("advantage", "credit", "policy_noise")},
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
+        "evaluations": _evaluations(summary.get("evaluation") or {}),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
     }
 
@@ -164,25 +179,37 @@ def _row(
     problems = next((run["evaluation"]["problems"] for run in mine.values() if run["evaluation"]), None)
     n = problems[0]["n"] if problems else None
     row = {"strategy": arm, "seeds": sorted(mine), "failed": failed, "n": n, "difference": None}
-    row |= _judged([_measures(mine[seed]) for seed in sorted(mine)])
-    row["verdict"] = "the baseline"
-    if arm != baseline:
-        if shared:
-            row["difference"] = _judged(*([_measures(side[seed]) for seed in shared] for side in (mine, theirs)))
-        main = shared and (row["difference"]["mean_at_n"] or row["difference"]["reward_last"])
-        row["verdict"] = verdicts.verdict(main or None, f"Mean@{n}" if n else "final reward", baseline, len(shared))
+    row |= {name: None for name in ("reward_first", "reward_last", "reward_change")}
+    row |= _judged([{**_rewards(mine[seed]), **_scores(mine[seed])} for seed in sorted(mine)])
+    if arm != baseline and shared:
+        row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
     row["cost"] = _cost(mine, theirs, shared)
     return row
 
 
-def _measures(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What a run is judged by: the value of each measure for each problem; a reward is one value, of no problem."""
+def _evaluations(scalars: Mapping[str, Mapping[str, float]]) -> list[dict[str, float]]:
+    """OpenRLHF's evaluations while training (``--eval.steps``), by step; of several datasets their mean."""
+    found: dict[int, list[float]] = {}
+    for tag, values in scalars.items():
+        if tag.endswith("_pass1"):
+            for step, value in values.items():
+                found.setdefault(int(step), []).append(value)
+    return [{"step": step, "mean_at_n": float(np.mean(values))} for step, values in sorted(found.items())]
+
+
+def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The reward of a run's own rollouts, at its beginning, at its end, and how it changed: of no problem."""
     rewards = [step["reward"] for step in run["steps"]]
-    found: dict[str, dict[str, float]] = {}
-    if rewards:
-        found["reward_first"] = {"": verdicts.first_quarter(rewards)}
-        found["reward_last"] = {"": verdicts.last_quarter(rewards)}
+    if not rewards:
+        return {}
+    first, last = verdicts.first_quarter(rewards), verdicts.last_quarter(rewards)
+    return {"reward_first": {"": first}, "reward_last": {"": last}, "reward_change": {"": last - first}}
+
+
+def _scores(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What a run is judged by: Mean@n and each Pass@k of its evaluation, for each problem."""
     evaluation = run["evaluation"] or {"problems": [], "pass_at_k": {}}
+    found: dict[str, dict[str, float]] = {}
     if evaluation["problems"]:
         found["mean_at_n"] = {p["id"]: p["correct"] / p["n"] for p in evaluation["problems"]}
         for k in evaluation["pass_at_k"]:
@@ -192,7 +219,7 @@ def _measures(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
     """Of the measures of one side's runs the means, of two sides' the paired differences, each with its interval."""
-    judged: dict[str, Any] = {"reward_first": None, "reward_last": None, "mean_at_n": None, "pass_at_k": {}}
+    judged: dict[str, Any] = {"mean_at_n": None, "pass_at_k": {}}
     runs = [run for side in sides for run in side]
     for name in dict.fromkeys(name for run in runs for name in run):
         having = [[run[name] for run in side if name in run] for side in sides]
@@ -202,8 +229,8 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
         if not problems:
             continue
         tables = [np.array([[run[problem] for problem in problems] for run in side]) for side in having]
-        value = bootstrap.interval(*tables) if len(sides) == 1 else bootstrap.paired(*tables)
-        (judged if name in judged else judged["pass_at_k"])[name] = value
+        value = significance.interval(*tables) if len(sides) == 1 else significance.paired(*tables)
+        (judged["pass_at_k"] if name.isdecimal() else judged)[name] = value
     return judged
 
 

@@ -70,23 +70,26 @@ def table(results: Mapping[str, Any]) -> str:
     n = next((row["n"] for row in results["summary"] if row["n"]), None)
     ks = list(next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {}))
     shown = [k for k in ks if k != "1"]
-    head = ["strategy", "seeds", "final reward", *([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in shown[-1:])]
+    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in shown[-1:])]
+    head = ["strategy", "seeds", *evaluated, "reward of own rollouts"]
     rows = [[*head, "tokens/s", "s/step"]]
     for row in results["summary"]:
-        cells = [row["strategy"], str(len(row["seeds"])), _number(row["reward_last"])]
+        cells = [row["strategy"], str(len(row["seeds"]))]
         if n:
             cells.append(_number(row["mean_at_n"]))
         cells += [_number(row["pass_at_k"].get(k)) for k in shown[-1:]]
+        first, last = (_number(row[key], bounds=False) for key in ("reward_first", "reward_last"))
+        cells.append("–" if row["reward_last"] is None else f"{first} → {last}")
         rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
     return "\n".join([*aligned(rows, left=len(rows[0])), "", *verdicts])
 
 
-def _number(value: Mapping[str, Any] | None) -> str:
+def _number(value: Mapping[str, Any] | None, *, bounds: bool = True) -> str:
     if value is None:
         return "–"
-    bounds = "" if value["low"] is None else f" [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value['value']:.3f}{bounds}"
+    between = f" [{value['low']:.3f}, {value['high']:.3f}]" if bounds and value["low"] is not None else ""
+    return f"{value['value']:.3f}{between}"
 
 
 def _times(value: Mapping[str, Any]) -> str:

@@ -9,30 +9,44 @@ from typing import Any
 import numpy as np
 
 ENOUGH_SEEDS = 3
+_OF_ONE_SEED = {
+    True: "within noise even of its problems; one seed gives no interval over seeds",
+    False: "the problems agree, but one seed is too few to tell a method from luck",
+}
 
 
 def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, seeds: int) -> str:
     """One plain sentence on a strategy.
 
     Args:
-        difference: from :func:`paired`; None where nothing could be compared.
+        difference: from :func:`ngrpo.significance.paired`, corrected; None where nothing could be compared.
         measure: what was measured, for people: ``Mean@8``.
         baseline: the baseline's id.
         seeds: how many seeds both have.
     """
-    if difference is None:
+    if seeds == 0:
         return f"could not be compared with {baseline}: no seed has finished for both"
+    if difference is None:
+        return f"was not compared with {baseline}: there is no evaluation, and rewards are of rollouts drawn otherwise"
     value, low, high = difference["value"], difference["low"], difference["high"]
     if value == 0.0 and (low in (None, 0.0)) and (high in (None, 0.0)):
         return f"equal to {baseline} in {measure}, sample by sample"
-    bounds = "" if low is None else f" [{low:+.3f}, {high:+.3f}]"
-    text = f"{measure} {value:+.3f}{bounds} against {baseline}"
+    text = f"{measure} {value:+.3f}"
+    if difference["over"] == "seeds" and difference["p"] is None:
+        return f"{text} against {baseline} with each of {seeds} seeds: without a spread nothing can be tested"
+    over = " over problems" if difference["over"] == "problems" else ""
+    text += ("" if low is None else f" [{low:+.3f}, {high:+.3f}]{over}") + f" against {baseline}"
+    if seeds == 1:
+        return f"{text}, {_OF_ONE_SEED[difference['within_noise']]}"
+    count = difference["comparisons"]
+    corrected = "" if count == 1 else f", {difference['p_corrected']:.2g} corrected for {count} comparisons"
+    text += f" over {seeds} seeds (p {difference['p']:.2g}{corrected})"
     if difference["within_noise"]:
-        return f"within noise: {text}"
+        least = difference["detectable"]
+        return f"within noise: {text}; below about {least:.3f} a difference would often have been missed"
     if seeds < ENOUGH_SEEDS:
-        word = "one seed is" if seeds == 1 else f"{seeds} seeds are"
-        return f"{text}; the problems agree, but {word} too few to tell a method from luck"
-    return f"{'better' if value > 0 else 'worse'}: {text}, over {seeds} seeds"
+        return f"{text}; {seeds} seeds are too few to tell a method from luck"
+    return f"{'better' if value > 0 else 'worse'}: {text}"
 
 
 def last_quarter(rewards: Sequence[float]) -> float:

@@ -23,13 +23,12 @@ _SMALL = (
 
 
 def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Reward over steps, and small charts of rate, shift and gap; means over the finished runs of a strategy."""
-    runs: dict[str, list[Mapping[int, Mapping[str, Any]]]] = {}
-    for run in rows(results, "runs"):
-        name = str(run.get("strategy"))
-        if run.get("status") == "done" and name in series:
-            known = {int(step): row for row in rows(run, "steps") if (step := number(row.get("step"))) is not None}
-            runs.setdefault(name, []).append(known)
+    """Evaluation and reward over steps, and small charts of rate, shift and gap.
+
+    Means are over the finished runs of a strategy. Only the evaluation is the same for all: rewards are of rollouts
+    that each strategy draws in its own way.
+    """
+    runs, evaluated = _by_step(results, series, "steps"), _by_step(results, series, "evaluations")
     steps = sorted({step for group in runs.values() for run in group for step in run})
     if not steps:
         return {"order": []}
@@ -37,6 +36,17 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in bins]
     order = [one for one in series.values() if one.name in runs]
+    at = sorted({step for group in evaluated.values() for run in group for step in run})
+
+    def held_out() -> Chart | None:
+        if not at:
+            return None
+        lines = [Line(one, _points(evaluated[one.name], "mean_at_n", [[s] for s in at])) for one in order]
+        return line_chart(
+            "learning-evaluation", lines, counted(steps, *WIDE.across, count=7), [f"step {s}" for s in at],
+            title="Evaluation while training, unperturbed, over training steps", x_title="training step",
+            y_title="Mean@n", size=WIDE,
+        )  # fmt: skip
 
     def chart(key: str, title: str, digits: int, small: bool) -> Chart | None:
         size = SMALL if small else WIDE
@@ -58,7 +68,21 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     if absent:
         notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
     small = [made for key, title, digits in _SMALL if (made := chart(key, title, digits, True))]
-    return {"order": order, "notes": notes, "reward": chart("reward", "Mean reward", 3, False), "small": small}
+    reward = chart("reward", "Reward of the training rollouts", 3, False)
+    return {"order": order, "notes": notes, "evaluation": held_out(), "reward": reward, "small": small}
+
+
+def _by_step(
+    results: Mapping[str, Any], series: Mapping[str, Series], key: str
+) -> dict[str, list[Mapping[int, Mapping[str, Any]]]]:
+    """What the finished runs of each strategy logged under a key, by step."""
+    runs: dict[str, list[Mapping[int, Mapping[str, Any]]]] = {}
+    for run in rows(results, "runs"):
+        name = str(run.get("strategy"))
+        if run.get("status") == "done" and name in series:
+            known = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
+            runs.setdefault(name, []).append(known)
+    return runs
 
 
 def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> dict[str, Any] | None:
@@ -86,7 +110,8 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, traine
         for one in series.values()
         if one.name in found
     ]
-    banded = any(point[2] is not None for line in lines for point in line.points)
+    over = [dig(row, "mean_at_n", "over") for row in rows(source, "summary")]
+    banded = " or ".join(what for what in ("seeds", "problems") if what in over)
     chart = line_chart(
         "pass-at-k", lines, doubling(ks, *WIDE.across), [f"Pass@{k}" for k in ks],
         title="Pass@k over the number of samples k", x_title="samples k", y_title="Pass@k", size=WIDE,

@@ -16,11 +16,12 @@ Metric = tuple[str, tuple[str, ...]]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Per strategy: final reward, Mean@n and Pass@k, each with its interval and its difference to the baseline."""
+    """Per strategy: Mean@n and Pass@k with interval and difference to the baseline, and how its own reward changed."""
     summary = _by_strategy(results)
     if not summary:
-        return {"metrics": []}
-    metrics = [("Final reward", ("reward_last",)), *_evaluated(results, summary)]
+        return {"listed": []}
+    metrics = _evaluated(results, summary)
+    perturbed = {str(row.get("id")) for row in rows(results, "strategies") if row.get("perturbation") is not None}
     listed = []
     for one in series.values():
         row = summary.get(one.name)
@@ -28,9 +29,11 @@ def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> d
             continue
         seeds, failed = (len(row[key]) if isinstance(row.get(key), list) else 0 for key in ("seeds", "failed"))
         under = "baseline, " if one.name == results.get("baseline") else ""
-        listed.append((one, under + plural(seeds, "seed") + (f", {failed} failed" if failed else ""), row))
-    measure, keys = metrics[1] if metrics[1:] and metrics[1][1] == ("mean_at_n",) else metrics[0]
+        named = under + plural(seeds, "seed") + (f", {failed} failed" if failed else "")
+        listed.append((one, named, row, "of perturbed rollouts" if one.name in perturbed else "of its rollouts"))
+    measure, keys = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
     content = {"metrics": metrics, "listed": listed, "measure": measure, "baseline": results.get("baseline")}
+    content["notes"] = _notes(summary)
     if number(dig(results, "untrained", "mean_at_n")) is not None:
         content["untrained"] = results["untrained"]
     return content | {"changes": _changes(series, summary, results.get("baseline"), keys)}
@@ -85,11 +88,34 @@ def _changes(
     reach = max((abs(v) for parts in known.values() for v in parts if v is not None), default=1.0) or 1.0
     result = []
     for name, (value, low, high) in known.items():
-        judged = noise(dig(changes[name], "within_noise")) or MISSING
+        judged = noise(changes[name]) or MISSING
         told = f"{signed(value)} ({between(low, high, sign=True)}), {judged}"
         ends = None if low is None or high is None else (_beside(low, reach), _beside(high, reach))
         result.append((series[name], told, _beside(value, reach), ends))
     return result
+
+
+def _notes(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the intervals are of, how several comparisons were corrected for, and what could have been seen."""
+    changes = [c for row in summary.values() if isinstance(c := dig(row, "difference", "mean_at_n"), Mapping)]
+    over = [dig(row, "mean_at_n", "over") for row in summary.values()]
+    notes = []
+    if "seeds" in over:
+        notes.append("Intervals over seeds are of 95%, by Student's t, each for itself; they hold for these problems.")
+    if "problems" in over:
+        notes.append("With one seed the interval is over problems alone: none over seeds can be given.")
+    if (count := max((number(c.get("comparisons")) or 0 for c in changes), default=0)) > 1:
+        notes.append(
+            "“Beyond noise” is a paired t test over seeds at 5%, by Holm's correction for"
+            f" {count:.0f} comparisons within each column."
+        )
+    least = [value for c in changes if (value := number(c.get("detectable")))]
+    if least:
+        reach = figure(min(least)) if len(least) == 1 else f"{figure(min(least))} to {figure(max(least))}"
+        notes.append(
+            f"Smallest difference in Mean@n that so many seeds find with a chance of 80%: {reach}, by the spread seen."
+        )
+    return notes
 
 
 def _beside(value: float, reach: float) -> float:

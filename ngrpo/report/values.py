@@ -75,9 +75,12 @@ def between(low: Any, high: Any, digits: int = 3, *, sign: bool = False) -> str:
     return f"{show(low, digits)} to {show(high, digits)}"
 
 
-def noise(within: Any) -> str | None:
-    """What is said of a difference whose interval holds zero, or does not; None where that is unknown."""
-    return ("within noise" if within else "beyond noise") if isinstance(within, bool) else None
+def noise(difference: Any) -> str | None:
+    """What is said of a difference that was tested; None where that is unknown. One seed is never beyond noise."""
+    within = dig(difference, "within_noise")
+    if not isinstance(within, bool):
+        return None
+    return "within noise" if within else "one seed" if dig(difference, "over") == "problems" else "beyond noise"
 
 
 def size(value: Any) -> str:

@@ -145,6 +145,16 @@ def test_evaluation_and_diagnosis_follow_the_task() -> None:
     assert bare.evaluation is None and bare.diagnosis is None
 
 
+def test_evaluation_while_training_is_like_the_one_after() -> None:
+    """OpenRLHF's own defaults are four samples at temperature 0.6, and a checkpoint of each best evaluation."""
+    words = ("--perturbations", "none", "--eval.n", "4", "--eval.temperature", "1")
+    assert plan(*words).shared == tuple(MODEL)
+    added = ("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1", "--ckpt.best_metric_key", "none")
+    assert plan(*words, "--eval.steps", "5").shared == (*added, "--eval.steps", "5", *MODEL)
+    fewer = plan(*words, "--eval.steps", "5", "--eval.n_samples_per_prompt", "2").shared
+    assert fewer[:4] == ("--eval.temperature", "1", "--ckpt.best_metric_key", "none")
+
+
 def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy() -> None:
     made = plan("--perturbations", "neighbor,hrpo:k=4")
     neighbor, hrpo = (" ".join(eval_words(made, "model", Path("out"), arm)) for arm in made.arms)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.compare import arguments, results
+from ngrpo.compare import arguments, results, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import identity
@@ -30,7 +30,13 @@ def empty(path: Path) -> ComparisonFolder:
 
 
 def leave(
-    folder: ComparisonFolder, made: Plan, number: int, correct: list[int], reward: float, speed: float = 100.0
+    folder: ComparisonFolder,
+    made: Plan,
+    number: int,
+    correct: list[int],
+    reward: float,
+    speed: float = 100.0,
+    evaluated: bool = True,
 ) -> None:
     """What a finished run leaves: four samples per problem, eight steps of which the last two have ``reward``."""
     run = made.runs()[number]
@@ -39,12 +45,12 @@ def leave(
     rewards = [0.1] * 6 + [reward] * 2
     steps = [{"step": i + 1, "reward": r, **step} for i, r in enumerate(rewards)]
     steps[0]["tokens_per_second"] = 1.0  # the warm-up, which must not count
-    write_json(place / "summary.json", {"steps": steps, "hardware": "cpu", "perturbation": None})
+    scalars = {"eval/eval_default_pass1": {"4": 0.25, "8": 0.5}, "eval/eval_default_pass4": {"4": 1.0, "8": 1.0}}
+    write_json(place / "summary.json", {"steps": steps, "hardware": "cpu", "perturbation": None, "evaluation": scalars})
     problems = [{"id": f"p{i}", "n": 4, "correct": c} for i, c in enumerate(correct)]
-    write_json(
-        place / "evaluation" / "evaluation.json",
-        {"n": 4, "mean_at_n": sum(correct) / 4 / len(correct), "pass_at_k": {"1": 0.5, "2": 0.5}, "problems": problems},
-    )
+    scores = {"mean_at_n": sum(correct) / 4 / len(correct), "pass_at_k": {"1": 0.5, "2": 0.5}}
+    if evaluated:
+        write_json(place / "evaluation" / "evaluation.json", {"n": 4, **scores, "problems": problems})
     folder.finish(
         run,
         {"status": "done", "identity": identity(made, run), "seconds": 60.0, "peak_memory_bytes": 1000, "log": "x"},
@@ -55,9 +61,9 @@ def leave(
 def compared(tmp_path: Path) -> tuple[Plan, ComparisonFolder, dict[str, Any]]:
     made, folder = plan("--perturbations", "none,neighbor,gumbel", "--seeds", "0,1,2"), empty(tmp_path / "out")
     folder.claim(made.common())
-    for seed in range(3):
+    for seed, last in enumerate((1, 2, 3)):
         leave(folder, made, 3 * seed, [0, 2, 4, 2], reward=0.5)
-        leave(folder, made, 3 * seed + 1, [1, 3, 4, 3], reward=0.7, speed=90.0)
+        leave(folder, made, 3 * seed + 1, [1, 3, 4, 1 + last], reward=0.6 + last / 20, speed=90.0)
     failed = made.runs()[2]
     folder.fresh(failed)
     record = {"status": "failed", "identity": identity(made, failed), "error": "boom", "log": "runs/gumbel/train.log"}
@@ -66,26 +72,54 @@ def compared(tmp_path: Path) -> tuple[Plan, ComparisonFolder, dict[str, Any]]:
 
 
 def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
-    """none: (0+2+4+2)/16 = 0.5. neighbor: (1+3+4+3)/16 = 0.6875. Paired per problem: 1/4, 1/4, 0, 1/4, mean 0.1875.
-    Pass@2 of c = 0, 2, 4 out of 4: 0, 5/6, 1. Speed: 90/100 over steps after the first."""
+    """none: (0+2+4+2)/16 = 0.5. neighbor: (1+3+4+c)/16 with c = 2, 3, 4: 0.625, 0.6875, 0.75, so differences of
+    2/16, 3/16, 4/16: mean 0.1875, spread 1/16, standard error 0.03608, and t = 5.196 of 2 degrees of freedom, p 0.0351;
+    the 97.5% quantile 4.3027 makes the interval's half 0.1553. Pass@2 of c = 0, 2, 4 out of 4: 0, 5/6, 1. The reward
+    goes from 0.1 to 0.65, 0.7, 0.75: up by 0.6 with half 4.3027 · 0.05/√3 = 0.1242. Speed: 90/100 after the first."""
     _, _, found = compared
     none, neighbor, gumbel = found["summary"]
     assert none["mean_at_n"]["value"] == 0.5 and none["difference"] is None
     assert none["pass_at_k"]["2"]["value"] == pytest.approx((0 + 5 / 6 + 1 + 5 / 6) / 4)
     assert neighbor["mean_at_n"]["value"] == 0.6875
-    assert neighbor["difference"]["mean_at_n"]["value"] == pytest.approx(0.1875)
-    assert neighbor["difference"]["reward_last"]["value"] == pytest.approx(0.2)
-    assert neighbor["reward_last"] == {
-        "value": pytest.approx(0.7),
-        "low": pytest.approx(0.7),
-        "high": pytest.approx(0.7),
-    }
+    difference = neighbor["difference"]["mean_at_n"]
+    assert (difference["value"], difference["spread"], difference["p"]) == pytest.approx(
+        (0.1875, 0.0625, 0.0351), abs=1e-4
+    )
+    assert (difference["low"], difference["high"]) == pytest.approx((0.1875 - 0.1553, 0.1875 + 0.1553), abs=1e-4)
+    assert (difference["comparisons"], difference["p_corrected"]) == (1, difference["p"])
+    assert neighbor["verdict"].startswith("better: Mean@4 +0.188 [+0.032, +0.343] against none over 3 seeds (p 0.035)")
+    change = neighbor["reward_change"]
+    assert (change["value"], change["low"], change["high"]) == pytest.approx((0.6, 0.4758, 0.7242), abs=1e-4)
+    assert set(neighbor["difference"]) == {"mean_at_n", "pass_at_k"}
     assert neighbor["cost"]["tokens_per_second"] == {"value": 90.0, "ratio": pytest.approx(0.9)}
     assert neighbor["cost"]["memory_bytes"]["ratio"] == 1.0
     assert (gumbel["seeds"], gumbel["failed"]) == ([], [0])
     assert "no seed has finished" in gumbel["verdict"]
     statuses = [run["status"] for run in found["runs"]]
     assert statuses == ["done", "done", "failed", "done", "done", "pending", "done", "done", "pending"]
+
+
+def test_evaluations_while_training_are_carried_by_step(
+    compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
+) -> None:
+    _, _, found = compared
+    expected = [{"step": 4, "mean_at_n": 0.25}, {"step": 8, "mean_at_n": 0.5}]
+    assert found["runs"][0]["evaluations"] == expected and found["runs"][2]["evaluations"] == []
+
+
+def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
+    """The rollouts of a perturbed strategy are drawn otherwise, so a reward of 0.9 beside 0.5 says nothing."""
+    made, folder = plan("--perturbations", "none,gumbel", "--seeds", "0,1,2"), empty(tmp_path / "out")
+    for number, run in enumerate(made.runs()):
+        reward = 0.5 if run.arm.id == "none" else 0.9 + number / 100
+        leave(folder, made, number, [1], reward=reward, evaluated=False)
+    found = results.collect(made, folder, [], "")
+    gumbel = found["summary"][1]
+    assert gumbel["difference"] == {"mean_at_n": None, "pass_at_k": {}}
+    assert gumbel["reward_last"]["value"] > 0.9
+    assert gumbel["verdict"].startswith("was not compared with none")
+    shown = screen.table(found)
+    assert "0.100 → 0.500" in shown and "better" not in shown
 
 
 def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
@@ -95,7 +129,9 @@ def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
         leave(folder, made, number, [0, 2, 4, 2], reward=0.5)
     found = results.collect(made, folder, [], "")
     twin = found["summary"][1]
-    assert twin["difference"]["mean_at_n"] == {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
+    difference = twin["difference"]["mean_at_n"]
+    assert (difference["value"], difference["low"], difference["high"], difference["p"]) == (0.0, 0.0, 0.0, 1.0)
+    assert difference["within_noise"]
     assert twin["verdict"] == "equal to none in Mean@4, sample by sample"
 
 

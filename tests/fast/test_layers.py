@@ -33,6 +33,7 @@ FLOORS = (
         "ngrpo.versions",
         "ngrpo.result_folder",
         "ngrpo.bootstrap",
+        "ngrpo.significance",
     ),
     ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress", "ngrpo.reward_files"),
     (

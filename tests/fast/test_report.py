@@ -103,12 +103,32 @@ def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
     assert "within noise of none in Mean@8 and Pass@8" in page.text
     assert "+0.037, beyond noise" in page.text and "−0.006, within noise" in page.text
     assert "Mean@8" in page.text and "×1.02" in page.text and "5.77 GiB" in page.text
-    assert re.search("before training – 0.131 0.220 0.341 0.484", page.words)
+    assert re.search("before training 0.131 0.220 0.341 0.484 –", page.words)
     assert "One seed only" not in page.text and "Bands run from the lowest to the highest seed" in page.text
+    assert "by Holm's correction for 3 comparisons within each column" in page.text
+    assert "find with a chance of 80%: 0.045" in page.text  # 1.5 · 0.03 of each
     # Offline: nothing that could be fetched.
     assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\(""", text)
     for attrs in page.all("details"):
         assert set(attrs) <= {"class", "open"}
+
+
+def test_rewards_of_perturbed_rollouts_are_set_beside_no_other(tmp_path: Path) -> None:
+    """A strategy's reward is shown with its own change alone: from 0.142 to 0.9 is +0.758."""
+    text, page = written(tmp_path, example())
+    results = text.split('<section id="results">')[1].split("</section>")[0]
+    row = Page(results.split("<tbody>")[1].split("</tr>")[1] + "</tr>").words
+    assert re.search(r"\+0\.758 \+0\.718 to \+0\.794 0\.142 to 0\.900 of perturbed rollouts$", row), row
+    plain = Page(results.split("<tbody>")[1].split("</tr>")[0] + "</tr>").words
+    assert plain.endswith("of its rollouts")
+    assert "Final reward" not in page.text and "these rewards are no comparison between strategies" in page.text
+    learning = text.split('<section id="learning">')[1].split("</section>")[0]
+    assert "Evaluation while training, unperturbed" in learning
+    titles = re.findall(r"<title[^>]*>([^<]*)</title>", learning)
+    assert titles[:2] == [
+        "Evaluation while training, unperturbed, over training steps",
+        "Reward of the training rollouts over training steps",
+    ]
 
 
 def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
@@ -280,6 +300,10 @@ def test_missing_or_odd_parts_never_break_it(tmp_path: Path, monkeypatch: pytest
 
 def test_one_seed_is_said_plainly(tmp_path: Path) -> None:
     text, page = written(tmp_path, example(seeds=1))
+    assert "With one seed the interval is over problems alone: none over seeds can be given." in page.text
+    table = Page(text.split('<section id="results">')[1].split("</section>")[0]).text
+    assert "beyond noise" not in table and "+0.037, one seed" in table
+    assert "Student" not in page.text and "Holm" not in page.text
     assert "One seed only: the intervals show noise over problems, not over training runs." in page.text
     learning = text.split('<section id="learning">')[1].split("</section>")[0]
     assert 'class="band' not in learning and 'class="line"' in learning
@@ -294,7 +318,8 @@ def test_sizes(tmp_path: Path, steps: int, strategies: tuple[str, ...]) -> None:
     check_numbers(page)
     assert len(text) < 1_500_000
     assert ("Each point is the mean of 17 steps" in page.text) == (steps == 1000)  # ⌈1000 / 60⌉
-    chart = next(json.loads(a["data-chart"] or "") for a in page.all("div") if a.get("data-chart"))
+    charts = {a["aria-label"]: json.loads(a["data-chart"] or "") for a in page.all("div") if a.get("data-chart")}
+    chart = next(found for label, found in charts.items() if "Reward of the training rollouts" in (label or ""))
     assert len(chart["x"]) == min(steps, 59)  # ⌈1000 / 17⌉
     assert len(chart["series"]) == len(strategies)
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One question of several tasks: the mean difference over tasks, and the probability of improvement.
+
+A task is a stratum: its paired differences over seeds are its own sample, and tasks weigh the same. The mean has an
+interval by Welch's t, whose degrees of freedom come from the spread of each task (Welch, Biometrika 34, 1947). The
+probability of improvement is that of Agarwal et al. (2021, arXiv 2108.13264), with its stratified bootstrap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ngrpo.bootstrap import LEVEL, bounds
+
+REPLICATES = 2000
+
+
+def mean_difference(tasks: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """The mean over tasks of the mean paired difference.
+
+    Args:
+        tasks: for each task the paired differences of its seeds, (seeds,), at least two.
+
+    Returns:
+        ``value``, ``low``, ``high`` and ``p``; the last is None where no task has a spread.
+    """
+    from scipy import stats
+
+    value = float(np.mean([task.mean() for task in tasks]))
+    parts = np.array([task.var(ddof=1) / len(task) for task in tasks]) / len(tasks) ** 2
+    if not parts.sum():
+        return {"value": value, "low": value, "high": value, "p": None}
+    freedom = parts.sum() ** 2 / sum(part**2 / (len(task) - 1) for part, task in zip(parts, tasks))
+    error = math.sqrt(parts.sum())
+    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
+    p = 2 * float(stats.t.sf(abs(value) / error, freedom))
+    return {"value": value, "low": value - half, "high": value + half, "p": p}
+
+
+def probability_of_improvement(tasks: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """The chance that a run of ours scores higher than one of the baseline on the same task, ties counting half.
+
+    Args:
+        tasks: for each task the scores of our runs and those of the baseline's, (seeds,) each.
+
+    Returns:
+        ``value``, and ``low`` and ``high`` by the percentile bootstrap that draws seeds within each task and side. From
+        few seeds it is too narrow: benchmarks/coverage.py says by how much.
+    """
+    tables = [wins(*sides) for sides in tasks]
+    draw = np.random.default_rng(0)
+    replicates = np.zeros(REPLICATES)
+    for table in tables:
+        rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=REPLICATES) / n for n in table.shape)
+        replicates += np.einsum("rs,st,rt->r", rows, table, columns) / len(tables)
+    low, high = bounds(replicates)
+    return {"value": float(np.mean([table.mean() for table in tables])), "low": low, "high": high}
+
+
+def wins(ours: np.ndarray, baseline: np.ndarray) -> np.ndarray:
+    """Of all pairs of runs which score higher: 1, 0, or 0.5 for a tie; (seeds, seeds)."""
+    return (ours[:, None] > baseline) + 0.5 * (ours[:, None] == baseline)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals over seeds, paired t tests, Holm's correction, detectable differences, and verdicts on them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngrpo import significance
+from ngrpo.compare import verdicts
+from ngrpo.evaluate.estimators import pass_at_k
+
+
+def test_one_seed_resamples_the_problems_and_says_so() -> None:
+    """One seed, 100 problems, half right: the mean's standard error is sqrt(0.5 · 0.5 / 100) = 0.05, so the
+    interval is about 0.5 ± 1.96 · 0.05 = [0.402, 0.598]."""
+    result = significance.interval(np.array([[0.0, 1.0] * 50]))
+    assert (result["value"], result["over"]) == (0.5, "problems")
+    assert result["low"] == pytest.approx(0.402, abs=0.015)
+    assert result["high"] == pytest.approx(0.598, abs=0.015)
+
+
+def test_interval_over_seeds_by_hand() -> None:
+    """Seeds with means 0.2, 0.4, 0.6 (whatever their problems): mean 0.4, standard deviation 0.2, standard error
+    0.11547; the 97.5% quantile of t with 2 degrees of freedom is 4.30265, so the half is 0.49683."""
+    result = significance.interval(np.array([[0.0, 0.4], [0.3, 0.5], [0.6, 0.6]]))
+    assert result == {
+        "value": pytest.approx(0.4),
+        "low": pytest.approx(0.4 - 0.49683, abs=1e-5),
+        "high": pytest.approx(0.4 + 0.49683, abs=1e-5),
+        "over": "seeds",
+    }
+
+
+def test_a_single_number_has_no_interval() -> None:
+    assert significance.interval(np.array([[0.4]])) == {"value": 0.4, "low": None, "high": None, "over": None}
+
+
+def test_paired_t_test_by_hand() -> None:
+    """Differences 1, 2, 3, 4: mean 2.5, standard deviation 1.29099, t = 2.5 / (1.29099 / 2) = 3.87298 with 3 degrees
+    of freedom. Their distribution function has a closed form, which gives p = 0.030466."""
+    base = np.array([[0.3], [0.9], [0.1], [0.5]])
+    result = significance.paired(base + np.array([[1.0], [2.0], [3.0], [4.0]]), base)
+    t = 3.8729833
+    angle = math.atan(t / math.sqrt(3))
+    closed = 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle))
+    assert result["p"] == pytest.approx(closed) == pytest.approx(0.030466, abs=1e-6)
+    assert result["spread"] == pytest.approx(1.2909944) and not result["within_noise"]
+
+
+def test_pairing_removes_what_both_share() -> None:
+    """Seeds that differ by far more than the strategies do: only the difference's own spread is left."""
+    base = np.array([[0.1], [0.5], [0.9]])
+    result = significance.paired(base + np.array([[0.09], [0.10], [0.11]]), base)
+    assert result["value"] == pytest.approx(0.1) and result["spread"] == pytest.approx(0.01)
+    assert not result["within_noise"]
+
+
+def test_equal_tables_are_equal_and_not_different() -> None:
+    table = np.random.default_rng(0).random((2, 16))
+    result = significance.paired(table, table)
+    significance.correct([result])
+    assert (result["value"], result["low"], result["high"], result["p"]) == (0.0, 0.0, 0.0, 1.0)
+    assert result["within_noise"]
+    assert verdicts.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8, sample by sample"
+
+
+def test_a_difference_without_spread_is_not_judged() -> None:
+    """Coarse scores can differ by the same in every seed; a t of infinity would call that certain."""
+    result = significance.paired(np.full((3, 4), 0.5), np.full((3, 4), 0.25))
+    significance.correct([result])
+    assert result["p"] is None and result["within_noise"]
+    assert verdicts.verdict(result, "Mean@8", "none", 3) == (
+        "Mean@8 +0.250 against none with each of 3 seeds: without a spread nothing can be tested"
+    )
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="same seeds and problems"):
+        significance.paired(np.zeros((2, 3)), np.zeros((2, 4)))
+
+
+def test_holm_by_hand() -> None:
+    """0.01, 0.02, 0.03, 0.6 of four: 4 · 0.01, 3 · 0.02, 2 · 0.03 and 1 · 0.6; the order given is kept. 0.03 and 0.031
+    of two: 2 · 0.03 = 0.06, and 0.031 is raised to it. Nothing exceeds 1."""
+    assert significance.holm([0.6, 0.01, 0.03, 0.02]) == pytest.approx([0.6, 0.04, 0.06, 0.06])
+    assert significance.holm([0.031, 0.03]) == pytest.approx([0.06, 0.06])
+    assert significance.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert significance.holm([]) == []
+
+
+def test_correction_decides_and_leaves_the_untested_out() -> None:
+    """p = 0.030 beside 0.031 is 0.061 corrected for two, and no longer beyond noise; one seed counts for nothing."""
+    base = np.zeros((4, 1))
+    values = (np.array([[1.0], [2.0], [3.0], [4.0]]), np.array([[1.0], [2.0], [3.0], [4.02]]))
+    found = [significance.paired(each, base) for each in values]
+    single = significance.paired(np.array([[0.5, 0.7]]), np.array([[0.1, 0.2]]))
+    assert [each["within_noise"] for each in found] == [False, False]
+    significance.correct([*found, single])
+    assert [each["within_noise"] for each in found] == [True, True]
+    assert all(each["comparisons"] == 2 and each["p_corrected"] > 0.06 for each in found)
+    assert "comparisons" not in single and not single["within_noise"] and single["over"] == "problems"
+
+
+@pytest.mark.parametrize(("pairs", "comparisons"), [(3, 1), (5, 1), (5, 8), (10, 8)])
+def test_four_of_five_studies_find_the_detectable_difference(pairs: int, comparisons: int) -> None:
+    """20,000 studies with a true difference of that size; 0.8 ± 3.5 standard errors of 0.0028."""
+    least = significance.detectable(0.05, pairs, comparisons)
+    assert least is not None
+    draws = np.random.default_rng(0).normal(least, 0.05, size=(20_000, pairs))
+    t = draws.mean(axis=1) / draws.std(axis=1, ddof=1) * math.sqrt(pairs)
+    from scipy import stats
+
+    found = (t > stats.t.ppf(1 - 0.025 / comparisons, pairs - 1)).mean()
+    assert found == pytest.approx(0.8, abs=0.01)
+
+
+def test_one_pair_detects_nothing() -> None:
+    assert significance.detectable(0.05, 1) is None
+
+
+def of(value: float, p: float, count: int = 1, seeds: int = 5) -> dict[str, Any]:
+    found = {"value": value, "low": value - 0.03, "high": value + 0.03, "over": "seeds", "p": p / count, "seeds": seeds}
+    return {**found, "p_corrected": p, "comparisons": count, "detectable": 0.07, "within_noise": p >= 0.05}
+
+
+def problems(value: float, low: float) -> dict[str, Any]:
+    found = {"value": value, "low": low, "high": value + 0.03, "over": "problems", "p": None, "seeds": 1}
+    return {**found, "within_noise": low <= 0.0}
+
+
+@pytest.mark.parametrize(
+    ("difference", "seeds", "expected"),
+    [
+        (
+            of(0.02, 0.4, 4),
+            5,
+            "within noise: Mean@8 +0.020 [-0.010, +0.050] against none over 5 seeds (p 0.1, 0.4 corrected for 4 "
+            "comparisons); below about 0.070 a difference would often have been missed",
+        ),
+        (of(0.09, 0.01), 5, "better: Mean@8 +0.090 [+0.060, +0.120] against none over 5 seeds (p 0.01)"),
+        (of(-0.09, 0.02, 2), 3, "worse: Mean@8 -0.090"),
+        (of(0.09, 0.01, seeds=2), 2, "2 seeds are too few to tell a method from luck"),
+        (problems(0.09, 0.04), 1, "Mean@8 +0.090 [+0.040, +0.120] over problems against none, the problems agree, but"),
+        (problems(0.01, -0.04), 1, "one seed gives no interval over seeds"),
+        (None, 0, "could not be compared with none"),
+        (None, 3, "was not compared with none: there is no evaluation, and rewards are of rollouts drawn otherwise"),
+    ],
+)
+def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
+    assert expected in verdicts.verdict(difference, "Mean@8", "none", seeds)
+
+
+def test_pass_at_k_of_counts() -> None:
+    """n = 4: Pass@2 of c = 0, 1, 2 is 0, 1 - C(3,2)/C(4,2) = 1/2, 1 - C(2,2)/C(4,2) = 5/6."""
+    assert [pass_at_k(4, c, 2) for c in range(3)] == pytest.approx([0.0, 0.5, 5 / 6])
+
+
+def test_quarters_of_a_learning_curve() -> None:
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert verdicts.first_quarter(rewards) == pytest.approx(0.05)
+    assert verdicts.last_quarter(rewards) == pytest.approx(0.65)
+    assert verdicts.last_quarter([0.25]) == 0.25
