@@ -18,7 +18,7 @@ from tests.pipeline.harness import ROOT, SMALL
 
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
-EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5"]
+EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5", "--eval.steps", "2"]
 
 
 def start(folder: Path, smollm2: str) -> subprocess.Popen:
@@ -105,12 +105,16 @@ def test_the_same_strategy_twice_is_equal(compared: tuple[Path, dict[str, Any], 
     assert none["evaluation"]["problems"] == twin["evaluation"]["problems"]
     row = results["summary"][1]
     assert row["verdict"].startswith("equal to none")
-    assert row["difference"]["mean_at_n"] == {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
+    difference = row["difference"]["mean_at_n"]
+    assert [difference[key] for key in ("value", "low", "high", "over")] == [0.0, 0.0, 0.0, "problems"]
 
 
 def test_evaluation_costs_and_diagnosis_are_there(compared: tuple[Path, dict[str, Any], str, float]) -> None:
     folder, results, _, _ = compared
     assert results["runs"][0]["evaluation"]["n"] == 4 and results["untrained"]["n"] == 4
+    curves = [run["evaluations"] for run in results["runs"][:2]]
+    assert [[point["step"] for point in curve] for curve in curves] == [[2], [2]] and curves[0] == curves[1]
+    assert not list(folder.glob("runs/*/**/best_*")), "each evaluation left a checkpoint"
     cost = results["summary"][1]["cost"]
     assert 0.5 < cost["tokens_per_second"]["ratio"] < 2.0
     assert cost["memory_bytes"]["value"] > 1 << 30
