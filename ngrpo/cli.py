@@ -7,6 +7,7 @@ commands
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
+  data      problems from the hub or a file as the JSONL that train and eval read: ngrpo data deepscaler
   list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
   check     does a perturbation, gate or advantage of yours keep its contract: ngrpo check ./mine.py:Mine
   new       a perturbation, gate or advantage of your own to start from, with its test: ngrpo new perturbation NAME
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": _module("ngrpo.evaluate.command"),
         "diagnose": _module("ngrpo.diagnose.command"),
         "report": _module("ngrpo.report.command"),
+        "data": _module("ngrpo.data_preparation"),
         "list": _list,
         "check": _module("ngrpo.check"),
         "new": _module("ngrpo.new.command"),

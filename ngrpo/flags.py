@@ -31,6 +31,7 @@ STRICT = f"{PERTURBATION}.strict"
 CONFIG = f"{PERTURBATION}.config"
 REPLAY_BUFFER = f"{PERTURBATION}.replay_buffer"
 MODEL_FLAG = "model_name_or_path"
+_MODEL_NAMES = ("--model", f"--actor.{MODEL_FLAG}")
 # A setting of the run, which is also taken where the options of the perturbation stand.
 _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 # Flags with options after a dot, and how each is written.
@@ -150,34 +151,43 @@ def parse(words: Sequence[str]) -> TrainCommand:
     )
 
 
-def with_file(words: Sequence[str]) -> list[str]:
-    """The words with those of ``--config FILE`` in front: any flags of ``ngrpo train``, one per line.
+def with_files(words: Sequence[str]) -> list[str]:
+    """The words with those of each ``--config FILE`` in front: any flags of ``ngrpo train``, one per line.
 
-    A flag of the command line stands in place of the file's.
+    A flag of a later file stands in place of an earlier one's, and a flag of the command line in place of all. In a
+    file, ``false`` takes a flag of OpenRLHF out.
 
     Raises:
         UsageError: for a file that cannot be read.
     """
     given = Flags(words)
-    file = given.value(CONFIG_FILE)
-    if file is None:
-        return list(words)
+    found = Flags()
+    for file in (value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)):
+        found = _in_place_of(found, _of_file(file))
+    rest = given.without(CONFIG_FILE)
+    off = {flag.name for flag in found if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
+    return [*_in_place_of(found, rest).without(*off - {flag.name for flag in rest}).words]
+
+
+def _of_file(file: str) -> Flags:
     if not file:
         raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
     lines = yaml_file.read(file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'")
     try:
-        of_file = Flags(yaml_file.words(lines))
+        words = yaml_file.words(lines)
     except UsageError as error:
         raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
-    if of_file.has(CONFIG_FILE):
-        raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give it as the flag.")
-    rest = given.without(CONFIG_FILE)
-    names = {flag.name for flag in rest}
-    # The two names of one setting.
-    names |= (
-        {f"--actor.{MODEL_FLAG}"} if "--model" in names else {"--model"} if f"--actor.{MODEL_FLAG}" in names else set()
-    )
-    return [*of_file.without(*names).words, *rest.words]
+    if CONFIG_FILE in words:
+        raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
+    return Flags(words)
+
+
+def _in_place_of(earlier: Flags, later: Flags) -> Flags:
+    """Both, the later in place of the earlier where they set the same."""
+    names = {flag.name for flag in later}
+    if names & set(_MODEL_NAMES):
+        names |= set(_MODEL_NAMES)
+    return Flags([*earlier.without(*names).words, *later.words])
 
 
 def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
@@ -213,9 +223,8 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
-        alone = name in (REPRODUCIBLE, CORRECT_MASK, DRY_RUN) or (
-            name.startswith(f"{PERTURBATION}.") and name != CONFIG
-        )
+        may_be_switch = tuple(f"{owner}." for owner in _NEEDS)
+        alone = name in (REPRODUCIBLE, CORRECT_MASK, DRY_RUN) or (name.startswith(may_be_switch) and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
         ours[name] = "true" if value is None and name in _SWITCHES else value
@@ -254,6 +263,13 @@ def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
     from ngrpo import advantages, credits, policy_noises
 
     home = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises}[root]
+    switches = [option for option, value in options.items() if value is None]
+    if switches:
+        owner = home.registry.get(ours[root])
+        owner.check_option_names(options)
+        for option in switches:
+            _check_switch(f"{root}.{option}", owner, option)
+        options |= dict.fromkeys(switches, True)
     made = home.create(ours[root], **options)
     if root == ADVANTAGE and not is_in_tree(made):
         from ngrpo.advantage_check import inspect
@@ -320,12 +336,16 @@ def _perturbation(
 
 def _switches(name: str, options: Mapping[str, Any], alone: Sequence[str]) -> list[str]:
     """Those of the flags that stood alone which the perturbation has; raises ``UsageError`` where one is no switch."""
+    known = option_fields(name, options)
+    found = {option: known[option] for option in alone if option in known}
+    for option, (owner, field) in found.items():
+        _check_switch(f"{PERTURBATION}.{option}", owner, field.name)
+    return list(found)
+
+
+def _check_switch(flag: str, owner: type, field: str) -> None:
+    """Raises ``UsageError`` where a flag that stands alone is no switch."""
     from perturbations.options import kinds
 
-    known = option_fields(name, options)
-    found = [option for option in alone if option in known]
-    for option in found:
-        owner, field = known[option]
-        if bool not in kinds(owner, field.name):
-            raise UsageError(f"{PERTURBATION}.{option} needs a value (see: ngrpo train --help).")
-    return found
+    if bool not in kinds(owner, field):
+        raise UsageError(f"{flag} needs a value (see: ngrpo train --help).")

@@ -21,7 +21,8 @@ OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
   --credit.<option> VALUE        an option of the credit
   --policy_noise NAME            noise on the weights that roll out, see below [none]
   --policy_noise.<option> VALUE  an option of the policy noise
-  --config FILE                  YAML with any of these flags as keys, without dashes; a flag overrides the file
+  --config FILE                  YAML with any of these flags as keys, without dashes; repeatable, a later one and any
+                                 flag go before; 'false' takes a flag of OpenRLHF out
   --dry-run [GIB]                print configuration, placement and memory (for a GPU of so many GiB), check, start
                                  nothing
   --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
@@ -75,7 +76,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    command = flags.parse(flags.with_file(words))
+    command = flags.parse(flags.with_files(words))
     if command.dry_run is not None:
         return dry_run(command)
     hardware = profile_for(command.hardware).name

@@ -22,8 +22,9 @@ _EXAMPLES = """\
   --hardware auto|cpu|cuda       hardware profile
   --vllm.<option> VALUE          any argument of vllm.LLM, for example --vllm.tensor_parallel_size 4
 
-SRC is aime2025, amc23, math500, gpqa_diamond; a JSONL, JSON, CSV or parquet file (verl's and OpenRLHF's layouts,
-question and answer columns); or a hub dataset owner/name[:config][@split].
+SRC is aime2024, aime2025, amc23, math500, gpqa_diamond, deepscaler; a JSONL, JSON, CSV or
+parquet file (verl's and OpenRLHF's layouts, question and answer columns); or a hub dataset
+owner/name[:config][@split].
 
 examples
   ngrpo eval --model smollm2-135m --task arithmetic --n 8 --max-tokens 16

@@ -18,8 +18,10 @@ from ngrpo.evaluate.scoring import check_scorer
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
-# Benchmarks by short name; their columns are those of layouts.py.
+# Datasets of the papers by short name; their columns are those of layouts.py.
 BENCHMARKS = {
+    "deepscaler": "agentica-org/DeepScaleR-Preview-Dataset@train",  # problem, answer; 40,315 rows, for training
+    "aime2024": "HuggingFaceH4/aime_2024@train",  # problem, answer; 30 rows
     "aime2025": "math-ai/aime25@test",  # problem, answer; 30 rows
     "amc23": "math-ai/amc23@test",  # question, answer; 40 rows
     "math500": "HuggingFaceH4/MATH-500@test",  # problem, answer; 500 rows

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import warnings
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.preflight import check_flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import available, create
@@ -23,7 +23,7 @@ from perturbations.step import Step
 from perturbations.strategies.gumbel import Gumbel
 from perturbations.strategies.normal import Normal
 from perturbations.testing import PerturbationError, check_perturbation
-from tests.conftest import ROOT
+from tests.fast.recipes import METHODS, words_of
 from tests.fast.run import run_with
 
 
@@ -129,16 +129,17 @@ def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_recipe_names_a_perturbation_and_its_options() -> None:
-    lines = (ROOT / "examples/recipes/densities.txt").read_text().splitlines()
-    commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     made = []
-    for words in commands:
-        flags = dict(zip(words[2::2], words[3::2]))
+    for name in METHODS:
+        words = words_of(f"methods/{name}")
+        flags = {flag.name: " ".join(flag.values) for flag in Flags(words)}
+        if flags.get("--perturbation") in (None, "neighbor", "hrpo"):
+            continue
         options = {key.split(".", 1)[1]: value for key, value in flags.items() if key.startswith("--perturbation.")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # STHT's fuzzy tokens: the text is never trained
             made.append(create(flags["--perturbation"], **options))
-            check_flags(["--actor.model_name_or_path", "m", *words[2:]], RunSettings(perturbation_spec=made[-1].spec()))
+            check_flags(["--actor.model_name_or_path", "m", *words], RunSettings(perturbation_spec=made[-1].spec()))
         if made[-1].density_of_vector:
             assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}

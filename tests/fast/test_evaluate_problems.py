@@ -231,6 +231,8 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked = []
     rows = {
+        "agentica-org/DeepScaleR-Preview-Dataset": {"problem": "2 + 2?", "answer": "4", "solution": ""},
+        "HuggingFaceH4/aime_2024": {"problem": "2 + 2?", "answer": "4", "solution": "", "year": "2024"},
         "math-ai/aime25": {"problem": "p", "answer": "70", "id": "0"},
         "math-ai/amc23": {"id": 0, "question": "p", "answer": "27.0", "url": "u"},
         "HuggingFaceH4/MATH-500": {"problem": "p", "solution": "s", "answer": r"\frac{1}{2}", "unique_id": "u"},
@@ -243,8 +245,10 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     scorers = {name: load_problems(name, limit=1)[0].scorer for name in BENCHMARKS}
-    assert scorers == {"aime2025": "math", "amc23": "math", "math500": "math", "gpqa_diamond": "choice"}
+    assert scorers == {**dict.fromkeys(BENCHMARKS, "math"), "gpqa_diamond": "choice"}
     assert asked == [
+        ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
+        ("HuggingFaceH4/aime_2024", None, "train"),
         ("math-ai/aime25", None, "test"),
         ("math-ai/amc23", None, "test"),
         ("HuggingFaceH4/MATH-500", None, "test"),

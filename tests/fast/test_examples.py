@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ngrpo import catalogue, flags
+from ngrpo import catalogue, cli, flags
 from ngrpo.compare import arguments
 from ngrpo.train import checked_flags
+from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
 
 @pytest.mark.parametrize("name", ["custom_perturbation", "custom_gate"])
@@ -33,20 +33,11 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
     assert not any(arm.notes for arm in plan.arms), "a row of the ablation would be greedy decoding"
 
 
-RECIPES = [
-    line
-    for file in sorted((Path(__file__).resolve().parents[2] / "examples/recipes").glob("*.txt"))
-    for line in file.read_text().splitlines()
-    if not line.startswith("#")
-]
-
-
-@pytest.mark.parametrize("line", RECIPES, ids=lambda line: line.removeprefix("ngrpo train --preset "))
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_each_recipe_is_a_command_that_is_accepted(line: str, tmp_path: Path) -> None:
-    """With sizes as the first line of each file asks for; nothing loads or starts."""
-    program, command, *words = shlex.split(line)
-    assert (program, command) == ("ngrpo", "train")
+def test_each_method_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> None:
+    """With model, task and sizes, as the index asks for; nothing loads or starts."""
+    words = words_of(f"methods/{name}")
     sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "4", "--train.batch_size", "16"]
     given = [word for pair in zip(sizes[::2], sizes[1::2]) if pair[0] not in words for word in pair]
     parsed = flags.parse([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
@@ -54,9 +45,50 @@ def test_each_recipe_is_a_command_that_is_accepted(line: str, tmp_path: Path) ->
 
 
 def test_every_method_has_a_recipe() -> None:
-    text = (
-        "\n".join(RECIPES) + Path(__file__).resolve().parents[2].joinpath("examples/train_neighbor_cpu.sh").read_text()
-    )
+    recipes = {name: words_of(f"methods/{name}") for name in METHODS}
+    text = "\n".join(" ".join(words) for words in recipes.values())
     for kept, flag in catalogue.KINDS.items():
         missing = {name for name in kept.in_tree() if f"{flag} {name}" not in text} - {"none", "group_norm"}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
+    assert len({tuple(sorted(words)) for words in recipes.values()}) == len(recipes), "two files, one recipe"
+
+
+def problems(folder: Path) -> None:
+    """Stand-ins for the data that the recipes name, in the layout of `ngrpo data`."""
+    folder.mkdir()
+    for name in ("deepscaler", "deepscaler_plain", "aime2024", "aime2024_plain"):
+        (folder / f"{name}.jsonl").write_text('{"input": "What is 1 + 1?", "label": "2"}\n')
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_each_recipe_passes_a_dry_run(
+    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At every placement, on GPUs of 80 GiB; but for STHT beside the training, whose density does not allow it."""
+    pytest.importorskip("openrlhf")
+    problems(tmp_path / "data")
+    (tmp_path / "examples").symlink_to(RECIPES.parent)
+    monkeypatch.chdir(tmp_path)
+    files = [f"examples/recipes/{name}.yaml", f"examples/recipes/placements/{placement}.yaml"]
+    words = [word for file in files for word in ("--config", file)]
+    refused = name.startswith("stht") and placement.startswith("asynchronous")
+    assert cli.main(["train", *words, "--dry-run", "80"]) == (2 if refused else 0)
+    text = capsys.readouterr()
+    if refused:
+        assert "--train.async_enable cannot be used with" in text.err
+        return
+    assert "WRONG" not in text.out
+    if placement != "rehearsal_cpu":
+        assert "8 GPUs" in text.out and "actor: optimizer states" in text.out
+
+
+def test_the_index_lists_every_recipe() -> None:
+    text = (RECIPES / "README.md").read_text()
+    files = [path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml")]
+    assert len(files) > 50
+    missing = [str(path) for path in files if f"[`{path.stem}`]({path})" not in text]
+    assert not missing
+    for path in (RECIPES / f"{name}.yaml" for name in PAPERS):
+        assert f"ngrpo train --config examples/recipes/{path.name} --config" in path.read_text(), path

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import parameters_file
+from ngrpo import flags, parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.strategies.hrpo import HybridGate
 from perturbations.testing import PerturbationError
+from tests.fast.recipes import words_of
 from tests.fast.test_replay import Embedder, small
 
-RECIPE = Path(__file__).resolve().parents[2] / "examples/recipes/hrpo.txt"
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
 
 
@@ -266,8 +265,5 @@ def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, w
 
 
 def test_the_recipe_names_options_of_hrpo() -> None:
-    (line,) = [x for x in RECIPE.read_text().splitlines() if not x.startswith("#")]
-    words = shlex.split(line)
-    flags = dict(zip(words[2::2], words[3::2]))
-    options = {key.split(".", 1)[1]: value for key, value in flags.items() if key.startswith("--perturbation.")}
-    assert create(flags["--perturbation"], **options) == create("hrpo")
+    found = flags.parse(words_of("methods/hrpo"))
+    assert create(**found.spec) == create("hrpo")

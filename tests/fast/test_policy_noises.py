@@ -292,3 +292,10 @@ def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
     preflight.check_policy_noise(
         Flags(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"]), settings
     )
+
+
+def test_a_switch_may_stand_alone() -> None:
+    spec = flags.parse(["--policy_noise", "psn", "--policy_noise.adaptive"]).settings.policy_noise_spec
+    assert spec is not None and spec["adaptive"] is True
+    with pytest.raises(UsageError, match=r"--policy_noise\.sigma needs a value"):
+        flags.parse(["--policy_noise", "psn", "--policy_noise.sigma"])

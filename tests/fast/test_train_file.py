@@ -15,7 +15,7 @@ from perturbations.errors import UsageError
 def parsed(tmp_path: Path, text: str, line: str = "") -> flags.TrainCommand:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    return flags.parse(flags.with_file(["--config", str(file), *line.split()]))
+    return flags.parse(flags.with_files(["--config", str(file), *line.split()]))
 
 
 TEXT = """
@@ -50,8 +50,20 @@ def test_the_command_line_stands_in_place_of_the_file(tmp_path: Path) -> None:
     assert Flags(command.openrlhf_args).value("--actor.model_name_or_path") == "third"
 
 
+def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    files[0].write_text(TEXT)
+    files[1].write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
+    command = flags.parse(flags.with_files(["--config", str(files[0]), "--config", str(files[1])]))
+    given = Flags(command.openrlhf_args)
+    assert given.value("--actor.model_name_or_path") == "other" and not given.has("--train.colocate_all")
+    assert command.spec["rate"] == 0.2 and command.spec["skip_special"] is False
+    command = flags.parse(flags.with_files(["--config", str(files[1]), "--config", str(files[0])]))
+    assert Flags(command.openrlhf_args).has("--train.colocate_all") and command.spec["skip_special"] is True
+
+
 def test_without_a_file_nothing_changes() -> None:
-    assert flags.with_file(["--model", "m"]) == ["--model", "m"]
+    assert flags.with_files(["--model", "m"]) == ["--model", "m"]
 
 
 @pytest.mark.parametrize(
