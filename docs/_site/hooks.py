@@ -6,6 +6,7 @@ The pages of docs/ stay readable by themselves. What is made here is made anew a
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -23,8 +24,13 @@ from ngrpo import catalogue
 from ngrpo.trainer.seams import SEAMS
 
 ROOT = Path(__file__).resolve().parents[2]
-# Files of the project's root that are pages as well.
-OF_THE_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# Files outside of docs/ that are pages as well.
+OUTSIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/recipes/README.md": "recipes.md",
+}
+_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -42,8 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that no file holds."""
     made = method_pages.pages()
-    for name, page in OF_THE_ROOT.items():
-        made[page] = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    made |= {page: with_links((ROOT / name).read_text(encoding="utf-8"), ROOT / name) for name, page in OUTSIDE.items()}
     for place, content in made.items():
         files.append(File.generated(config, place, content=content))
     return files
@@ -52,8 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Tables from the code, and links where a page of docs/ is named by its path."""
     markdown = markdown.replace("<!-- seams -->", seams_table())
-    if "/" not in page.file.src_uri:
-        markdown = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", _of_the_root, markdown)
+    if page.file.abs_src_path is not None:
+        markdown = with_links(markdown, Path(page.file.abs_src_path))
     known = {file.src_uri for file in files.documentation_pages()}
     up = "../" * page.file.src_uri.count("/")
 
@@ -73,10 +78,21 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r":(?:class|func|meth|mod|data|attr):(?=<code)", "", html)
 
 
-def _of_the_root(match: re.Match[str]) -> str:
-    """A link out of docs/: to the page that the file is, or else what it says and the file's path."""
-    text, path = match[1], match[2]
-    return f"[{text}]({OF_THE_ROOT[path]})" if path in OF_THE_ROOT else f"{text} (`{path}`)"
+def with_links(text: str, file: Path) -> str:
+    """A file's text with its links as the site has them: to pages; to what is no page, what it says and where it is."""
+    docs = ROOT / "docs"
+    here = file.parent if file.is_relative_to(docs) else docs
+
+    def link(match: re.Match[str]) -> str:
+        said, path, anchor = match[1], (file.parent / match[2]).resolve(), match[3] or ""
+        if not path.is_relative_to(ROOT):
+            return match[0]
+        place = docs / OUTSIDE[str(path.relative_to(ROOT))] if str(path.relative_to(ROOT)) in OUTSIDE else path
+        if place.is_relative_to(docs):
+            return f"[{said}]({os.path.relpath(place, here)}{anchor})"
+        return said if path.name.startswith(said.strip("`")) else f"{said} (`{path.relative_to(ROOT)}`)"
+
+    return _LINK.sub(link, text)
 
 
 def seams_table() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page for each registered method: from its class, from the tables of methods.md and choosing.md, from the recipes.
+"""A page for each registered method: from its class, from the tables of methods.md and choosing.md, from recipes.
 
 Nothing about a method is written here, so a page cannot say anything else than the code and these tables do.
 """
@@ -11,6 +11,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+
+import yaml
 
 from ngrpo import catalogue
 from perturbations import registry
@@ -53,10 +55,13 @@ def page(kept: Registry, name: str) -> str:
             parts += _picture(kept, cls)
     parts += [part for title, text in _told(flag, name).items() for part in (f"## {title}", text)]
     parts += ["## Options", "\n".join(_options(kept, cls, flag))]
-    commands = [f"# {comment}\n{command}" for comment, command in recipes() if names(command, flag, name)]
-    if commands:
-        sizes = "A model, a task and sizes stand behind, as in [training](../training.md)."
-        parts += ["## Commands", "```bash\n" + "\n".join(commands) + "\n```", sizes]
+    written = list(_recipes(flag.removeprefix("--"), name))
+    if written:
+        parts += [
+            "## Recipes",
+            "A file of flags each; a model, a task and sizes stand behind. [All recipes](../recipes.md).",
+            *written,
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -147,12 +152,15 @@ def moved(text: str) -> str:
     return re.sub(r"\]\((?!https?:|#|\.\./)", "](../", text)
 
 
-def recipes() -> Iterator[tuple[str, str]]:
-    """The commands of the text files below examples/recipes/, with the comment above each."""
-    for file in sorted((ROOT / "examples" / "recipes").rglob("*.txt")):
-        comment = ""
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line.startswith("#"):
-                comment = line.lstrip("# ")
-            elif line:
-                yield comment, line
+def _recipes(key: str, name: str) -> Iterator[str]:
+    """The files of examples/recipes/ that take this name: of methods in full, of papers their command."""
+    folder = ROOT / "examples" / "recipes"
+    for file in [*sorted((folder / "methods").glob("*.yaml")), *sorted(folder.glob("*.yaml"))]:
+        text = file.read_text(encoding="utf-8")
+        if yaml.safe_load(text).get(key) != name:
+            continue
+        comment, _, flags = text.partition("\n")
+        yield comment.lstrip("# ") + ":"
+        if file.parent != folder:
+            yield f"```yaml\n{flags.strip()}\n```"
+        yield f"```bash\nngrpo train --config {file.relative_to(ROOT)} ...\n```"

@@ -44,7 +44,11 @@ def nav_pages(part: Any) -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
     listed = nav_pages(config["nav"])
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | {"contributing.md", "changelog.md"}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | {
+        "contributing.md",
+        "changelog.md",
+        "recipes.md",
+    }
     assert len(listed) == len(set(listed))
     assert set(listed) == pages, "mkdocs.yml, `nav`"
 
@@ -80,6 +84,13 @@ def test_pictures_are_whole_and_say_what_they_show() -> None:
         svg = xml.dom.minidom.parse(str(picture)).documentElement
         assert svg.getAttribute("role") == "img" and len(svg.getAttribute("aria-label")) > 40, picture.name
         assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", ""), picture.name
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """By file; anchors are mkdocs' to check."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="needs the extra docs")

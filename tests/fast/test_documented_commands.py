@@ -40,6 +40,7 @@ ELSEWHERE = {
     r"make gpu( STAGE=\w)?": (GPU, "tests/stack/test_gpu_script.py"),
     r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),
     r"python -m ngrpo\.trainer\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
+    r"ngrpo data \w+( && ngrpo data \w+)*": (NETWORK, "tests/fast/test_data_preparation.py"),
     r"ngrpo doctor": (ENGINE, "tests/stack/test_doctor.py"),
     r"ngrpo eval --rescore \S+": ("needs samples", "tests/fast/test_evaluate_folder.py"),
     r"\. \.venv/bin/activate": ("is the shell's", "Makefile"),
@@ -88,8 +89,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             if named:
                 (tmp_path / named[1]).write_text(block)
     row = {"input": "1 + 1?", "label": "2"}
-    for name in ("prompts.jsonl", "problems.jsonl"):
-        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    (tmp_path / "data").mkdir()
+    for name in ("prompts", "problems", "data/deepscaler", "data/aime2024"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     reward = (
         "import torch\ndef reward_func(queries, prompts, labels):\n    return {'rewards': torch.zeros(len(queries))}\n"
     )
