@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import textwrap
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from ngrpo import advantages, credits, policy_noises
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.text_table import aligned
+from ngrpo.text_table import aligned, defined
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -138,7 +139,9 @@ def train_help(words: Sequence[str] = ()) -> str:
             notes = [] if kept is registry.perturbations else [kept.kind]
             notes += [cls.paper] if hasattr(cls, "paper") else []
             head = f"{name}  ({'; '.join([*notes, _source(kept, name, address)])})"
-            parts.append(f"{head}\n  {_first_line(cls)}\n{_table(cls, own, root)}")
+            told = [textwrap.fill(head, 80, subsequent_indent="    ")]
+            told.append(textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  "))
+            parts.append("\n".join([*told, _table(cls, own, root)]))
     return "\n".join(parts)
 
 
@@ -164,8 +167,11 @@ def option_row(cls: type, field: dataclasses.Field) -> tuple[str, str, str, str]
 
 def _table(cls: type, fields: Sequence[dataclasses.Field], root: str = "--perturbation") -> str:
     rows = (option_row(cls, field) for field in fields)
-    lines = [f"{f'  {root}.{name}':<33}{about}; {limits} [{default}]" for name, about, limits, default in rows]
-    return "\n".join(lines) + "\n"
+    lines = [
+        defined(f"  {root}.{name}", f"{about}; {limits} [{default}]", column=32)
+        for name, about, limits, default in rows
+    ]
+    return "".join(f"{line}\n" for each in lines for line in each)
 
 
 def _source(kept: Registry, name: str, address: str) -> str:

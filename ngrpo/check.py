@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo check [gate|advantage] NAME [option=value ...]
 
-Runs the conformance suite on a small synthetic model: no engine, no download, a second or so.
+Runs the conformance suite on a small synthetic model: no engine, no download,
+a second or so.
 
-  ngrpo check ./mine.py:Mine                           a class in a file; :Name may be left out where there is one
-  ngrpo check ./mine.py:Mine share=0.5                 with options of its own
-  ngrpo check my_package.module:Mine                   a class in an importable module
-  ngrpo check neighbor k=4                             a registered name
-  ngrpo check gate ./my_gate.py:MyGate                 a gate
-  ngrpo check advantage ./my_advantage.py:Mine         an advantage
+examples
+  ngrpo check ./mine.py:Mine               a class in a file; :Name may be left
+                                           out where there is one
+  ngrpo check ./mine.py:Mine share=0.5     with options of its own
+  ngrpo check my_package.module:Mine       a class in an importable module
+  ngrpo check neighbor k=4                 a registered name
+  ngrpo check gate ./my_gate.py:MyGate     a gate
+  ngrpo check advantage ./mine.py:Mine     an advantage
 """
 
 from __future__ import annotations

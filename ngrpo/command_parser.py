@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,9 +27,9 @@ class CommandParser(argparse.ArgumentParser):
         """``command``: its name after ``ngrpo``."""
         super().__init__(
             prog=f"ngrpo {command}",
-            description=description,
+            description="\n".join(textwrap.fill(line, 80) for line in description.splitlines()),
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),
             allow_abbrev=False,
         )
 

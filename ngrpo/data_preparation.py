@@ -15,16 +15,17 @@ Writes problems with their answers, one JSON object per line: "input", a list of
 chat messages, and "label", the answer. ngrpo train and ngrpo eval read that.
 """
 _MORE = """\
-NAME is deepscaler, aime2024, aime2025, amc23, math500 or gpqa_diamond, which are
-loaded from the hub (gpqa_diamond is gated: HF_TOKEN); or a file or hub dataset,
-as ngrpo eval --data takes it. --from reads a named set from a file of yours.
+NAME is deepscaler, aime2024, aime2025, amc23, math500 or gpqa_diamond, which
+are loaded from the hub (gpqa_diamond is gated: HF_TOKEN); or a file or hub
+dataset, as ngrpo eval --data takes it. --from reads a named set from a file.
 
 examples
   ngrpo data deepscaler
   ngrpo data aime2025 --from downloads/aime2025.parquet
   ngrpo data my_problems.csv --out data/mine.jsonl --plain
-  ngrpo train --data.prompt_dataset data/deepscaler.jsonl --data.label_key label \\
-      --data.apply_chat_template --reward.remote_url examples/recipes/math_reward.py ...
+  ngrpo train --data.prompt_dataset data/deepscaler.jsonl \\
+      --data.label_key label --data.apply_chat_template \\
+      --reward.remote_url examples/recipes/math_reward.py ...
 """
 
 

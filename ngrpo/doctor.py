@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo doctor [--model NAME] [--no-self-test]
 
-Looks at everything that a perturbed training rests on, and says of each thing that is wrong how to mend it:
-releases, CUDA and its toolkit, flash-attn, what is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a
-minute: a rollout of the packaged model, perturbed, and its replay. Ends with a block for a bug report.
+Looks at everything that a perturbed training rests on, and says of each thing
+that is wrong how to mend it: releases, CUDA and its toolkit, flash-attn, what
+is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
+rollout of the packaged model, perturbed, and its replay. Ends with a block for
+a bug report.
 
-  --model NAME       model of the self-test                                                     [smollm2-135m]
-  --no-self-test     leave it out
+  --model NAME              model of the self-test [smollm2-135m]
+  --no-self-test            leave it out
+
+examples
+  ngrpo doctor
+  ngrpo doctor --no-self-test
 """
 
 from __future__ import annotations

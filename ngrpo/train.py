@@ -1,46 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...] [--advantage NAME] [--preset NAME]
-                   [flags of OpenRLHF ...]
+"""usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...]
+                   [--advantage NAME] [--preset NAME] [flags of OpenRLHF ...]
 
-Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below; every other word goes to
-OpenRLHF untouched. Its own help: ngrpo train --openrlhf-help
+Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below;
+every other word goes to OpenRLHF untouched. Its own help:
+ngrpo train --openrlhf-help
 
-  --perturbation NAME            see below; your own: ./file.py:Name, package.module:Name    [none: stock OpenRLHF]
-  --perturbation.<option> VALUE  an option of the perturbation, see below; a switch may stand alone
-  --perturbation.gate NAME       a further gate, named in the same ways; its options: --perturbation.gate.<option>
-  --perturbation.replay_buffer NAME  where finished trajectories wait for the trainer, named in the same ways; its
-                                 options: --perturbation.replay_buffer.<option>                         [memory]
-  --perturbation.config FILE     YAML with the same options and 'name'; a flag overrides the file
-  --perturbation.gap_limit X     warn once where log-probabilities of rollout and trainer differ more than X times as
-                                 much after perturbed inputs as at plain positions [10]; docs/metrics.md
-  --perturbation.strict          end the run there instead
-  --advantage NAME               an advantage of ours, see below; your own as above [none: OpenRLHF's estimator];
-                                 ngrpo is NGRPO, negative-enhanced GRPO; N-GRPO is --perturbation neighbor
-  --advantage.<option> VALUE     an option of the advantage
-  --credit NAME                  how an answer's advantage is shared among its tokens, see below [all have it]
-  --credit.<option> VALUE        an option of the credit
-  --policy_noise NAME            noise on the weights that roll out, see below [none]
-  --policy_noise.<option> VALUE  an option of the policy noise
-  --config FILE                  YAML with any of these flags as keys, without dashes; repeatable, a later one and any
-                                 flag go before; 'false' takes a flag of OpenRLHF out
-  --dry-run [GIB]                print configuration, placement and memory (for a GPU of so many GiB), check, start
-                                 nothing
-  --preset NAME                  a set of OpenRLHF flags, printed; your flags win: grpo, gspo, dapo
-  --sampling.top_k K             draw training rollouts from the K likeliest tokens; evaluation is as it was
-  --sampling.min_p P             … from tokens with at least P times the likeliest one's probability
-  --sampling.correct_mask        take log-probabilities among the tokens that top-p, top-k and min-p left
-                                 (temperature and top-p: --rollout.temperature, --rollout.top_p)
-  --reproducible                 the same seed gives the same rollouts from run to run: whole batches in a fixed order
-  --model NAME                   = --actor.model_name_or_path; packaged models: smollm2-135m
-  --task NAME                    dataset and reward where you give none: arithmetic, math:FILE, reasoning_gym:DATASET
-  --hardware auto|cpu|cuda       hardware profile                                  [auto: CUDA if present]
-  --run-dir DIR                  model, checkpoints, TensorBoard log, summary.json [runs/<time>-<perturbation>]
-  --log-file FILE                what the engines print goes there, a few lines of progress to the screen
+perturbation of the rollouts
+  --perturbation NAME       see below; your own: ./file.py:Name,
+                            package.module:Name [none: stock OpenRLHF]
+  --perturbation.<option> VALUE
+                            an option of the perturbation, see below; a switch
+                            may stand alone
+  --perturbation.gate NAME  a further gate, named in the same ways; its options:
+                            --perturbation.gate.<option>
+  --perturbation.replay_buffer NAME
+                            where finished trajectories wait for the trainer,
+                            named in the same ways; its options:
+                            --perturbation.replay_buffer.<option> [memory]
+  --perturbation.config FILE
+                            YAML with the same options and 'name'; a flag
+                            overrides the file
+  --perturbation.gap_limit X
+                            warn once where log-probabilities of rollout and
+                            trainer differ more than X times as much after
+                            perturbed inputs as at plain positions [10];
+                            docs/metrics.md
+  --perturbation.strict     end the run there instead
+
+algorithm
+  --preset NAME             a set of OpenRLHF flags, printed; your flags win:
+                            grpo, gspo, dapo
+  --advantage NAME          an advantage of ours, see below; your own as above
+                            [none: OpenRLHF's estimator]; ngrpo is NGRPO,
+                            negative-enhanced GRPO; N-GRPO is --perturbation
+                            neighbor
+  --advantage.<option> VALUE
+                            an option of the advantage
+  --credit NAME             how an answer's advantage is shared among its
+                            tokens, see below [all have it]
+  --credit.<option> VALUE   an option of the credit
+  --policy_noise NAME       noise on the weights that roll out, see below [none]
+  --policy_noise.<option> VALUE
+                            an option of the policy noise
+
+sampling of the rollouts; evaluation is as it was
+  --sampling.top_k K        draw from the K likeliest tokens
+  --sampling.min_p P        draw from tokens with at least P times the likeliest
+                            one's probability
+  --sampling.correct_mask   take log-probabilities among the tokens that top-p,
+                            top-k and min-p left (temperature and top-p:
+                            --rollout.temperature, --rollout.top_p)
+  --reproducible            the same seed gives the same rollouts from run to
+                            run: whole batches in a fixed order
+
+the run
+  --model NAME              = --actor.model_name_or_path; packaged models:
+                            smollm2-135m
+  --task NAME               dataset and reward where you give none: arithmetic,
+                            math:FILE, reasoning_gym:DATASET
+  --config FILE             YAML with any of these flags as keys, without dashes
+                            (examples/recipes); repeatable, a later one and any
+                            flag go before; 'false' takes a flag of OpenRLHF out
+  --dry-run [GIB]           print configuration, placement and memory (for a GPU
+                            of so many GiB), check, and start nothing
+  --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
+  --run-dir DIR             model, checkpoints, TensorBoard log, summary.json
+                            [runs/<time>-<perturbation>]
+  --log-file FILE           what the engines print goes there, a few lines of
+                            progress to the screen
 
 examples
-  ngrpo train --perturbation neighbor --perturbation.rate 0.1 --perturbation.k 3 --model smollm2-135m \\
-      --task arithmetic --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4
+  ngrpo train --perturbation neighbor --perturbation.rate 0.1 \\
+      --model smollm2-135m --task arithmetic --preset grpo \\
+      --rollout.n_samples_per_prompt 4 --rollout.batch_size 8 \\
+      --train.batch_size 32 --rollout.max_new_tokens 12
   ngrpo train --perturbation.config neighbor.yaml --perturbation.rate 0.15 ...
+  ngrpo train --config examples/recipes/n_grpo_r1_distill_qwen_1.5b.yaml \\
+      --config examples/recipes/placements/hybrid_8_gpus.yaml --dry-run
 """
 
 from __future__ import annotations

@@ -1,33 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""usage: ngrpo compare --perturbations NAME,NAME ... [--seeds 0,1,2] [--task NAME] [flags of ngrpo train ...]
+"""usage: ngrpo compare --perturbations NAME,NAME ... [--seeds 0,1,2]
+                     [--task NAME] [flags of ngrpo train ...]
 
-Trains every strategy with every seed under the same trainer, data order and budget, evaluates each, and writes
-results.json, results.csv and report.html. What has finished is kept: the same command goes on where it stopped.
+Trains every strategy with every seed under the same trainer, data order and
+budget, evaluates each, and writes results.json, results.csv and report.html.
+What has finished is kept: the same command goes on where it stopped.
 
-  --perturbations A,B        perturbations, with options after colons: none,neighbor:rate=0.2,gumbel
-  --strategy 'A x=1 --f=2'   one strategy: options, base=PRESET, advantage=NAME, and flags of its own; repeatable
-  --sweep KEY=V,W            one run per value: perturbation.rate=0.05,0.1 for each perturbation that has it,
-                             or any flag of ngrpo train (rollout.temperature=0.8,1.2) for all; repeatable
-  --base P,Q                 base algorithms: grpo, gspo, dapo
-  --seeds 0,1,2              seeds [0]
-  --baseline ID              what the others are held against [none, or the first strategy]
-  --config FILE              YAML with the same words as keys (see examples/ablation.yaml); a flag overrides it
-  --out DIR                  the comparison's folder [runs/compare]
-  --dry-run [GIB]            print what the first run would be, and check all of them; start nothing
-  --stock                    sample as stock OpenRLHF does: the same seed does not repeat a run then
+  --perturbations A,B       perturbations, with options after colons:
+                            none,neighbor:rate=0.2,gumbel
+  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME,
+                            and flags of its own; repeatable
+  --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
+                            each perturbation that has it, or any flag of ngrpo
+                            train (rollout.temperature=0.8,1.2) for all;
+                            repeatable
+  --base P,Q                base algorithms: grpo, gspo, dapo
+  --seeds 0,1,2             seeds [0]
+  --baseline ID             what the others are held against [none, or the first
+                            strategy]
+  --config FILE             YAML with the same words as keys (see
+                            examples/ablation.yaml); a flag overrides it
+  --out DIR                 the comparison's folder [runs/compare]
+  --dry-run [GIB]           print what the first run would be, and check all of
+                            them; start nothing
+  --stock                   sample as stock OpenRLHF does: the same seed does
+                            not repeat a run then
 
 evaluation of each trained model (perturbation off)
-  --eval.data SRC            problems [the task's held-out ones; --eval.data none for no evaluation]
-  --eval.n N                 samples per problem [8]
-  --eval.OPTION VALUE        any other option of ngrpo eval, e.g. --eval.k 1,4,8 --eval.temperature 0.6
-  --eval.steps N             also every N training steps, on --eval.dataset [the task's]: the learning curve that
-                             compares strategies, since rewards are of rollouts that each draws in its own way
+  --eval.data SRC           problems [the task's held-out ones; --eval.data none
+                            for no evaluation]
+  --eval.n N                samples per problem [8]
+  --eval.OPTION VALUE       any other option of ngrpo eval, e.g. --eval.k 1,4,8
+                            --eval.temperature 0.6
+  --eval.steps N            also every N training steps, on --eval.dataset [the
+                            task's]: the learning curve that compares
+                            strategies, since rewards are of rollouts that each
+                            draws in its own way
 
 before training
-  --diagnose.prompts N       prompts for the diversity-validity picture and the sample answers [8; 0: leave it out]
-  --diagnose.OPTION VALUE    any other option of ngrpo diagnose, e.g. --diagnose.group 8 --diagnose.embedding-map
+  --diagnose.prompts N      prompts for the diversity-validity picture and the
+                            sample answers [8; 0: leave it out]
+  --diagnose.OPTION VALUE   any other option of ngrpo diagnose, e.g.
+                            --diagnose.group 8 --diagnose.embedding-map
 
 All other words go to ngrpo train, for all runs alike.
+
+examples
+  ngrpo compare --perturbations none,neighbor --seeds 0,1 --base grpo \\
+      --model smollm2-135m --task arithmetic --rollout.batch_size 8 \\
+      --rollout.n_samples_per_prompt 4 --train.batch_size 32 \\
+      --rollout.max_new_tokens 12 --data.max_samples 96
+  ngrpo compare --config examples/ablation.yaml --model Qwen/Qwen3-0.6B \\
+      --data.prompt_dataset prompts.jsonl --dry-run ...
 """
 
 from __future__ import annotations

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from ngrpo.diagnose.sample import GroupSampling
 
 _EXAMPLES = """\
-SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset, as in ngrpo eval.
+SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset,
+as in ngrpo eval.
 
 examples
   ngrpo diagnose --model smollm2-135m --task arithmetic --max-tokens 16
-  ngrpo diagnose --model Qwen/Qwen3-0.6B --data math500 --perturbations none,neighbor --sweep perturbation.rate=0.1,0.3
-  ngrpo diagnose --model smollm2-135m --task arithmetic --strategy none --strategy 'neighbor rate=1 variant=released'
+  ngrpo diagnose --model Qwen/Qwen3-0.6B --data math500 \\
+      --perturbations none,neighbor --sweep perturbation.rate=0.1,0.3
+  ngrpo diagnose --model smollm2-135m --task arithmetic \\
+      --strategy none --strategy 'neighbor rate=1 variant=released'
 
 What each number is: docs/diagnose.md."""
 _DEFAULT = "none,neighbor,gaussian,gumbel"

@@ -17,18 +17,23 @@ if TYPE_CHECKING:
     from ngrpo.evaluate.engine import Sampling
 
 _EXAMPLES = """\
-  --perturbation NAME            perturb the rollouts; off unless asked for
-  --perturbation.<option> VALUE  and --perturbation.config FILE, as in ngrpo train
-  --hardware auto|cpu|cuda       hardware profile
-  --vllm.<option> VALUE          any argument of vllm.LLM, for example --vllm.tensor_parallel_size 4
+  --perturbation NAME   perturb the rollouts; off unless asked for
+  --perturbation.<option> VALUE
+                        and --perturbation.config FILE, as in ngrpo train
+  --hardware auto|cpu|cuda
+                        hardware profile
+  --vllm.<option> VALUE
+                        any argument of vllm.LLM, for example
+                        --vllm.tensor_parallel_size 4
 
-SRC is aime2024, aime2025, amc23, math500, gpqa_diamond, deepscaler; a JSONL, JSON, CSV or
-parquet file (verl's and OpenRLHF's layouts, question and answer columns); or a hub dataset
-owner/name[:config][@split].
+SRC is aime2024, aime2025, amc23, math500, gpqa_diamond, deepscaler; a JSONL,
+JSON, CSV or parquet file (verl's and OpenRLHF's layouts, question and answer
+columns); or a hub dataset owner/name[:config][@split].
 
 examples
   ngrpo eval --model smollm2-135m --task arithmetic --n 8 --max-tokens 16
-  ngrpo eval --model Qwen/Qwen3-0.6B --data aime2025 --n 32 --max-tokens 30000 --out runs/aime
+  ngrpo eval --model Qwen/Qwen3-0.6B --data aime2025 --n 32 \\
+      --max-tokens 30000 --out runs/aime
   ngrpo eval --rescore runs/aime
 """
 

@@ -9,7 +9,13 @@ from pathlib import Path
 from ngrpo.command_parser import CommandParser
 from perturbations.errors import UsageError
 
-_HELP = "It is written beside the file, as report.html, unless --out says otherwise."
+_HELP = """\
+It is written beside the file, as report.html, unless --out says otherwise.
+
+examples
+  ngrpo report runs/compare
+  ngrpo report runs/compare/results.json --out report.html
+"""
 
 
 def run(words: list[str], report: Callable[[str], None]) -> int:
@@ -29,7 +35,7 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
     parser.add_argument("results", nargs="*", metavar="FOLDER|results.json|diagnosis.json", help="one result")
     parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
     if words in (["-h"], ["--help"]):
-        print(parser.format_help())
+        print(parser.format_help(), end="")
         return 0
     given = parser.read(words)
     if len(given.results) != 1:

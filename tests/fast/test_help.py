@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The help of every command: at most 80 columns, with examples that name the command and flags that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ngrpo import cli
+
+SOURCE = ast.parse(Path(cli.__file__).read_text(encoding="utf-8"))
+COMMANDS = next(
+    [key.value for key in node.value.keys]
+    for node in ast.walk(SOURCE)
+    if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "commands"
+)
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main([*command.split(), "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def examples(text: str) -> list[list[str]]:
+    """The examples, a command each, lines that go on put together."""
+    section = re.search(r"^examples\n((?:  .*\n)+)", text, re.MULTILINE)
+    assert section is not None, "no examples"
+    lines = section[1].replace("\\\n", " ").splitlines()
+    return [shlex.split(line.split("  ngrpo ", 1)[-1].split("   ")[0]) for line in lines if "  ngrpo " in f"  {line}"]
+
+
+def test_the_first_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("", capsys)
+    assert len(COMMANDS) >= 11
+    assert sorted(re.findall(r"^  (\w+) ", text.split("examples")[0], re.MULTILINE)) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_no_line_is_longer_than_80(
+    command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the terminal's width, but for a word that is longer by itself."""
+    monkeypatch.setenv("COLUMNS", columns)
+    long = [line for line in help_of(command, capsys).splitlines() if len(line) > 80 and len(line.split()) > 1]
+    assert not long
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_are_of_the_command_and_its_flags_are_in_its_help(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(command, capsys)
+    found = examples(text)
+    own = [words[1:] for words in found if words[0] == command]
+    assert own, found
+    named = {"--eval", "--diagnose", "--data", "--rollout", "--train", "--algo", "--actor", "--reward", "--vllm"}
+    for words in own:
+        for flag in (word for word in words if word.startswith("--")):
+            root = flag.partition(".")[0]
+            beyond = command in ("train", "compare") and (root in named or root in ("--model", "--task"))
+            assert flag in text or f"{root}.<option>" in text or f"{root}.OPTION" in text or beyond, (command, flag)
