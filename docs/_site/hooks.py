@@ -59,6 +59,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = markdown.replace("<!-- seams -->", seams_table())
     if page.file.abs_src_path is not None:
         markdown = with_links(markdown, Path(page.file.abs_src_path))
+    if page.file.src_uri in ("methods.md", "choosing.md"):
+        markdown = re.sub(r"^\| (.*?) \|", _to_methods, markdown, flags=re.MULTILINE)
     known = {file.src_uri for file in files.documentation_pages()}
     up = "../" * page.file.src_uri.count("/")
 
@@ -95,12 +97,22 @@ def with_links(text: str, file: Path) -> str:
     return _LINK.sub(link, text)
 
 
+def _to_methods(cell: re.Match[str]) -> str:
+    """The names of methods in a row's first cell lead to their pages."""
+    pages = {name: method_pages.address(kept, name) for kept in catalogue.KINDS for name in kept.in_tree()}
+
+    def link(match: re.Match[str]) -> str:
+        return f"[{match[0]}](methods/{pages[match[1]]}.md)" if match[1] in pages else match[0]
+
+    return re.sub(r"`(?:--\w+ )?(\w+)`", link, cell[0])
+
+
 def seams_table() -> str:
     """What is replaced in OpenRLHF, or relied upon, as the table of the code has it."""
     rows = ["| upstream | ours | when | why | checked with |", "| --- | --- | --- | --- | --- |"]
     for seam in SEAMS:
         ours = f"`{seam.ours.removeprefix('ngrpo.')}`" if seam.ours else "relied upon"
-        cells = (f"`{seam.target}`", ours, seam.when, seam.why, seam.checked)
+        cells = (f"`{seam.module}`<br>`{seam.attribute}`", ours, seam.when, seam.why, seam.checked)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

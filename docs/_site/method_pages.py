@@ -86,7 +86,7 @@ def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
 
 
 def _picture(kept: Registry, cls: type) -> list[str]:
-    lines = [part for line in catalogue.picture(kept, cls) for part in textwrap.wrap(line, 100, drop_whitespace=False)]
+    lines = [part for line in catalogue.picture(kept, cls) for part in textwrap.wrap(line, 80, drop_whitespace=False)]
     drawn = "\n".join(line.rstrip() for line in lines)
     return [f"```text\n{drawn}\n```", "Computed by the method itself, with its defaults."] if lines else []
 
@@ -134,7 +134,7 @@ def _told(flag: str, name: str) -> dict[str, str]:
         if len(head) == 3 and (quoted in cells[1] or names(cells[1], flag, name)):
             when.append(f"- **You want {cells[0]}.** {cells[2][:1].upper()}{cells[2][1:]}.")
         elif len(head) > 3 and (quoted in cells[0] or names(cells[0], flag, name)):
-            cost += [f"- {title}: {value}" for title, value in zip(head[1:], cells[1:])]
+            cost += [f"- {title}: {value}" for title, value in zip(head[1:], cells[1:]) if value != "–"]
     for head, cells in tables("methods.md"):
         first = quoted in cells[0] and flag == "--perturbation"
         if len(head) == 5 and (first or names(" ".join(cells[2:]), flag, name)):
