@@ -3,12 +3,13 @@
 #
 #   bash examples/train_neighbor_cpu.sh [RUN_DIR] [more flags of ngrpo train or OpenRLHF ...]
 #
-# DEMO_STEPS=39 trains for longer, PERTURBATION=none is stock GRPO. Later flags win, e.g. --train.seed 7.
+# Evaluated before and after, without perturbation, on sums that are held out. DEMO_STEPS=30 trains for longer,
+# PERTURBATION=none is stock GRPO. Later flags win, e.g. --train.seed 7.
 set -euo pipefail
 
 run=${1:-runs/neighbor}
 shift || true
-steps=${DEMO_STEPS:-8}
+steps=${DEMO_STEPS:-12}
 prompts=8   # per step
 samples=4   # per prompt: the group
 
@@ -26,7 +27,8 @@ exec ngrpo train \
   --rollout.micro_batch_size 8 \
   --train.batch_size $((prompts * samples)) \
   --train.micro_batch_size 8 \
-  --actor.adam.lr 1e-5 \
+  --actor.adam.lr 3e-5 \
   --actor.lr_scheduler constant \
-  --train.seed 42 \
+  --train.seed 42 --reproducible \
+  --eval.at_start --eval.steps "$steps" --ckpt.best_metric_key none \
   "$@"

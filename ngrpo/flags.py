@@ -26,6 +26,7 @@ POLICY_NOISE = "--policy_noise"
 SAMPLING = "--sampling"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
+EVAL_AT_START = "--eval.at_start"
 GAP_LIMIT = f"{PERTURBATION}.gap_limit"
 STRICT = f"{PERTURBATION}.strict"
 CONFIG = f"{PERTURBATION}.config"
@@ -49,8 +50,8 @@ _NEEDS = {
     CREDIT: "a credit's name",
     POLICY_NOISE: "a policy noise's name",
 }
-_SWITCHES = (REPRODUCIBLE, CORRECT_MASK, STRICT, "--dry-run")
 DRY_RUN = "--dry-run"
+_SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT, DRY_RUN)
 CONFIG_FILE = "--config"
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
@@ -139,6 +140,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         policy_noise_spec=_spec_of(ours, POLICY_NOISE),
         sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
         reproducible=reproducible,
+        eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
         gap_limit=gap_limit,
         strict=strict,
         replay_buffer_spec=buffer,
@@ -210,7 +212,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     rest: list[str] = []
     for flag in Flags(words):
         name, root = _OTHER_NAMES.get(flag.name, flag.name), flag.name.partition(".")[0]
-        if root not in _ROOTS and name not in (*_OURS, "--model"):
+        if root not in _ROOTS and name not in (*_OURS, EVAL_AT_START, "--model"):
             if not name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
@@ -219,12 +221,12 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         value = flag.values[0] if flag.values else None
         if len(flag.values) > 1:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
-        if root in _ROOTS and name in ours:
+        if (root in _ROOTS or name == EVAL_AT_START) and name in ours:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
         may_be_switch = tuple(f"{owner}." for owner in _NEEDS)
-        alone = name in (REPRODUCIBLE, CORRECT_MASK, DRY_RUN) or (name.startswith(may_be_switch) and name != CONFIG)
+        alone = name in _SWITCHES or (name.startswith(may_be_switch) and name != CONFIG)
         if not value and not alone:
             raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
         ours[name] = "true" if value is None and name in _SWITCHES else value

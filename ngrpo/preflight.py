@@ -182,6 +182,19 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
         )
 
 
+def check_eval_at_start(given: Flags, settings: RunSettings) -> None:
+    """Raises ``UsageError`` where ``--eval.at_start`` has nothing to evaluate on, or would run beside training."""
+    if not settings.eval_at_start:
+        return
+    if not given.value("--eval.dataset"):
+        raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
+    if given.has("--train.async_enable"):
+        raise UsageError(
+            "--eval.at_start cannot be used with --train.async_enable, which evaluates beside the training. Leave it"
+            " out, and run `ngrpo eval` on the untrained model."
+        )
+
+
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:
     """Raises ``UsageError`` for a path at which a folder, or a file, can be neither made nor written."""
     path = Path(path).expanduser()

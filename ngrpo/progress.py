@@ -14,13 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-# First sight of a text in the log, and what it means. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; where a
-# later release words it otherwise, the line is merely missing.
+from ngrpo.hardware.compiled import optimizer_is_missing
+
+_LOADING = "loading the model into the trainer"
+# First sight of a text in the log, and what is going on from there. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; where
+# a later release words it otherwise, the line is merely missing.
 _MILESTONES = (
-    ("Started a local Ray instance", "Ray is up"),
-    ("RolloutRayActor", "vLLM engine is starting"),
-    ("PolicyModelActor", "trainer is loading the model"),
-    ("Episode [", "training starts"),
+    ("Started a local Ray instance", "importing OpenRLHF and vLLM in Ray's workers"),
+    ("RolloutRayActor", "starting the vLLM engine"),
+    ("PolicyModelActor", _LOADING),
+    ("Episode [", "loading the model into vLLM, then sampling the first answers"),
+)
+# What recurs in every step: told only where it lasts.
+_ACTIVITIES = (
+    ("Generate samples:", "sampling answers"),
+    ("forward: ", "computing log-probabilities"),
+    ("Train epoch [", "updating the weights"),
+    ("Evaluation start time", "evaluating"),
 )
 _STEP = re.compile(r"Global step (\d+): .*?'rollout/reward_mean': ([-+.\deE]+)")
 _WARNING = re.compile(r"ngrpo (warning: .*)")
@@ -126,11 +136,12 @@ class Reporter:
         self._screen = screen
         self._began = self._spoke = time.monotonic()
         self._ahead = list(_MILESTONES)
+        self._now = "starting Ray"
 
     def line(self, line: str) -> None:
         """Takes the next line of the log, or an empty one where there is none yet."""
         if time.monotonic() - self._spoke > _HEARTBEAT:
-            self._say("...")
+            self._say(f"still {self._happening()}")
         step = read_step(line)
         if step is not None:
             took = "" if step.seconds is None else f", {step.seconds:.0f} s"
@@ -141,9 +152,17 @@ class Reporter:
         for milestone in self._ahead:
             if milestone[0] in line:
                 self._ahead.remove(milestone)
-                self._say(milestone[1])
+                self._now = milestone[1]
+                self._say(self._happening())
                 break
+        self._now = next((activity for text, activity in _ACTIVITIES if text in line), self._now)
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()
         print(f"  {self._spoke - self._began:5.0f} s  {text}", file=self._screen, flush=True)
+
+    def _happening(self) -> str:
+        """What is going on. DeepSpeed compiles its optimizer while it loads its first model."""
+        if self._now == _LOADING and optimizer_is_missing():
+            return f"{self._now}; DeepSpeed compiles its optimizer, once (about two minutes)"
+        return self._now

@@ -14,6 +14,7 @@ from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
 from ngrpo.result_folder import write_json
 from ngrpo.rollout import used_runner
+from ngrpo.terminal_chart import columns
 from ngrpo.text_table import aligned
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
@@ -22,10 +23,11 @@ from perturbations import registry
 
 RUNNERS = "model_runner"
 """Folder beside the summary in which the engines leave which model runner they have."""
+FORMAT = 1
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/")
-_ROWS = 24
+_ROWS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 
 # Heading, key in a step, digits.
@@ -60,6 +62,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
     scalars = read_scalars(log, began) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
+        "format": FORMAT,
         "perturbation": settings.perturbation_spec,
         "advantage": settings.advantage_spec,
         "credit": settings.credit_spec,
@@ -77,6 +80,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
             "checkpoint": Flags(args).value("--ckpt.output_dir"),
             "tensorboard": str(log),
             "summary": str(place),
+            "report": str(folder / "report.html"),
         },
         "openrlhf_args": list(args),
         "scalars": scalars,
@@ -121,7 +125,7 @@ def table(summary: Mapping[str, Any]) -> str:
         if summary.get(part):
             lines.append(f"{part:<14}" + " ".join(_words(summary[part])))
     if rows:
-        lines += ["", *_grid(_thin(rows)), "", *_figures(rows)]
+        lines += ["", *_grid(_thin(rows)), "", *_figures(rows, evaluations(summary["evaluation"]))]
     else:
         lines += ["", "no training step was logged: are there fewer prompts than --rollout.batch_size?"]
     lines += [
@@ -129,8 +133,22 @@ def table(summary: Mapping[str, Any]) -> str:
         f"checkpoint    {places['checkpoint']}",
         f"TensorBoard   {places['tensorboard']}",
         f"summary       {places['summary']}",
+        f"report        {places['report']}",
     ]
     return "\n".join(lines)
+
+
+def evaluations(scalars: Series) -> tuple[str, dict[int, float]]:
+    """OpenRLHF's Pass@1 of the evaluation problems over steps, step 0 being before the training.
+
+    Args:
+        scalars: ``evaluation`` of a summary.
+
+    Returns:
+        The metric's name, and its values by step; empty where nothing was evaluated.
+    """
+    tag = next((tag for tag in sorted(scalars) if tag.endswith("_pass1")), "")
+    return tag.rpartition("/")[2], {int(step): value for step, value in scalars.get(tag, {}).items()}
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -155,6 +173,11 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
     return [str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")]
 
 
+def _ends(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    known = sorted(values.items())
+    return [known[0], known[-1]] if len(known) > 1 else known
+
+
 def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     stride = -(-len(rows) // _ROWS)
     return [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
@@ -169,9 +192,18 @@ def _grid(rows: list[dict[str, float]]) -> list[str]:
     return aligned(cells, left=0)
 
 
-def _figures(rows: list[dict[str, float]]) -> list[str]:
-    rewards = [row["reward"] for row in rows]
-    lines = [f"reward        {sparkline(rewards)}  {rewards[0]:.3f} → {rewards[-1]:.3f}"]
+def _figures(rows: list[dict[str, float]], evaluated: tuple[str, dict[int, float]]) -> list[str]:
+    rewards = {int(row["step"]): row["reward"] for row in rows}
+    metric, scores = evaluated
+    first, *_, last = [*rewards.values()] * 2
+    if len(rewards) > 2 and all(0.0 <= value <= 1.0 for value in rewards.values()):
+        title = "reward of the rollouts" + (f"; ● {metric}" if scores else "")
+        lines = [title, *columns(rewards, scores), "", f"reward        {first:.3f} → {last:.3f}"]
+    else:
+        lines = [f"reward        {sparkline(list(rewards.values()))}  {first:.3f} → {last:.3f}"]
+    if scores:
+        steps = " → ".join(f"{value:.3f} (step {step})" for step, value in _ends(scores))
+        lines.append(f"evaluation    {steps}, {metric}")
     size = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
     if size:
         lines.append(f"records       {sum(size) / len(size):.2f} bytes per generated token")

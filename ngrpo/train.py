@@ -55,6 +55,8 @@ sampling of the rollouts; evaluation is as it was
                             run: whole batches in a fixed order
 
 the run
+  --eval.at_start           evaluate before the first step too, beside
+                            --eval.steps
   --model NAME              = --actor.model_name_or_path; packaged models:
                             smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
@@ -93,7 +95,8 @@ from pathlib import Path
 from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.result_folder import folder_for
+from ngrpo.report.page import write_training
+from ngrpo.result_folder import folder_for, read_json
 from ngrpo.rollout import used_runner
 from ngrpo.trainer import rollout_sampling, seams
 from ngrpo.trainer.launch import conditions_for
@@ -129,6 +132,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     status = _launch(args, command, hardware, report)
     if status == 0:
         text = summary.finish(folder, args, command.settings, hardware=hardware, began=began)
+        write_training(read_json(folder / "summary.json"), folder / "report.html")
         print(text, flush=True)
     return status
 
@@ -272,6 +276,7 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
     preflight.check_files(complete.words)
+    preflight.check_eval_at_start(complete, settings)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
 

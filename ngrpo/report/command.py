@@ -10,7 +10,9 @@ from ngrpo.command_parser import CommandParser
 from perturbations.errors import UsageError
 
 _HELP = """\
-It is written beside the file, as report.html, unless --out says otherwise.
+A result is a folder of ngrpo compare, diagnose or train, or the results.json,
+diagnosis.json or summary.json in it. The report is written beside it, as
+report.html, unless --out says otherwise.
 
 examples
   ngrpo report runs/compare
@@ -32,7 +34,7 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
         UsageError: for bad input, or a report that cannot be written.
     """
     parser = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
-    parser.add_argument("results", nargs="*", metavar="FOLDER|results.json|diagnosis.json", help="one result")
+    parser.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result")
     parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
     if words in (["-h"], ["--help"]):
         print(parser.format_help(), end="")
@@ -41,7 +43,7 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
     if len(given.results) != 1:
         raise UsageError(f"ngrpo report takes one folder or file, got {len(given.results)}. See ngrpo report --help.")
     from ngrpo.report.load import load
-    from ngrpo.report.page import write_diagnosis, write_report
+    from ngrpo.report.page import write_diagnosis, write_report, write_training
 
     kind, data, file = load(Path(given.results[0]).expanduser())
     target = Path(given.out).expanduser() if given.out else file.parent / "report.html"
@@ -49,6 +51,6 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
         target = target / "report.html"
     if target.resolve() == file.resolve():
         raise UsageError(f"--out {given.out} is the result itself. Name another file.")
-    (write_report if kind == "comparison" else write_diagnosis)(data, target)
+    {"comparison": write_report, "diagnosis": write_diagnosis, "training run": write_training}[kind](data, target)
     report(f"report of {file}: {target}")
     return 0

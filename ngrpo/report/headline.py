@@ -57,6 +57,18 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
     }
 
 
+def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of one run: machine, time, and each evaluated metric before and after."""
+    evaluated = {}
+    for tag, by_step in (summary.get("evaluation") or {}).items():
+        known = sorted((int(step), number(value)) for step, value in by_step.items() if str(step).isdigit())
+        if "_pass" in tag and known:
+            ends = [known[0], known[-1]] if len(known) > 1 else known
+            evaluated[tag.rpartition("/")[2]] = " → ".join(f"{figure(value)} (step {step})" for step, value in ends)
+    facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": duration(summary.get("seconds"))}
+    return {"facts": {**facts, **evaluated}}
+
+
 def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
     found = rows(diagnosis, "strategies")

@@ -15,14 +15,18 @@ FORMAT = 1
 KINDS = {
     "comparison": ("results.json", "ngrpo compare", ("strategies", "runs")),
     "diagnosis": ("diagnosis.json", "ngrpo diagnose", ("strategies",)),
+    "training run": ("summary.json", "ngrpo train", ("steps",)),
 }
+
+# A key that only this kind of result has.
+_TOLD_BY = {"comparison": "runs", "training run": "steps"}
 
 
 def load(path: Path) -> tuple[str, dict[str, Any], Path]:
     """Reads a result.
 
     Args:
-        path: ``results.json``, ``diagnosis.json``, or a folder with one of them (``results.json`` goes first).
+        path: ``results.json``, ``diagnosis.json``, ``summary.json``, or a folder with one of them, in this order.
 
     Returns:
         A key of :data:`KINDS`, the content, and the file it was read from.
@@ -34,12 +38,13 @@ def load(path: Path) -> tuple[str, dict[str, Any], Path]:
     file = next((path / name for name in names if (path / name).is_file()), path)
     if file.is_dir():
         raise UsageError(
-            f"{path} has neither {' nor '.join(names)}. Give the folder that `ngrpo compare` or `ngrpo diagnose` wrote."
+            f"{path} has neither {' nor '.join(names)}. Give the folder that `ngrpo compare`, `ngrpo diagnose` or"
+            " `ngrpo train` wrote."
         )
     data = read_json(file)
     if data is None and not file.exists():
-        raise UsageError(f"{file}: there is no such file or folder. Give a folder, results.json or diagnosis.json.")
-    kind = "comparison" if isinstance(data, dict) and "runs" in data else "diagnosis"
+        raise UsageError(f"{file}: there is no such file or folder. Give a folder, {' or '.join(names)}.")
+    kind = next((kind for kind, key in _TOLD_BY.items() if isinstance(data, dict) and key in data), "diagnosis")
     try:
         check(data, kind)
     except UsageError as error:

@@ -76,6 +76,21 @@ def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
     _write(path, "Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections)
 
 
+def write_training(summary: Mapping[str, Any], path: Path) -> None:
+    """Writes the report of one training run from its ``summary.json``; errors as in `write_report`."""
+    check(summary, "training run")
+    name = str(values.dig(summary, "perturbation", "name") or "none")
+    strategy = {"id": name, "perturbation": summary.get("perturbation")}
+    run = {"strategy": name, "status": "done", "seed": summary.get("seed"), "steps": summary["steps"]}
+    results = {**summary, "strategies": [strategy], "runs": [run]}
+    series = all_series(results)
+    sections = [
+        _section("learning", "Learning curves", curves.learning(results, series)),
+        _section("made", "How it was made", provenance.made(results)),
+    ]
+    _write(path, "Training run", name, headline.training_headline(summary), sections)
+
+
 def _section(name: str, heading: str, content: Content, template: str | None = None) -> Section:
     return Section(name, heading, content, f"{template or name}.html")
 

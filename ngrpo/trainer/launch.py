@@ -100,16 +100,33 @@ def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSetting
 
 
 def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settings: RunSettings) -> None:
-    """Starts Ray, or connects to the cluster in RAY_ADDRESS, with the setup hook for every worker."""
+    """Joins the Ray cluster at hand, or starts Ray here, with the setup hook for every worker.
+
+    At hand is, as for OpenRLHF, the one in RAY_ADDRESS, or one that `ray start` began on this machine.
+
+    Raises:
+        TrainingFailed: Where that cluster has fewer GPUs, logical ones without CUDA, than the run places.
+    """
     import ray
 
-    env = worker_env(profile, conditions, settings)
     os.environ.update(settings.env())
-    resources = {} if os.environ.get("RAY_ADDRESS") else profile.ray_init(flags)
-    ray.init(
-        runtime_env={"env_vars": env, "worker_process_setup_hook": "ngrpo.trainer.install.in_worker"},
-        **resources,
-    )
+    hook = "ngrpo.trainer.install.in_worker"
+    everywhere = {"env_vars": worker_env(profile, conditions, settings), "worker_process_setup_hook": hook}
+    resources = profile.ray_init(flags)
+    try:
+        ray.init(runtime_env=everywhere, **resources)
+    except ValueError as error:
+        if "existing cluster" not in str(error):  # Ray 2.55: its resources are what `ray start` said
+            raise
+        found = ray.init(runtime_env=everywhere)
+        wanted, there = resources.get("num_gpus", 0), int(ray.cluster_resources().get("GPU", 0))
+        if there < wanted:
+            ray.shutdown()
+            raise TrainingFailed(
+                f"the Ray cluster at {found.address_info['address']} has {there} GPUs, and this run places {wanted}"
+                f" (without CUDA they are only counted). Start it with `ray start --head --num-gpus {wanted}`, or set"
+                " RAY_ADDRESS=local for a Ray of this run's own."
+            ) from None
 
 
 def _run(flags: Sequence[str]) -> None:

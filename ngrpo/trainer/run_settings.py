@@ -28,6 +28,7 @@ _VARIABLES = {
     "policy_noise_spec": "NGRPO_POLICY_NOISE",
     "sampling": "NGRPO_SAMPLING",
     "reproducible": "NGRPO_REPRODUCIBLE",
+    "eval_at_start": "NGRPO_EVAL_AT_START",
     "gap_limit": "NGRPO_GAP_LIMIT",
     "strict": "NGRPO_STRICT",
     "replay_buffer_spec": "NGRPO_REPLAY_BUFFER",
@@ -45,6 +46,7 @@ class RunSettings:
         policy_noise_spec: as ``ngrpo.policy_noises.create`` takes it; None where engines have the trainer's weights.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, e.g. ``{"top_k": 5}``.
         reproducible: whether the same seed gives the same rollouts from run to run.
+        eval_at_start: whether the model is evaluated before its first training step as well.
         gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
         strict: whether a larger one ends the run.
         replay_buffer_spec: ``perturbations.registry.buffers.create(**spec)``, for each rollout worker; None for the one
@@ -57,6 +59,7 @@ class RunSettings:
     policy_noise_spec: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
+    eval_at_start: bool = False
     gap_limit: float = 10.0
     strict: bool = False
     replay_buffer_spec: Mapping[str, Any] | None = None
@@ -105,6 +108,7 @@ class RunSettings:
             "sampling": bool(self.sampling),
             "sampling_mask": self.corrects_sampling,
             "reproducible": self.reproducible,
+            "eval_at_start": self.eval_at_start,
         }
         return tuple(name for name, holds in held.items() if holds)
 

@@ -164,6 +164,9 @@ SEAMS: tuple[Seam, ...] = (
         "policy_noise", "sha:b5693a55753f", "measures the noisy policy against the trainer's"),
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer.policy_noise:noisy_trainer", "policy_noise",
         "sha:74b355e75a15", "chooses the noise of each step, and evaluates with clean weights"),
+    # ---- --eval.at_start (outermost: each class below it has its own evaluation) ------------------
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer.first_evaluation:evaluating_first", "eval_at_start",
+        "sha:74b355e75a15", "evaluates before the first step; OpenRLHF evaluates after steps only"),
     # ---- --sampling.* -----------------------------------------------------------------------------
     _seam(_SAMPLES, "SamplesGenerator.generate_samples", "trainer.rollout_sampling:masked_rollouts", "sampling",
         "sha:6d3b87ed46f6", "training rollouts, and not evaluation, are drawn with top-k and min-p"),

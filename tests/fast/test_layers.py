@@ -30,12 +30,13 @@ FLOORS = (
         "ngrpo.processes",
         "ngrpo.yaml_file",
         "ngrpo.text_table",
+        "ngrpo.terminal_chart",
         "ngrpo.versions",
         "ngrpo.result_folder",
         "ngrpo.bootstrap",
         "ngrpo.significance",
     ),
-    ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.progress", "ngrpo.reward_files"),
+    ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.reward_files"),
     (
         "ngrpo.answers",
         "ngrpo.datafiles",
@@ -47,7 +48,7 @@ FLOORS = (
     ),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer",),
-    ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary"),
+    ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary", "ngrpo.progress"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
     ("ngrpo.data_preparation", "ngrpo.dry_run", "ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),

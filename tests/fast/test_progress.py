@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from ngrpo import progress
 from ngrpo.progress import Reporter, follow
 
 STEP = (
@@ -33,7 +36,33 @@ def test_steps_and_milestones(tmp_path: Path) -> None:
     for line in seen:
         reporter.line(line)
     lines = [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()]
-    assert lines == ["Ray is up", "step 3: reward 0.219, 17 s"]
+    assert lines == ["importing OpenRLHF and vLLM in Ray's workers", "step 3: reward 0.219, 17 s"]
+
+
+def test_what_lasts_is_told_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    screen = io.StringIO()
+    reporter = Reporter(screen)
+
+    def after(seconds: float, line: str = "") -> None:
+        clock[0] += seconds
+        reporter.line(line)
+
+    after(31)
+    after(1, "(PolicyModelActor pid=2) hello")
+    after(31)
+    library = tmp_path / "cpu_adam" / "cpu_adam.so"
+    library.parent.mkdir()
+    library.touch()
+    after(31)
+    after(1, "(PolicyModelActor pid=2) Train epoch [1/1]:   0%|")
+    after(20)  # told only once it lasts
+    after(31)
+    compiling = "loading the model into the trainer; DeepSpeed compiles its optimizer, once (about two minutes)"
+    told = ["still starting Ray", compiling, f"still {compiling}", "still loading the model into the trainer"]
+    assert [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()] == [*told, "still updating the weights"]
 
 
 def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:

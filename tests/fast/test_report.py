@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.report import write_diagnosis, write_report
+from ngrpo.report import write_diagnosis, write_report, write_training
 from perturbations.errors import UsageError
 from tests.report_example import STRATEGIES, diagnosis, example
 
@@ -140,6 +140,26 @@ def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
     assert "neighbor rate=0.1 beside none: more diverse (0.390 against 0.310); validity" in page.text
     assert "0.910 against 0.930, the intervals overlap" in page.text
     assert "64 problems × 8 answers" in page.text and "gumbel: 31% of the answers end in a loop" in page.text
+
+
+def test_training_run_has_its_parts(tmp_path: Path) -> None:
+    summary = {
+        "format": 1,
+        "perturbation": {"name": "neighbor", "rate": 0.1},
+        "steps": [{"step": step, "reward": step / 4, "rate": 0.1} for step in (1, 2, 3)],
+        "evaluation": {
+            "eval/eval_default_pass1": {"0": 0.125, "3": 0.75},
+            "eval/eval_num_samples": {"0": 16, "3": 16},
+        },
+        "seed": 42,
+        "openrlhf_args": ["--train.seed", "42"],
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text, page = written(tmp_path, summary, write_training)
+    assert (tmp_path / "report.html").read_text() == text
+    assert [attrs["id"] for attrs in page.all("section")] == ["learning", "made"]
+    assert "eval_default_pass1 0.125 (step 0) → 0.750 (step 3)" in page.words and "eval_num_samples" not in page.text
 
 
 def test_same_data_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +353,8 @@ def test_sizes(tmp_path: Path, steps: int, strategies: tuple[str, ...]) -> None:
         (b"\xff\xfe\x00", "is damaged: it is not JSON"),
         ("[" * 100_000, "is damaged: it is not JSON"),
         ("[1]", "a JSON object was expected, found list"),
-        ('{"steps": []}', "not a diagnosis of ngrpo: format is None, must be 1"),
+        ('{"steps": []}', "not a training run of ngrpo: format is None, must be 1"),
+        ('{"n": 8}', "not a diagnosis of ngrpo: format is None, must be 1"),
         ('{"format": 2, "runs": []}', r"format 2 is newer than this ngrpo knows \(1\). Update ngrpo"),
         ('{"format": true, "runs": []}', "format is True"),
         ('{"format": 1, "n": 8, "problems": []}', "'strategies' must be a list, found NoneType"),
@@ -357,7 +378,7 @@ def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert cli.main(["report", *words]) == 2
         return capsys.readouterr().err
 
-    assert "has neither results.json nor diagnosis.json" in said(str(tmp_path))
+    assert "has neither results.json nor diagnosis.json nor summary.json" in said(str(tmp_path))
     assert "takes one folder or file, got 0" in said()
     assert "takes one folder or file, got 2" in said("a", "b")
     assert "unknown word '--output'" in said("a", "--output", "x") and "Did you mean '--out'?" in said(

@@ -67,7 +67,9 @@ def test_perturbed_run(tmp_path: Path) -> None:
         "neighbor rate=0.1 k=4",
         "anchor≠sampled",
         "0.250",
-        "▁",
+        "reward of the rollouts; ● eval_default_pass1",
+        "reward        0.250 → 0.750",
+        "evaluation    0.500 (step 3), eval_default_pass1",
         "2.50 bytes",
         "summary.json",
         "seed 7",
@@ -101,6 +103,21 @@ def test_long_runs_are_thinned_on_screen_only(tmp_path: Path) -> None:
     write_log(tmp_path / "tb", [step / 100 for step in range(100)], {})
     text, found = finish(tmp_path)
     assert len(found["steps"]) == 100 and len(text.splitlines()) < 40 and "\n 100 " in text
+
+
+def test_evaluations_before_and_after(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    write_log(tmp_path / "tb", [0.25, 0.5, 0.75, 1.0], {})
+    writer = SummaryWriter(log_dir=str(tmp_path / "tb" / "before"))
+    writer.add_scalar("eval/eval_default_pass1", 0.125, 0)
+    writer.close()
+    assert "evaluation    0.125 (step 0) → 0.500 (step 4), eval_default_pass1" in finish(tmp_path)[0]
+
+
+def test_rewards_beyond_one_have_no_chart(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [-1.0, 0.5, 2.0], {})
+    assert "reward        ▁▅█  -1.000 → 2.000" in finish(tmp_path)[0]
 
 
 def test_sparkline() -> None:

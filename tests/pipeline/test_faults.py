@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +98,23 @@ def assert_nothing_runs(folder: Path) -> None:
             return
         assert time.monotonic() < until, left
         time.sleep(0.5)
+
+
+@pytest.fixture
+def cluster_without_gpus() -> Iterator[None]:
+    """A Ray cluster as `ray start` leaves it on this machine."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    flags = ["--head", "--block", "--port", "0", "--num-cpus", "2", "--num-gpus", "0", "--include-dashboard", "false"]
+    with subprocess.Popen([ray, "start", *flags], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None and any("Ray runtime started" in line for line in process.stdout)
+        yield
+        process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("cluster_without_gpus")
+def test_a_cluster_with_too_few_gpus(tmp_path: Path, smollm2: str) -> None:
+    """OpenRLHF would wait for them forever."""
+    result = train(tmp_path, smollm2, "--perturbation", "neighbor")
+    assert result.returncode == 1, result.stdout[-3000:]
+    assert "has 0 GPUs, and this run places 2" in result.stdout and "ray start --head --num-gpus 2" in result.stdout
+    assert "Traceback" not in result.stdout

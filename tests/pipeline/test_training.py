@@ -22,6 +22,8 @@ def plain_gap(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> float:
     (first, _) = steps_of(folder, smollm2, "--perturbation.rate", "1e-9", program=EXAMPLE)
     assert first["rate"] == 0.0
     assert "gap_perturbed_mean" not in first
+    evaluated = json.loads((folder / "summary.json").read_text())["evaluation"]["eval/eval_default_pass1"]
+    assert list(evaluated) == ["0"], "the example evaluates before its first step, and after its twelfth"
     print(f"bfloat16 gap without perturbation: mean {first['gap_plain_mean']:.4f}, max {first['gap_plain_max']:.4f}")
     return first["gap_plain_mean"]
 

@@ -1,0 +1,58 @@
+"""`--eval.at_start`: an evaluation before the first step, and never twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from ngrpo import flags, preflight
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.first_evaluation import evaluating_first
+from perturbations.errors import UsageError
+
+
+class Trainer:
+    """OpenRLHF's trainer, as far as an evaluation needs it."""
+
+    generate_kwargs: ClassVar[dict[str, Any]] = {"temperature": 1.0, "max_new_tokens": 12}
+    args = SimpleNamespace(eval=SimpleNamespace(temperature=0.6, n_samples_per_prompt=4))
+    eval_dataloader: Any = ("problems",)
+
+    def __init__(self, step: int) -> None:
+        self.step, self.evaluated = step, []
+
+    def init_checkpoint_states(self) -> dict[str, int]:
+        return {"global_step": self.step}
+
+    def evaluate(self, step: int, **drawn: Any) -> None:
+        self.evaluated.append((step, drawn))
+
+
+def test_only_before_the_first_step() -> None:
+    first, resumed = evaluating_first(Trainer)(0), evaluating_first(Trainer)(7)
+    assert first.init_checkpoint_states() == {"global_step": 0} and resumed.init_checkpoint_states()
+    drawn = {"temperature": 0.6, "max_new_tokens": 12, "n_samples_per_prompt": 4}
+    assert first.evaluated == [(0, drawn)] and resumed.evaluated == []
+
+
+def test_the_flag() -> None:
+    command = flags.parse(["--eval.at_start", "--eval.steps", "4"])
+    assert command.settings.eval_at_start and command.openrlhf_args == ("--eval.steps", "4")
+    assert command.settings.conditions == ("eval_at_start",)
+    assert not flags.parse(["--eval.at_start", "false"]).settings.eval_at_start
+    with pytest.raises(UsageError, match="is given twice"):
+        flags.parse(["--eval.at_start", "--eval.at_start"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "needs problems"), (["--eval.dataset", "e.jsonl", "--train.async_enable"], "--train.async_enable")],
+)
+def test_what_it_needs(words: list[str], said: str) -> None:
+    settings = flags.parse(["--eval.at_start"]).settings
+    with pytest.raises(UsageError, match=said):
+        preflight.check_eval_at_start(Flags(words), settings)
+    preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
+    preflight.check_eval_at_start(Flags(words), flags.parse([]).settings)
