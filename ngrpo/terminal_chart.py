@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chart of a few lines of text, for the end of a run."""
 
 from __future__ import annotations

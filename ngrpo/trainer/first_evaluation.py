@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--eval.at_start``: the evaluation that a run's later ones are compared with. A row of `ngrpo.trainer.seams`."""
 
 from __future__ import annotations
