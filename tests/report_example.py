@@ -129,6 +129,7 @@ def diagnosis(strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
                     "score": valid,
                 },
                 "learnable_groups": 0.35 + diverse / 2,
+                "relative_shift": None if name == "none" else 0.3 * diverse,
                 "rate": (_spec(name) or {}).get("rate", 0.0),
                 "tokens_per_second": 410.0 + draw.uniform(-20, 20),
                 "record_bytes_per_token": None if name == "none" else 1.8,

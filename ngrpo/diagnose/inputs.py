@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,29 +40,39 @@ def recorded_inputs(
         return embedding(tokens)[0, positions]
 
 
-def shares_still_nearest(
+@dataclass(frozen=True)
+class FedInputs:
+    """Where perturbed inputs lie among the embeddings; None where nothing was perturbed.
+
+    Attributes:
+        anchor_nearest: share whose nearest token is the anchor, the heaviest candidate: the likeliest token for a
+            neighbor mixture, the token itself for noise around it.
+        text_nearest: share whose nearest token is the one in the text.
+        relative_shift: ‖e′ − E[x]‖ / ‖E[x]‖ with x the token in the text, mean; a training logs it as `shift`.
+    """
+
+    anchor_nearest: float | None = None
+    text_nearest: float | None = None
+    relative_shift: float | None = None
+
+
+def measured(
     records: Sequence[ReplayRecord],
     texts: Sequence[Sequence[int]],
     embeddings: ModelEmbeddings,
     module: nn.Module | None,
-) -> tuple[float | None, float | None]:
-    """Shares of perturbed inputs whose nearest token is still the anchor, and still the token in the text.
-
-    The anchor of an input is its heaviest candidate: the likeliest token for a neighbor mixture, the token itself
-    for noise around it. Of many inputs at most 2,048 are looked at, evenly spaced over all answers.
+) -> FedInputs:
+    """Measures the perturbed inputs of answers; of many at most 2,048, evenly spaced over all answers.
 
     Args:
         records: of the answers.
         texts: the generated tokens of each answer.
         embeddings: of the model.
         module: the perturbation's module, or None.
-
-    Returns:
-        Two shares, or None where nothing was perturbed.
     """
     perturbed = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
     if not perturbed:
-        return None, None
+        return FedInputs()
     spaced = np.linspace(0, len(perturbed) - 1, min(_MOST, len(perturbed)))
     chosen = [perturbed[i] for i in np.unique(spaced.astype(int))]
     vectors, anchors, written = [], [], []
@@ -75,4 +86,7 @@ def shares_still_nearest(
     own = torch.tensor(anchors, dtype=torch.int64, device=stacked.device)
     nearest = nearest_tokens(stacked, embeddings.matrix(), own)
     text = torch.tensor(written, dtype=torch.int64, device=stacked.device)
-    return float((nearest == own).double().mean()), float((nearest == text).double().mean())
+    plain = embeddings.matrix()[text].double()
+    shifts = (stacked.double() - plain).norm(dim=-1) / plain.norm(dim=-1)
+    shares = (float((nearest == tokens).double().mean()) for tokens in (own, text))
+    return FedInputs(*shares, float(shifts.mean()))

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.diagnose import inputs, probe
@@ -68,7 +68,8 @@ def sample_strategy(
         sampling: group size, length, temperature and seed.
 
     Returns:
-        P × G samples, and ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``, ``model_runner``.
+        P × G samples, and ``tokens_per_second``, ``model_runner`` and the fields of
+        :class:`ngrpo.diagnose.inputs.FedInputs`.
     """
     from ngrpo.evaluate import score
 
@@ -85,7 +86,7 @@ def sample_strategy(
     answers = [answer.tokens for answer in found]
     records = [answer.record for answer in found]
     here = attached(llm)
-    shares = inputs.shares_still_nearest(records, answers, here.embeddings, here.module)
+    fed = inputs.measured(records, answers, here.embeddings, here.module)
     losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)
     samples = []
     for answer, loss in zip(found, losses):
@@ -105,8 +106,7 @@ def sample_strategy(
             )
         )
     speed = sum(map(len, answers)) / seconds
-    facts = {"tokens_per_second": speed, "anchor_nearest": shares[0], "text_nearest": shares[1]}
-    return samples, {**facts, "model_runner": here.runner_version}
+    return samples, {"tokens_per_second": speed, **asdict(fed), "model_runner": here.runner_version}
 
 
 def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling) -> list[Generated]:

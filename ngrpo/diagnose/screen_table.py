@@ -27,6 +27,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("loops", ("validity", "repetition"), 2),
     ("perplexity", ("validity", "perplexity"), 2),
     ("anchor near", ("validity", "anchor_nearest"), 2),
+    ("shift", ("relative_shift",), 3),
     ("rate", ("rate",), 3),
     ("tokens/s", ("tokens_per_second",), 0),
 )

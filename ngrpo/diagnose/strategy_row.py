@@ -74,7 +74,8 @@ def strategy_row(
         problems: the P problems.
         stats: of these groups.
         baseline: of the unperturbed strategy, which may be ``stats`` itself; None where none was asked for.
-        facts: what only the engine knows: ``tokens_per_second``, ``anchor_nearest``, ``text_nearest``.
+        facts: what only the engine knows: ``tokens_per_second`` and those of
+            :class:`ngrpo.diagnose.inputs.FedInputs`; a folder of an earlier version has no ``relative_shift``.
         seed: of the bootstrap.
     """
     samples = [sample for group in groups for sample in group]
@@ -118,6 +119,7 @@ def strategy_row(
         "learnable_groups": float(np.mean([len({s.reward for s in g}) > 1 for g in groups])),
         "single_trajectory_groups": float(np.mean([len({tuple(s.tokens) for s in g}) == 1 for g in groups])),
         "truncated": float(np.mean([not s.ended for s in samples])),
+        "relative_shift": facts.get("relative_shift"),
         "rate": sum(len(s.perturbed) for s in samples) / generated,
         "tokens_per_second": facts["tokens_per_second"],
         "record_bytes_per_token": sum(len(r.to_bytes()) for r in records) / generated if records else None,

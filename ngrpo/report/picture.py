@@ -26,6 +26,7 @@ _COLUMNS = (
     ("Anchor still nearest ↑", ("validity", "anchor_nearest"), 3),
     ("Text still nearest ↑", ("validity", "text_nearest"), 3),
     ("Cut off at the limit ↓", ("truncated",), 3),
+    ("Relative shift of the input", ("relative_shift",), 3),
     ("Actual rate", ("rate",), 3),
     ("Tokens per second", ("tokens_per_second",), 1),
     ("Record (bytes per token)", ("record_bytes_per_token",), 2),

@@ -183,14 +183,17 @@ def test_nearest_token_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_anchor_is_the_heaviest_candidate() -> None:
-    embeddings = matrix_embeddings(torch.eye(4))
+    embeddings = matrix_embeddings(2 * torch.eye(4))
     # Position 2: mostly token 1, which stands in the text. Position 3: mostly token 2, but the text has 0.
     # Position 4: an even mixture of 1 and 3 plus nothing: nearest to either, a tie that the anchor wins.
     weights = [[0.8, 0.2], [0.7, 0.3], [0.5, 0.5]]
     fed = record(3, [2, 3, 4], [[1, 2], [2, 0], [1, 3]], weights)
-    assert inputs.shares_still_nearest([fed], [[1, 0, 1]], embeddings, None) == (1.0, pytest.approx(2 / 3))
+    found = inputs.measured([fed], [[1, 0, 1]], embeddings, None)
+    assert (found.anchor_nearest, found.text_nearest) == (1.0, pytest.approx(2 / 3))
+    # ‖(−0.2, 0.2)‖, ‖(−0.7, 0.7)‖ and ‖(−0.5, 0.5)‖, of embeddings of length 2 and relative to it.
+    assert found.relative_shift == pytest.approx(2**0.5 * (0.2 + 0.7 + 0.5) / 3)
     nothing = record(3, [], np.zeros((0, 2)), np.zeros((0, 2)))
-    assert inputs.shares_still_nearest([nothing], [[1, 0, 1]], embeddings, None) == (None, None)
+    assert inputs.measured([nothing], [[1, 0, 1]], embeddings, None) == inputs.FedInputs()
 
 
 def test_noise_is_drawn_as_in_the_rollout() -> None:

@@ -77,7 +77,7 @@ def test_every_number_is_there(made: Any) -> None:
             assert low <= row[axis]["score"] <= high
         perturbed = row["perturbation"] is not None
         assert (row["rate"] > 0.0) is perturbed and (row["record_bytes_per_token"] is not None) is perturbed
-        assert (validity["anchor_nearest"] is not None) is perturbed
+        assert (validity["anchor_nearest"] is not None) is perturbed is (row["relative_shift"] is not None)
     assert rows(made)["gumbel"]["rate"] == 1.0
     assert 0.1 < rows(made)["neighbor rate=0.3"]["rate"] < 0.5
 
@@ -101,6 +101,7 @@ def test_noise_of_twenty_times_the_embedding_is_not_valid(made: Any) -> None:
     assert wild["validity"]["score"] < plain["validity"]["score"] - 0.2
     assert wild["validity"]["perplexity"] > 3 * plain["validity"]["perplexity"]
     assert wild["validity"]["anchor_nearest"] < 0.5 < rows(made)["gaussian"]["validity"]["anchor_nearest"]
+    assert 10.0 < wild["relative_shift"] < 30.0
     assert wild["difference"]["validity"]["high"] < 0.0 and not wild["difference"]["validity"]["within_noise"]
 
 
