@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ngrpo import openrlhf_parser
-from ngrpo.dry_run import memory_estimate, model_size, placement
+from ngrpo import openrlhf_parser, placement
+from ngrpo.dry_run import memory_estimate, model_size
 from ngrpo.dry_run.memory_estimate import Part
 from ngrpo.dry_run.model_size import ModelSize
 from ngrpo.text_table import aligned

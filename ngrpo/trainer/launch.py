@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import runpy
 import shlex
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from ngrpo import openrlhf_parser, placement
 from ngrpo.hardware import Profile, attention, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
@@ -100,33 +102,45 @@ def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSetting
 
 
 def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settings: RunSettings) -> None:
-    """Joins the Ray cluster at hand, or starts Ray here, with the setup hook for every worker.
-
-    At hand is, as for OpenRLHF, the one in RAY_ADDRESS, or one that `ray start` began on this machine.
-
-    Raises:
-        TrainingFailed: Where that cluster has fewer GPUs, logical ones without CUDA, than the run places.
-    """
+    """Starts Ray here, or joins the cluster at hand, with the setup hook for every worker."""
     import ray
 
     os.environ.update(settings.env())
     hook = "ngrpo.trainer.install.in_worker"
     everywhere = {"env_vars": worker_env(profile, conditions, settings), "worker_process_setup_hook": hook}
-    resources = profile.ray_init(flags)
+    address = os.environ.get("RAY_ADDRESS") or _started_here()
+    if address in (None, "local"):
+        ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))
+        return
+    ray.init(address=address, runtime_env=everywhere)
+    wanted = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.words)))
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there < wanted and profile.name == "cpu":  # with CUDA a cluster may grow
+        ray.shutdown()
+        raise TrainingFailed(
+            f"the Ray cluster at {address} has {there} GPUs, and this run places {wanted} (without CUDA they are only"
+            f" counted). Start it with `ray start --head --num-gpus {wanted}`, or set RAY_ADDRESS=local for a Ray of"
+            " this run's own."
+        )
+
+
+def _started_here() -> str | None:
+    """The address of the cluster that `ray start` began on this machine; None where there is none any more.
+
+    Ray 2.55 asks the same file, but waits minutes for a cluster that is gone.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    address = find_bootstrap_address(None)
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
     try:
-        ray.init(runtime_env=everywhere, **resources)
-    except ValueError as error:
-        if "existing cluster" not in str(error):  # Ray 2.55: its resources are what `ray start` said
-            raise
-        found = ray.init(runtime_env=everywhere)
-        wanted, there = resources.get("num_gpus", 0), int(ray.cluster_resources().get("GPU", 0))
-        if there < wanted:
-            ray.shutdown()
-            raise TrainingFailed(
-                f"the Ray cluster at {found.address_info['address']} has {there} GPUs, and this run places {wanted}"
-                f" (without CUDA they are only counted). Start it with `ray start --head --num-gpus {wanted}`, or set"
-                " RAY_ADDRESS=local for a Ray of this run's own."
-            ) from None
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        print(f"the Ray cluster at {address} is gone (`ray stop` forgets it); starting Ray here", flush=True)
+        return None
+    return address
 
 
 def _run(flags: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ FLOORS = (
         "ngrpo",
         "ngrpo.openrlhf_flags",
         "ngrpo.openrlhf_parser",
+        "ngrpo.placement",
         "ngrpo.processes",
         "ngrpo.yaml_file",
         "ngrpo.text_table",

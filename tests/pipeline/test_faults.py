@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -100,21 +101,33 @@ def assert_nothing_runs(folder: Path) -> None:
         time.sleep(0.5)
 
 
-@pytest.fixture
-def cluster_without_gpus() -> Iterator[None]:
-    """A Ray cluster as `ray start` leaves it on this machine."""
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A Ray cluster without GPUs, as `ray start` begins it here; killed at the end, so that Ray still believes in it."""
     ray = str(Path(sys.executable).with_name("ray"))
     flags = ["--head", "--block", "--port", "0", "--num-cpus", "2", "--num-gpus", "0", "--include-dashboard", "false"]
-    with subprocess.Popen([ray, "start", *flags], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen([ray, "start", *flags], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and any("Ray runtime started" in line for line in process.stdout)
-        yield
-        process.send_signal(signal.SIGTERM)
+        below = psutil.Process(process.pid).children(recursive=True)
+        try:
+            yield
+        finally:
+            for one in (process, *below):
+                one.kill()
 
 
-@pytest.mark.usefixtures("cluster_without_gpus")
-def test_a_cluster_with_too_few_gpus(tmp_path: Path, smollm2: str) -> None:
-    """OpenRLHF would wait for them forever."""
-    result = train(tmp_path, smollm2, "--perturbation", "neighbor")
-    assert result.returncode == 1, result.stdout[-3000:]
-    assert "has 0 GPUs, and this run places 2" in result.stdout and "ray start --head --num-gpus 2" in result.stdout
-    assert "Traceback" not in result.stdout
+def test_a_cluster_with_too_few_gpus_and_one_that_is_gone(tmp_path: Path, smollm2: str) -> None:
+    """OpenRLHF would wait for the first forever, and Ray for the second for minutes."""
+    flags = ["--perturbation", "neighbor", "--algo.kl.init_coef", "0"]
+    known = Path("/tmp/ray/ray_current_cluster")
+    try:
+        with cluster():
+            result = train(tmp_path / "few", smollm2, *flags)
+            assert result.returncode == 1, result.stdout[-3000:]
+            assert "has 0 GPUs, and this run places 2" in result.stdout and "Traceback" not in result.stdout
+            assert "ray start --head --num-gpus 2" in result.stdout and "RAY_ADDRESS=local" in result.stdout
+        assert known.is_file()
+        result = train(tmp_path / "gone", smollm2, *flags)
+        assert result.returncode == 0 and "is gone (`ray stop` forgets it); starting Ray here" in result.stdout
+    finally:
+        known.unlink(missing_ok=True)
