@@ -103,7 +103,7 @@ def assert_nothing_runs(folder: Path) -> None:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """A Ray cluster without GPUs, as `ray start` begins it here; killed at the end, so that Ray still believes in it."""
+    """A Ray cluster without GPUs, as `ray start` begins it here; killed at the end, so that Ray believes in it."""
     ray = str(Path(sys.executable).with_name("ray"))
     flags = ["--head", "--block", "--port", "0", "--num-cpus", "2", "--num-gpus", "0", "--include-dashboard", "false"]
     with subprocess.Popen([ray, "start", *flags], stdout=subprocess.PIPE, text=True) as process:
