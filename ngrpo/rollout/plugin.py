@@ -49,6 +49,7 @@ def register() -> None:
     refresh = _then(lambda attached: attached.weights_changed())
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
+    _wrap("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _checked_request)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
     _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
     _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
@@ -180,6 +181,17 @@ def _with_length(original: Callable[..., None]) -> Callable[..., None]:
                 del lengths[next(iter(lengths))]
 
     return finish_request
+
+
+def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A bad argument is the caller's error, in the caller's process."""
+
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        from ngrpo.rollout.request_check import checked
+
+        return original(self, request_id, prompt, checked(params), *args, **kwargs)
+
+    return process_inputs
 
 
 def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:

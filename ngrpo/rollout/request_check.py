@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request says about its perturbation, checked where it comes in: a worker that fails takes its engine along."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from ngrpo.rollout.settings import KEY
+from perturbations.errors import UsageError
+from perturbations.replay import ReplayRecord
+
+_WHERE = f"SamplingParams.extra_args[{KEY!r}]"
+_ALLOWED = {
+    "seed": (int, "an integer"),
+    "sample": (int, "an integer"),
+    "enabled": (bool, "True or False"),
+    "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes()"),
+}
+
+
+def checked(params: Any) -> Any:
+    """Sampling parameters whose arguments for the perturbation are a valid dictionary.
+
+    Args:
+        params: vLLM's ``SamplingParams``, left as they are. The arguments may be JSON text with the record in base64,
+            as a server passes them on, whose requests hold no objects.
+
+    Returns:
+        These parameters, or a copy with the arguments read.
+
+    Raises:
+        UsageError: for arguments that are unknown or no such values.
+    """
+    given = (getattr(params, "extra_args", None) or {}).get(KEY)
+    if given is None:
+        return params
+    arguments = _read(given) if isinstance(given, str) else given
+    if not isinstance(arguments, dict):
+        raise UsageError(f"{_WHERE} is {arguments!r}: must be a dictionary with {', '.join(_ALLOWED)}.")
+    for name, value in arguments.items():
+        if name not in _ALLOWED:
+            raise UsageError(f"{_WHERE}[{name!r}] is unknown. Known: {', '.join(_ALLOWED)}.")
+        kind, allowed = _ALLOWED[name]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UsageError(f"{_WHERE}[{name!r}]={value!r}: must be {allowed}.")
+    if arguments.get("record"):
+        try:
+            ReplayRecord.from_bytes(arguments["record"])
+        except ValueError as error:
+            raise UsageError(f"{_WHERE}['record']: {error}") from None
+    if arguments is given:
+        return params
+    params = params.clone()
+    params.extra_args = {**params.extra_args, KEY: arguments}
+    return params
+
+
+def _read(text: str) -> Any:
+    try:
+        arguments = json.loads(text)
+        if isinstance(arguments, dict) and isinstance(arguments.get("record"), str):
+            arguments["record"] = base64.b64decode(arguments["record"], validate=True)
+    except ValueError as error:
+        raise UsageError(f"{_WHERE} is no JSON object with the record in base64: {error}.") from None
+    return arguments

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm serve --middleware ngrpo.rollout.serve.PerturbationMiddleware``: records in an OpenAI-compatible server.
+
+A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``perturbation``, an object with
+
+- ``seed``: of the trajectory, an integer;
+- ``enabled``: false for an unperturbed answer;
+- ``record``: the record of earlier turns, in base64, whose inputs are replayed in the prompt;
+- ``return_record``: true for the answer's record, which each choice then has as ``perturbation_record``, in base64
+  (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token.
+
+vLLM passes on no objects, so the field travels to the workers as JSON text. Everything else goes by untouched.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from ngrpo.rollout.records import check_installed
+from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.settings import KEY
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+class PerturbationMiddleware:
+    """ASGI middleware for vLLM's server."""
+
+    def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
+        """app: what the request goes on to."""
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
+            return await self._app(scope, receive, send)
+        body = await _whole(receive)
+        try:
+            request = json.loads(body)
+            asked = request.pop(KEY, None)
+        except (ValueError, AttributeError):  # not JSON, or no object: vLLM says what is wrong with it
+            return await self._app(scope, _once(body, receive), send)
+        if asked is None:
+            return await self._app(scope, _once(body, receive), send)
+        try:
+            wanted = _record_wanted(asked, request)
+        except ValueError as error:
+            return await _answer(send, 400, _error(str(error), "BadRequestError", 400))
+        request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: json.dumps(asked)}
+        body = json.dumps(request).encode()
+        scope = {**scope, "headers": _headers(scope["headers"], body)}
+        if not wanted:
+            return await self._app(scope, _once(body, receive), send)
+        held = _Held()
+        await self._app(scope, _once(body, receive), held)
+        status, answer = held.status, held.body
+        if status == 200:
+            try:
+                answer = await _with_records(json.loads(answer), scope["app"].state.engine_client)
+            except RuntimeError as error:
+                status, answer = 500, _error(str(error), "InternalServerError", 500)
+        return await _answer(send, status, answer)
+
+
+async def _with_records(answer: dict[str, Any], engine: Any) -> bytes:
+    """The answer, each of its choices with its record; RuntimeError where one is not there."""
+    check_installed(await engine.collective_rpc("perturbation_fingerprint"))
+    choices = answer["choices"]
+    names = _request_ids(answer, len(choices))
+    found = (await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None)))[0]
+    taken = {external_id(name): parts for name, parts in found.items()}
+    for choice in choices:
+        parts = next((taken[name] for name in names[choice["index"]] if name in taken), None)
+        if parts is None:
+            raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
+        choice["perturbation_record"] = base64.b64encode(parts[0]).decode()
+        choice["perturbation_log_probs"] = np.frombuffer(parts[1], dtype=np.float32).tolist()
+    return json.dumps(answer).encode()
+
+
+def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
+    """For each choice the ids under which vLLM 0.29 may have run it.
+
+    A completion numbers its prompts behind its id, and several samples of a prompt are numbered before it.
+    """
+    name = answer["id"]
+    if not name.startswith("cmpl-"):
+        return [(name, f"0_{name}") if choices == 1 else (f"{i}_{name}",) for i in range(choices)]
+    found: list[tuple[str, ...]] = []
+    for i in range(choices):
+        each = [(i // n, i % n, n) for n in range(1, choices + 1) if choices % n == 0]
+        found.append(tuple(f"{name}-{prompt}" if n == 1 else f"{sample}_{name}-{prompt}" for prompt, sample, n in each))
+    return found
+
+
+def _record_wanted(asked: Any, request: dict[str, Any]) -> bool:
+    """Whether ``return_record`` stands in the field, which is taken out of it; ValueError where it cannot be had."""
+    wanted = asked.pop("return_record", False) if isinstance(asked, dict) else False
+    if not isinstance(wanted, bool):
+        raise ValueError(f"{KEY}.return_record is {wanted!r}: must be true or false.")
+    if wanted and request.get("stream"):
+        raise ValueError(f"{KEY}.return_record needs an answer that is not streamed. Leave one of them out.")
+    return wanted
+
+
+class _Held:
+    """Takes an answer in, in place of the client."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 500, b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+
+async def _whole(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _once(body: bytes, receive: Receive) -> Receive:
+    """Gives the body, and then what the client does, such as going away."""
+    given = False
+
+    async def next_message() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return next_message
+
+
+def _headers(given: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in given if name.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(len(body)).encode())]
+
+
+def _error(message: str, kind: str, code: int) -> bytes:
+    return json.dumps({"error": {"message": message, "type": kind, "param": KEY, "code": code}}).encode()
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server with a perturbation: docs/serve.md's client, exact records, errors. Slow: `make test-all`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbations import ReplayRecord
+from tests.conftest import ROOT
+from tests.stack.harness import Rollout, gaps
+
+pytestmark = pytest.mark.slow
+
+CONFIG = '{"perturbation": {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}}'
+
+
+@pytest.fixture(scope="module")
+def address(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that has started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    words = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
+    words += ["--kv-cache-memory-bytes", str(1 << 28), "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--additional-config", CONFIG, "--middleware", "ngrpo.rollout.serve.PerturbationMiddleware"]
+    program = str(Path(sys.executable).with_name("vllm"))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            [program, "serve", smollm2, *words], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + 300
+            while "Application startup complete" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+
+
+def test_the_client_of_the_docs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serve.md").read_text(), re.DOTALL)
+    assert program.strip().count("\n") == 10
+    exec(program.replace("http://localhost:8000/v1", address), {})
+    count = re.search(r"\((\d+) perturbed inputs\)", capsys.readouterr().out)
+    assert count is not None and 4 <= int(count[1]) <= 32
+
+
+def test_records_replay(client: Any, smollm2: str, hf_model: Any) -> None:
+    """Two prompts with two samples each; then a further turn that replays the first one's inputs."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Seven plus five is")]
+
+    def ask(prompts: list[list[int]], **perturbation: Any) -> list[Rollout]:
+        extra = {"perturbation": {"return_record": True, **perturbation}, "return_token_ids": True, "ignore_eos": True}
+        answer = client.completions.create(
+            model=smollm2, prompt=prompts, n=2, max_tokens=16, temperature=1.0, extra_body=extra
+        )
+        found = []
+        for choice in sorted(answer.choices, key=lambda choice: choice.index):
+            record = ReplayRecord.from_bytes(base64.b64decode(choice.perturbation_record))
+            log_probs = np.array(choice.perturbation_log_probs, dtype=np.float32)
+            found.append(Rollout(prompts[choice.index // 2], choice.token_ids, record, log_probs, []))
+        return found
+
+    first = ask(prompts, seed=3)
+    assert len({tuple(rollout.tokens) for rollout in first}) == 4
+    assert gaps(hf_model, first).max() <= 1e-4 < 1e-2 < gaps(hf_model, first, replay=False).max()
+    assert [rollout.tokens for rollout in ask(prompts, seed=3)] == [rollout.tokens for rollout in first]
+    earlier = base64.b64encode(first[0].record.to_bytes()).decode()
+    second = ask([first[0].sequence + tokenizer.encode(" And then")], record=earlier)
+    assert second[0].record.truncate(len(first[0].sequence)).positions.tolist() == first[0].record.positions.tolist()
+    assert gaps(hf_model, second).max() <= 1e-4
+    plain = ask(prompts[:1], enabled=False)
+    assert all(len(rollout.record) == 0 for rollout in plain) and gaps(hf_model, plain).max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"seed": "three"}, "must be an integer"),
+        ({"sed": 3}, "Known: seed, sample, enabled, record"),
+        ({"record": "AAAA"}, "record"),
+        (3, "must be a dictionary"),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_server_lives(client: Any, smollm2: str, asked: Any, said: str) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model=smollm2, prompt="a", max_tokens=2, extra_body={"perturbation": asked})
+    assert said in str(error.value)
+    assert client.completions.create(model=smollm2, prompt="a", max_tokens=2).choices
