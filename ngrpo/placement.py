@@ -51,10 +51,12 @@ def groups(args: Mapping[str, Any]) -> list[Group]:
     has_reference, has_critic = args["algo.kl.init_coef"] > 0, bool(args["critic.model_name_or_path"])
     has_reward_model = not args["reward.remote_url"]
     everything = args["train.colocate_all"]
+    # The two then leave the others, also where all models were to be together.
+    pair = has_critic and args["train.colocate_critic_reward"]
     together = [ACTOR] if everything or args["train.colocate_actor_ref"] else []
     if together and has_reference:
         together.append(REFERENCE)
-    if everything:
+    if everything and not pair:
         together += [CRITIC] * has_critic + [REWARD] * has_reward_model
     if is_hybrid(args) and engines:
         together.append(ENGINES)
@@ -69,7 +71,7 @@ def groups(args: Mapping[str, Any]) -> list[Group]:
         wanted.append((world_size(args, "ref"), (REFERENCE,)))
     apart = [(CRITIC, "critic", has_critic), (REWARD, "reward", has_reward_model)]
     left = [(name, role) for name, role, there in apart if there and name not in together]
-    if has_critic and args["train.colocate_critic_reward"] and left:
+    if pair:
         wanted.append((world_size(args, "critic"), tuple(name for name, _ in left)))
     else:
         wanted += [(world_size(args, role), (name,)) for name, role in left]

@@ -228,7 +228,7 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
-    for note in command.notes:
+    for note in (*command.notes, *_notes_on_flags(command)):
         print(f"warning: {note}")
     if checks_only:
         return run_checks(checks)
@@ -269,10 +269,9 @@ def _gib(given: str) -> float | None:
 def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
-    settings, complete = command.settings, checked_flags(command, folder)
-    for part in (settings.advantage, rollout_sampling.create(**settings.sampling)):
-        for note in part.notes(Flags(command.openrlhf_args)) if part is not None else ():
-            report(f"warning: {note}")
+    complete = checked_flags(command, folder)
+    for note in _notes_on_flags(command):
+        report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
     preflight.check_files(complete.words)
@@ -287,6 +286,13 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     complete = flags.replace_model_names(complete, resolved)
     preflight.check_model(complete.value("--actor.model_name_or_path") or "", command.spec)
     return complete.words
+
+
+def _notes_on_flags(command: flags.TrainCommand) -> list[str]:
+    """What the advantage and the sampling warn of."""
+    given, settings = Flags(command.openrlhf_args), command.settings
+    parts = (settings.advantage, rollout_sampling.create(**settings.sampling))
+    return [note for part in parts if part is not None for note in part.notes(given)]
 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import socket
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +57,73 @@ ENGINES = ("vLLM engines",)
 )
 def test_placement(more: str, expected: list) -> None:
     assert groups_of(more)[: len(expected)] == expected
+
+
+class Bundles:
+    """A placement group: GPUs that were asked for together, and who is on them."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus, self.models = gpus, []
+        asked.append(self)
+
+    def ready(self) -> None:
+        return None
+
+
+asked: list[Bundles] = []
+NAMES = {
+    "PolicyModelActor": "actor",
+    "ReferenceModelActor": "reference",
+    "CriticModelActor": "critic",
+    "RewardModelActor": "reward model",
+}
+
+
+def as_openrlhf_asks(words: list[str]) -> list[tuple[int, tuple[str, ...]]]:
+    """The GPUs that OpenRLHF's own program asks Ray for: its function up to the trainer, with Ray's part left out."""
+    origin = find_spec("openrlhf").origin
+    source = (Path(origin).parent / "cli/train_ppo_ray.py").read_text(encoding="utf-8")
+    function = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "train")
+    trainer = next(i for i, node in enumerate(function.body) if "PPOTrainerAsync" in ast.unparse(node))
+    function.body = function.body[:trainer]
+    asked.clear()
+
+    def group(nodes: int, gpus: int, kind: str, pg: Bundles | None, **_: Any) -> None:
+        (pg or Bundles(nodes * gpus)).models.append(NAMES[kind])
+
+    def engines(number: int, tensor: int, *others: Any, **_: Any) -> None:
+        found = next((each for each in others if isinstance(each, Bundles)), None)
+        (found or Bundles(number * tensor)).models.append("vLLM engines")
+
+    def nothing(*_: Any) -> None:
+        return None
+
+    ray = SimpleNamespace(is_initialized=lambda: True, get=nothing)
+    fakes = {"ray": ray, "RayActorGroup": group, "create_vllm_engines": engines, **{name: name for name in NAMES}}
+    fakes["get_strategy"] = lambda args: SimpleNamespace(print=nothing)
+    fakes["placement_group"] = lambda bundles, strategy: Bundles(len(bundles))
+    exec(compile(ast.Module([function], []), "train_ppo_ray.py", "exec"), fakes)
+    fakes["train"](openrlhf_parser._run(words)["args"])
+    return [(each.gpus, tuple(sorted(each.models))) for each in asked if each.models]
+
+
+@pytest.mark.parametrize("colocated", ["", "--train.colocate_actor_ref", "--train.colocate_all"])
+@pytest.mark.parametrize("asynchronous", ["", "--train.async_enable"])
+@pytest.mark.parametrize("critic", ["", "--algo.advantage.estimator gae"])
+@pytest.mark.parametrize("together", ["", "--train.colocate_critic_reward"])
+@pytest.mark.parametrize("penalty", ["0", "0.01"])
+def test_placement_is_that_of_openrlhfs_own_program(
+    colocated: str, asynchronous: str, critic: str, together: str, penalty: str
+) -> None:
+    """Every combination; with a critic, a reward model too."""
+    words = f"{colocated} {asynchronous} {critic} {together} --algo.kl.init_coef {penalty}"
+    words += " --vllm.num_engines 2 --vllm.tensor_parallel_size 2"
+    if critic:
+        words += " --reward.model_name_or_path r --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
+    without = BASE.replace(" --reward.remote_url r.py", "") if critic else BASE
+    given = [*without.split(), *words.split()]
+    found = [(group.gpus, tuple(sorted(group.models))) for group in placement.groups(openrlhf_parser.resolved(given))]
+    assert found == as_openrlhf_asks(given)
 
 
 def test_critic_and_reward_model_share_where_asked_to() -> None:
@@ -209,6 +279,11 @@ class TestCommand:
         text = capsys.readouterr().out
         assert "GPU of 24 GiB (as --dry-run says)" in text
         assert "do not fit into 24.0" in text and "no whole number of batches" in text
+
+    def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = "--task arithmetic --model some/model --rollout.top_p 0.9 --perturbation.rate 1"
+        text = self.run(line, capsys)
+        assert text.count("warning: ") == 2 and "--sampling.correct_mask" in text and "greedy" in text
 
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)
