@@ -87,14 +87,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
 from ngrpo.hardware import attention, profile_for
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.report.page import write_training
 from ngrpo.result_folder import folder_for, read_json
 from ngrpo.rollout import used_runner
@@ -194,7 +195,7 @@ def _check_data(command: flags.TrainCommand, complete: Flags) -> None:
 
 
 def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
-    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, written or asked of the network.
+    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
 
     Args:
         command: what is asked for.
@@ -211,6 +212,9 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
     preflight.check_stack()
     hardware, folder = profile_for(command.hardware), Path(command.run_dir or "runs/dry").expanduser()
     complete = _completed(command, folder)
+    if command.task is not None:
+        with suppress(UsageError):  # the check of the dataset tells it
+            complete = complete.with_defaults(_flags_of_task(command.task, folder / "task"))
     whole = _of_hardware(command, complete)
     openrlhf_parser.check(whole.words)
     conditions = conditions_for(hardware, command.settings)
@@ -225,6 +229,7 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         ("attention and packing", lambda: _check_attention(whole, hardware.name, conditions)),
         ("what is replaced upstream is as it was", lambda: _check_seams(conditions)),
         ("dataset and reward", lambda: _check_data(command, complete)),
+        ("evaluation", lambda: preflight.check_eval_at_start(complete, command.settings)),
         (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
@@ -239,6 +244,16 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         gpu_gib=_gib(command.dry_run or "true"),
         checks=checks,
     )
+
+
+def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:
+    """A task's flags as they would be with its files in a folder; the files themselves are made elsewhere and go."""
+    with tempfile.TemporaryDirectory() as made:
+        prepared = tasks.prepare(task, Path(made))
+        return {
+            name: value.replace(made, str(folder)) if isinstance(value, str) else value
+            for name, value in prepared.items()
+        }
 
 
 def _check_attention(whole: Flags, hardware: str, conditions: Sequence[str]) -> None:
@@ -275,7 +290,7 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))
     preflight.check_files(complete.words)
-    preflight.check_eval_at_start(complete, settings)
+    preflight.check_eval_at_start(complete, command.settings)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
 

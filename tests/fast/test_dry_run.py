@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, openrlhf_parser
-from ngrpo.dry_run import memory_estimate, model_size, placement
+from ngrpo import cli, openrlhf_parser, placement
+from ngrpo.dry_run import memory_estimate, model_size
 from ngrpo.dry_run.model_size import ModelSize
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
@@ -260,6 +260,7 @@ class TestCommand:
         for part in (
             "--perturbation neighbor: rate=0.1",
             "--algo.kl.estimator                 k3",
+            "--data.prompt_dataset               runs/dry/task/train.jsonl",
             "GPU 0-7: actor, reference, 8 vLLM engines (tensor parallel 1)",
             "hybrid",
             "P = 1,720,574,976",
@@ -280,10 +281,15 @@ class TestCommand:
         assert "GPU of 24 GiB (as --dry-run says)" in text
         assert "do not fit into 24.0" in text and "no whole number of batches" in text
 
+    @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--task arithmetic --model some/model --rollout.top_p 0.9 --perturbation.rate 1"
         text = self.run(line, capsys)
         assert text.count("warning: ") == 2 and "--sampling.correct_mask" in text and "greedy" in text
+
+    def test_a_task_that_cannot_be_made_is_a_check_that_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
+        text = self.run("--task math:none.jsonl --model some/model", capsys, code=1)
+        assert "WRONG  dataset and reward" in text and "none.jsonl: there is no such file" in text
 
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)
