@@ -87,10 +87,10 @@ gpu:
 	@$(PYTHON) -m benchmarks.gpu $(if $(STAGE),--stage $(STAGE))
 endif
 
-# Their packages are installed on the first call: nothing else needs them.
+# Their packages are installed on the first call: nothing else needs them. With --quiet, --strict would see no warning.
 docs: $(READY)
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) -e '.[docs]'
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "== site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "== site/index.html"
 
 dist: $(READY)
 	@$(BIN)/python -c 'import build.__main__, twine' 2>/dev/null || $(PIP) -e '.[dist]'
