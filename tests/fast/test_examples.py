@@ -91,4 +91,4 @@ def test_the_index_lists_every_recipe() -> None:
     missing = [str(path) for path in files if f"[`{path.stem}`]({path})" not in text]
     assert not missing
     for path in (RECIPES / f"{name}.yaml" for name in PAPERS):
-        assert f"ngrpo train --config examples/recipes/{path.name} --config" in path.read_text(), path
+        assert f"ngrpo train --config examples/recipes/{path.name} \\\n" in path.read_text(), path
