@@ -57,8 +57,7 @@ def step_metrics(
         elsewhere.append(gap[~follows])
         generated += len(tokens)
         if perturbation is not None:
-            same = np.ones(len(tokens), dtype=np.int64)
-            at = Positions(same * record.seed, same * record.prompt_tokens, tokens)
+            at = Positions(np.full(len(tokens), record.seed, np.int64), _turn_starts(rollout)[tokens], tokens)
             planned += int(perturbation.selects(at).sum())
         counted = np.isin(record.positions, tokens)
         perturbed += int(counted.sum())
@@ -78,6 +77,17 @@ def step_metrics(
         if len(gap):
             metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gap.mean()), float(gap.max())
     return {f"perturbation/{name}": value for name, value in metrics.items()}
+
+
+def _turn_starts(log_probs: np.ndarray) -> np.ndarray:
+    """For each generated token the position at which its turn began, (T,) int64; in a conversation tools speak too.
+
+    Args:
+        log_probs: of the rollout by position, (T,), NaN where no token was generated.
+    """
+    generated = ~np.isnan(log_probs)
+    starts = generated & ~np.concatenate([[False], generated[:-1]])
+    return np.maximum.accumulate(np.where(starts, np.arange(len(log_probs)), 0))
 
 
 def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import pytest
 from ngrpo.trainer.metrics import step_metrics
 from ngrpo.trainer.trajectory_record import unpack
 from ngrpo.trainer.turns import Conversation, finished
-from perturbations import ReplayRecord
+from perturbations import ReplayRecord, registry
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]
 
@@ -75,6 +75,16 @@ def test_the_response_carries_what_fits_its_tokens_and_the_log_counts_the_rest()
     trainer = [np.full(7, -0.1)] * 2
     assert step_metrics([kept, fewer], trainer)["perturbation/dropped_edits"] == 2.0
     assert "perturbation/dropped_edits" not in step_metrics([kept], trainer[:1])
+
+
+@pytest.mark.parametrize(("burn_in", "planned"), [(0, 6 / 6), (3, 1 / 6)])
+def test_the_planned_rate_counts_from_the_beginning_of_each_turn(burn_in: int, planned: float) -> None:
+    conversation, prompt = first_turn(), FIRST + ANSWER + TOOL
+    conversation.go_on(prompt)
+    conversation.add(taken([3, 4, 6, 9], 9, [-0.5, -0.6]), prompt, [14, 15])
+    noise = registry.create("gaussian", rate=1.0, burn_in=burn_in)
+    measured = step_metrics([conversation.record], [np.full(11, -0.1)], noise)
+    assert measured["perturbation/planned_rate"] == pytest.approx(planned)
 
 
 def test_nothing_recorded_is_nothing_to_keep() -> None:
