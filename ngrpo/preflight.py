@@ -98,13 +98,20 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
         fits, allowed = _IN_RANGE.get(flag.name, (None, ""))
         if fits is not None and not fits(_number(value)):
             raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
+    given = Flags(args)
+    if given.has("--train.enable_ema") and given.value("--ds.zero_stage") == "3":
+        # OpenRLHF 0.11.2 averages into gathered parameters, which DeepSpeed drops again without a modifier_rank.
+        raise UsageError(
+            "--train.enable_ema cannot be used with --ds.zero_stage 3: the average is not kept there, and the model"
+            " that the training began with would be saved as its result. Fix: use --ds.zero_stage 2, or leave it out."
+        )
     spec = settings.perturbation_spec
     if spec is None and not settings.corrects_sampling:
         return
     asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     if settings.perturbation is not None:
-        _check_density(Flags(args), settings.perturbation)
-    for flag in Flags(args):
+        _check_density(given, settings.perturbation)
+    for flag in given:
         value = flag.values[0] if flag.values else ""
         for part, harmless, reason, instead in _REFUSED:
             if part in flag.name and value.lower() not in harmless:

@@ -80,6 +80,15 @@ def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
         preflight.check_flags([*MODEL, *words], SETTINGS)
 
 
+def test_an_average_that_zero_3_would_not_keep_is_refused() -> None:
+    """Also without a perturbation: what such a run saves is what it began with."""
+    for settings in (RunSettings(), SETTINGS):
+        with pytest.raises(UsageError, match=r"--train.enable_ema cannot be used with --ds.zero_stage 3: .* Fix: "):
+            preflight.check_flags([*MODEL, "--train.enable_ema", "--ds.zero_stage", "3"], settings)
+        preflight.check_flags([*MODEL, "--train.enable_ema"], settings)
+        preflight.check_flags([*MODEL, "--ds.zero_stage", "3"], settings)
+
+
 SIZES = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "8"]
 
 
