@@ -165,8 +165,8 @@ def _flash_attn(hardware: str) -> str:
     if hardware == "cpu":
         return "of no use on a CPU; the trainer's attention is PyTorch's own"
     if attention.has_flash_attn():
-        return f"{versions.installed('flash-attn')}: padded and packed samples"
-    return "missing: the trainer's attention is PyTorch's own, and samples are not packed (docs/install.md)"
+        return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
+    return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
 
 def _seams(hardware: str) -> Finding:

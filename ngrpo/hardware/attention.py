@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with flash-attn and without it.
 
-OpenRLHF 0.11.2 pins flash-attn 2.8.3, which PyPI has as source only, but needs it for packed samples alone. Where it
-is missing, five names that OpenRLHF imports have a stand-in (a row of `ngrpo.trainer.seams`), the trainer's attention
-is PyTorch's own, and what packs is refused. Where it is there, nothing of this holds.
+OpenRLHF 0.11.2 pins flash-attn 2.8.3, which PyPI has as source only, but can do without it. Where it is missing, two
+rows of `ngrpo.trainer.seams` hold: five names that OpenRLHF imports have a stand-in, and the trainer's attention is
+PyTorch's own, for packed samples too. Ring attention is refused. Where flash-attn is there, nothing of this holds.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
+from typing import Any
 
 from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
@@ -39,16 +43,30 @@ def check(flags: Flags, hardware: str) -> None:
     Raises:
         UsageError: With the flag, the reason and what to do.
     """
-    for name in ("--ds.packing_samples", "--train.dynamic_batch_enable", "--ds.ring_attn_size"):
-        value = flags.value(name)
-        if value is not None and not (name == "--ds.ring_attn_size" and value == "1"):
-            _refuse(
-                name, value, hardware, "OpenRLHF packs samples for it, and packs only with flash-attn", "leave it out"
-            )
+    ring = flags.value("--ds.ring_attn_size")
+    if ring not in (None, "1"):
+        _refuse("--ds.ring_attn_size", ring, hardware, "it is computed with flash-attn", "leave it out")
     value = flags.value("--ds.attn_implementation") or ""
     # transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
     if "flash" in value and (hardware == "cpu" or (value == "flash_attention_2" and find_spec("kernels") is None)):
         _refuse("--ds.attn_implementation", value, hardware, "it is computed by flash-attn", "use sdpa or eager")
+
+
+def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_strategy`: the command line's attention holds where samples are packed.
+
+    OpenRLHF sets flash_attention_2 for them, since its position ids, which begin anew with each sample, were for long
+    understood by flash-attn alone. transformers 5.15 makes the mask of PyTorch's own attention from them.
+    """
+
+    @wraps(original)
+    def get_strategy(args: Any) -> Any:
+        given = Flags(sys.argv[1:]).value("--ds.attn_implementation")
+        if given is not None:
+            args.ds.attn_implementation = given
+        return original(args)
+
+    return get_strategy
 
 
 def _refuse(name: str, value: str, hardware: str, reason: str, instead: str) -> None:

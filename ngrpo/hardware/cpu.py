@@ -27,11 +27,6 @@ _ROLES = ("actor", "ref", "reward", "critic")
 _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
     (
-        "--vllm.tensor_parallel_size",
-        lambda v: v != "1",
-        "OpenRLHF then runs vLLM on Ray's executor, which vLLM has no CPU support for; use 1",
-    ),
-    (
         "--vllm.gpu_memory_utilization",
         lambda v: True,
         "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
@@ -67,21 +62,21 @@ def check(flags: Flags) -> None:
 
 
 def ray_init(flags: Flags) -> dict[str, Any]:
-    """Logical resources for a Ray on this machine: one "GPU" for every model that OpenRLHF places.
+    """Logical resources for a Ray on this machine: one "GPU" for every process of a model that OpenRLHF places.
 
     The number is bookkeeping only; no device stands behind it. CPUs follow it because OpenRLHF asks
-    for one per "GPU", plus one for the trainer process.
+    for one per "GPU", plus one for the trainer process, or three where rollouts are asynchronous.
     """
 
     def count(name: str, default: int) -> int:
         return int(flags.value(name) or default)
 
-    units = count("--vllm.num_engines", 1)
+    units = count("--vllm.num_engines", 1) * count("--vllm.tensor_parallel_size", 1)
     for role in _ROLES:
         units += count(f"--{role}.num_nodes", 1) * count(f"--{role}.num_gpus_per_node", 1)
     return {
         "num_gpus": units,
-        "num_cpus": units + 1,
+        "num_cpus": units + 3,
         "include_dashboard": False,
         # Token batches only (weights go through a file). Ray's default is 30% of the memory.
         "object_store_memory": 512 * 2**20,
@@ -189,6 +184,18 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
         return original(self, model, model_ema, beta, "cpu")
 
     return average
+
+
+def engine_of_processes(plain: type) -> type:
+    """`RolloutRayActor`: its tensor-parallel ranks are processes of its own, as vLLM's on a CPU are."""
+
+    class EngineOfProcesses(plain):  # type: ignore[misc, valid-type]
+        async def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("tensor_parallel_size", 1) > 1:
+                kwargs["distributed_executor_backend"] = "mp"
+            await plain.__init__(self, *args, **kwargs)
+
+    return EngineOfProcesses
 
 
 def shared_memory_op(original: Callable[[], Any]) -> Callable[[], Any]:

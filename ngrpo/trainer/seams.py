@@ -86,9 +86,13 @@ SEAMS: tuple[Seam, ...] = (
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
     _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:shared_memory_op", "cpu", "()",
         "compiles an all-reduce kernel for half a minute, also for a group of one process", "deepspeed 0.19.6"),
+    _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_of_processes", "cpu", "sha:6bda23ee4983",
+        "asks for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
     # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
     _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
+    _seam("openrlhf.utils", "get_strategy", "hardware.attention:attention_as_given", "without_flash_attn", "import",
+        "is given flash_attention_2 where samples are packed, whatever the command line says"),
     # ---- weight sync without NCCL -----------------------------------------------------------------
     _seam(_ACTOR, "ActorPPOTrainer._init_vllm_sync_group", "trainer.weight_sync:no_sync_group", "cpu",
         "sha:2af981ae42b8", "opens an NCCL group between the trainer and the engines"),

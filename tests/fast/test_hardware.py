@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hardware profiles: choosing one, its default flags, what it refuses, and the launch environment."""
 
+import asyncio
 import importlib
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ngrpo.hardware import attention, profile_for
+from ngrpo.hardware.cpu import engine_of_processes
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import install, launch
 from ngrpo.trainer.failure import RUN_ID
@@ -125,11 +128,12 @@ def test_cuda_with_flash_attn_starts_openrlhf_as_it_is(
     assert launched == dict(words=["--ds.packing_samples"]) and capsys.readouterr().out == ""
 
 
-PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"], ["--ds.ring_attn_size", "2"]]
+PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"]]
+RING = ["--ds.ring_attn_size", "2"]
 FLASH = ["--ds.attn_implementation", "flash_attention_2"]
 
 
-@pytest.mark.parametrize("flags", [*PACKING, FLASH])
+@pytest.mark.parametrize("flags", [RING, FLASH])
 def test_cuda_without_flash_attn_refuses_what_needs_it(
     monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], flags: list[str]
 ) -> None:
@@ -183,8 +187,7 @@ def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     "flags",
     [
         ["--vllm.sync_backend", "nccl"],
-        ["--vllm.tensor_parallel_size=2"],
-        *PACKING,
+        RING,
         FLASH,
         ["--vllm.enable_sleep"],
         ["--vllm.gpu_memory_utilization", "0.5"],
@@ -200,7 +203,36 @@ def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> No
 
 def test_harmless_values_pass() -> None:
     attention.check(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
-    CPU.check(Flags(["--vllm.tensor_parallel_size", "1", "--vllm.sync_backend", "gloo"]))
+    for packs in PACKING:
+        attention.check(Flags(packs), "cpu")
+    CPU.check(Flags(["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]))
+
+
+@pytest.mark.parametrize("given", ["sdpa", "eager", None])
+def test_packed_samples_keep_the_attention_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """OpenRLHF writes flash_attention_2 over it before it makes its strategy."""
+    words = [] if given is None else ["--ds.attn_implementation", given]
+    monkeypatch.setattr(sys, "argv", ["openrlhf", "--ds.packing_samples", *words])
+    args = SimpleNamespace(ds=SimpleNamespace(attn_implementation="flash_attention_2"))
+    seen = attention.attention_as_given(lambda args: args.ds.attn_implementation)(args)
+    assert seen == (given or "flash_attention_2")
+
+
+def test_tensor_parallel_engines_on_a_cpu_start_processes() -> None:
+    class Engine:
+        async def __init__(self, **kwargs: object) -> None:
+            self.backend = kwargs["distributed_executor_backend"]
+
+    async def backend(ranks: int) -> object:
+        engine = engine_of_processes(Engine)
+        made = engine.__new__(engine)
+        await made.__init__(tensor_parallel_size=ranks, distributed_executor_backend="as it was")
+        return made.backend
+
+    assert asyncio.run(backend(1)) == "as it was"
+    assert asyncio.run(backend(2)) == "mp"
 
 
 def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
@@ -214,7 +246,9 @@ def test_logical_resources_cover_every_model() -> None:
     flags = given.with_defaults(CPU.default_flags)
     resources = CPU.ray_init(flags)
     assert resources["num_gpus"] == 2 + 2 + 1 + 1 + 1
-    assert resources["num_cpus"] > resources["num_gpus"]
+    ranks = given.with_defaults({"--vllm.tensor_parallel_size": "3"}).with_defaults(CPU.default_flags)
+    assert CPU.ray_init(ranks)["num_gpus"] == 2 * 3 + 2 + 1 + 1 + 1
+    assert resources["num_cpus"] >= resources["num_gpus"] + 3, "asynchronous training: three without a model"
 
 
 def test_worker_environment(monkeypatch) -> None:
