@@ -113,6 +113,29 @@ def test_packed_samples_at_the_level_of_the_mapping(hf_model: Any) -> None:
     assert not torch.equal(packed_vectors, embedding(packed)[0])
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_samples_without_flash_attn(
+    hf_model: Any, plain: dict[str, torch.Tensor], attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenRLHF's Actor in PyTorch's own attention: samples that lie in one row do not see each other."""
+    from ngrpo.hardware.flash_attn_stand_in import during_import
+
+    with during_import():
+        from openrlhf.models import Actor
+    actor = Actor(hf_model)
+    actor.packing_samples = True
+    monkeypatch.setattr(hf_model.config, "use_cache", False)  # as OpenRLHF does; a cache would let them see each other
+    monkeypatch.setattr(hf_model.config, "_attn_implementation", attention)
+    tokens, mask, records = batch()
+    hf_model.zero_grad()
+    with ReplayScope(hf_model.get_input_embeddings())(records, mask):
+        log_probs = actor(tokens, mask[:, 1:], attention_mask=mask)
+    (-log_probs.sum()).backward()
+    for name, parameter in hf_model.named_parameters():
+        # By norm: rows are summed in another order, and a small entry of a large row is a difference of large ones.
+        assert (parameter.grad - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+
+
 def test_left_padding(hf_model: Any) -> None:
     tokens, mask, records = batch()
     embedding = hf_model.get_input_embeddings()
