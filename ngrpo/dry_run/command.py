@@ -143,6 +143,8 @@ def memory(args: Mapping[str, Any], gpu_gib: float | None) -> list[str]:
                 lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
             if size is not None:
                 parts += _parts(model, size, args, group.gpus, gpu)
+                if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
+                    parts.append(memory_estimate.scored(size, args))
             else:
                 lines += _wrapped(f"{group.name}: {model} not counted: {_unknown(name)}")
         lines += _table(parts, gpu) if parts else []
@@ -168,14 +170,15 @@ def _table(parts: Sequence[Part], gpu: float) -> list[str]:
     def gib(value: float) -> str:
         return f"{value / GIB:.1f}" if value else "-"
 
-    sums = [sum(getattr(part, column) for part in parts) for column in ("rollout", "training", "host")]
-    rows = [(part.name, gib(part.rollout), gib(part.training), gib(part.host)) for part in parts]
-    columns = aligned([("", "rollout", "training", "host"), *rows, ("sum", *map(gib, sums))], left=1)
+    cells = [(*part.phases, part.host) for part in parts]
+    sums = [sum(column) for column in zip(*cells)]
+    names = [part.name for part in parts]
+    rows = [(name, *map(gib, row)) for name, row in zip([*names, "sum"], [*cells, sums])]
+    columns = aligned([("", *memory_estimate.PHASES, "host"), *rows], left=1)
     formulas = ["", *(part.formula for part in parts), ""]
     lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(columns, formulas)]
-    if max(sums[:2]) > gpu:
-        lines.append(f"  WRONG: {gib(max(sums[:2]))} GiB do not fit into {gib(gpu)}")
-    return lines
+    most = max(sums[:-1])
+    return lines if most <= gpu else [*lines, f"  WRONG: {gib(most)} GiB do not fit into {gib(gpu)}"]
 
 
 def tokens(args: Mapping[str, Any]) -> list[str]:

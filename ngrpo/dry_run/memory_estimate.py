@@ -14,8 +14,10 @@ from typing import Any
 
 from ngrpo.dry_run.model_size import ModelSize
 
-# Bytes of one logit: in the parameters' type, in float32 (models/actor.py), and its float32 gradient.
-_BYTES_OF_A_LOGIT = 2 + 4 + 4
+# Bytes of one logit: in the parameters' type and in float32 (models/actor.py), and its float32 gradient.
+_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
+PHASES = ("rollout", "scoring", "backward", "update")
+"""A step's phases: answers are drawn; old and reference log-probabilities; backward passes; the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,19 @@ class Part:
 
     Attributes:
         name: what it is.
-        rollout: bytes while answers are generated.
-        training: bytes while the policy is updated.
-        host: bytes of the host's memory, for each GPU.
         formula: where the numbers come from.
+        phases: its bytes in each of :data:`PHASES`.
+        host: bytes of the host's memory, for each GPU.
     """
 
     name: str
-    rollout: float
-    training: float
     formula: str
+    phases: tuple[float, float, float, float]
     host: float = 0.0
+
+
+def _always(size: float) -> tuple[float, float, float, float]:
+    return (size, size, size, size)
 
 
 def trained(role: str, size: ModelSize, args: Mapping[str, Any], world: int) -> list[Part]:
@@ -52,38 +56,47 @@ def trained(role: str, size: ModelSize, args: Mapping[str, Any], world: int) -> 
     split = whole / shares
     weights = split if stage == 3 else whole
     of_weights = "2P/D" if stage == 3 else "2P" if tensor == 1 else "2P/T"
-    of_gradients, gradients = ("2P/D", 2 * split) if stage >= 2 else ("2P", 2 * whole)
-    parts = [Part(f"{role}: weights", 2 * weights, 2 * weights, of_weights)]
+    parts = [Part(f"{role}: weights", of_weights, _always(2 * weights))]
     if offloaded:
         note = "states 12P/D, float32 gradients 4P/D and bfloat16 copies 2P/D on the host"
-        parts.append(Part(f"{role}: optimizer, offloaded", 0, 0, note, host=18 * split))
+        parts.append(Part(f"{role}: optimizer, offloaded", note, _always(0), host=18 * split))
     else:
-        asleep = args["ds.enable_sleep"]
-        parts.append(Part(f"{role}: gradients", 0, gradients, of_gradients))
-        parts.append(Part(f"{role}: gradients in float32", 0, 4 * split, "4P/D, at the update"))
-        states = "12P/D" + (", on the host meanwhile" if asleep else "")
-        at_rollout = 0 if asleep else 12 * split
-        parts.append(
-            Part(f"{role}: optimizer states", at_rollout, 12 * split, states, host=12 * split if asleep else 0)
-        )
+        of_gradients, gradients = ("2P/D", 2 * split) if stage >= 2 else ("2P", 2 * whole)
+        parts.append(Part(f"{role}: gradients", of_gradients, (0, 0, gradients, gradients)))
+        parts.append(Part(f"{role}: gradients, float32", "4P/D", (0, 0, 0, 4 * split)))
+        # OpenRLHF loads the states for its training alone and takes them off again after it.
+        asleep, states = args["ds.enable_sleep"], 12 * split
+        phases = (0, 0, states, states) if asleep else _always(states)
+        note = "12P/D" + (", on the host meanwhile" if asleep else "")
+        parts.append(Part(f"{role}: optimizer states", note, phases, host=states if asleep else 0))
     parts.append(_activations(role, size, args))
     return parts
 
 
 def _activations(role: str, size: ModelSize, args: Mapping[str, Any]) -> Part:
     """What the backward pass needs of the forward pass, at the longest that samples can be."""
-    if args["train.dynamic_batch_enable"]:
-        tokens = args["train.max_tokens_per_gpu"]
-    else:
-        tokens = args["train.micro_batch_size"] * args["data.max_len"] // args["ds.ring_attn_size"]
-    layer = size.saved_bytes_per_token
+    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
     if args["actor.gradient_checkpointing_enable"]:
         kept, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
     else:
         kept, of_layers = f"{size.layers} × {layer}", size.layers * layer
-    logits = 0 if role == "critic" else _BYTES_OF_A_LOGIT * size.vocabulary
-    formula = f"{tokens} tokens × ({kept}{f' + {_BYTES_OF_A_LOGIT}V' if logits else ''}), roughly"
-    return Part(f"{role}: activations", 0, tokens * (of_layers + logits), formula)
+    logits = 0 if role == "critic" else _LOGIT_WITH_GRADIENT * size.vocabulary
+    formula = f"{tokens} tokens × ({kept}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
+    return Part(f"{role}: activations", formula, (0, 0, tokens * (of_layers + logits), 0))
+
+
+def _tokens(kind: str, args: Mapping[str, Any]) -> int:
+    """Tokens of a micro-batch of the longest samples, on one GPU; ``kind``: ``train`` or ``rollout``."""
+    if args["train.dynamic_batch_enable"]:
+        return args[f"{kind}.max_tokens_per_gpu"]
+    return args[f"{kind}.micro_batch_size"] * args["data.max_len"] // args["ds.ring_attn_size"]
+
+
+def scored(size: ModelSize, args: Mapping[str, Any]) -> Part:
+    """The logits of one micro-batch, without gradients; models that share GPUs are asked one after the other."""
+    tokens = _tokens("rollout", args)
+    formula = f"{tokens} tokens × {_LOGIT}V, roughly"
+    return Part("logits to score", formula, (0, tokens * _LOGIT * size.vocabulary, 0, 0))
 
 
 def frozen(role: str, size: ModelSize, args: Mapping[str, Any], world: int, *, offloaded: bool = False) -> Part:
@@ -93,12 +106,11 @@ def frozen(role: str, size: ModelSize, args: Mapping[str, Any], world: int, *, o
     """
     tensor = args["ds.tensor_parallel_size"]
     if args["ds.zero_stage"] != 3:
-        weights = 2 * size.parameters / tensor
-        return Part(f"{role}: weights", weights, weights, "2P" if tensor == 1 else "2P/T")
+        return Part(f"{role}: weights", "2P" if tensor == 1 else "2P/T", _always(2 * size.parameters / tensor))
     share = 2 * size.parameters / world
     if offloaded:
-        return Part(f"{role}: weights, offloaded", 0, 0, "2P/D on the host", host=share)
-    return Part(f"{role}: weights", share, share, "2P/D")
+        return Part(f"{role}: weights, offloaded", "2P/D on the host", _always(0), host=share)
+    return Part(f"{role}: weights", "2P/D", _always(share))
 
 
 def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:
@@ -111,12 +123,10 @@ def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:
     """
     used = args["vllm.gpu_memory_utilization"] * gpu
     weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
-    asleep = args["vllm.enable_sleep"]
     formula = f"{args['vllm.gpu_memory_utilization']:g} of the GPU, of which weights {weights / 2**30:.1f} GiB"
-    if asleep:
-        formula += "; asleep while training"
-    name = "vLLM engine"
-    return Part(name, used, 0 if asleep else used, formula, host=weights if asleep else 0)
+    if args["vllm.enable_sleep"]:
+        return Part("vLLM engine", f"{formula}; asleep from then on", (used, 0, 0, 0), host=weights)
+    return Part("vLLM engine", formula, _always(used))
 
 
 def kv_cache_tokens(size: ModelSize, args: Mapping[str, Any], gpu: float) -> int:

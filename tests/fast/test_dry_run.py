@@ -149,44 +149,48 @@ SIZE = ModelSize(
 )
 
 
-def parts_of(more: str) -> dict[str, tuple[float, float, float]]:
+def parts_of(more: str) -> dict[str, tuple[float, ...]]:
+    """Bytes while answers are drawn, scored, in the backward pass, at the update, and on the host."""
     parts = memory_estimate.trained("actor", SIZE, args_of(f"--data.max_len 50 {more}"), 4)
-    return {part.name.removeprefix("actor: "): (part.rollout, part.training, part.host) for part in parts}
+    return {part.name.removeprefix("actor: "): (*part.phases, part.host) for part in parts}
 
 
 def test_memory_of_a_trained_model_by_hand() -> None:
     # ZeRO-2 on 4 GPUs: weights 2·1000, gradients 2·250, in float32 4·250, states 12·250; 50·(3·136 + 10·10).
     assert parts_of("--train.micro_batch_size 1") == {
-        "weights": (2000, 2000, 0),
-        "gradients": (0, 500, 0),
-        "gradients in float32": (0, 1000, 0),
-        "optimizer states": (3000, 3000, 0),
-        "activations": (0, 25400, 0),
+        "weights": (2000, 2000, 2000, 2000, 0),
+        "gradients": (0, 0, 500, 500, 0),
+        "gradients, float32": (0, 0, 0, 1000, 0),
+        "optimizer states": (3000, 3000, 3000, 3000, 0),
+        "activations": (0, 0, 25400, 0, 0),
     }
-    assert parts_of("--ds.zero_stage 3")["weights"] == (500, 500, 0)
-    assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 2000, 0)
-    assert parts_of("--ds.enable_sleep --train.colocate_all")["optimizer states"] == (0, 3000, 3000)
+    assert parts_of("--ds.zero_stage 3")["weights"] == (500, 500, 500, 500, 0)
+    assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 0, 2000, 2000, 0)
+    assert parts_of("--ds.enable_sleep --train.colocate_all")["optimizer states"] == (0, 0, 3000, 3000, 3000)
     offloaded = parts_of("--ds.adam_offload")
-    assert offloaded["optimizer, offloaded"] == (0, 0, 4500) and "gradients" not in offloaded
+    assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 4500) and "gradients" not in offloaded
     # Checkpoints: 50·(3·2·4 + 136 + 100); two samples at a time: twice as many tokens.
-    assert parts_of("--actor.gradient_checkpointing_enable")["activations"] == (0, 13000, 0)
-    assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 50800, 0)
+    assert parts_of("--actor.gradient_checkpointing_enable")["activations"] == (0, 0, 13000, 0, 0)
+    assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 0, 50800, 0, 0)
 
 
-def test_memory_of_reference_and_engine_by_hand() -> None:
-    assert memory_estimate.frozen("reference", SIZE, args_of(), 4).training == 2000
+def test_memory_of_reference_logits_and_engine_by_hand() -> None:
+    assert memory_estimate.frozen("reference", SIZE, args_of(), 4).phases == (2000,) * 4
     stage3 = args_of("--ds.zero_stage 3")
-    assert memory_estimate.frozen("reference", SIZE, stage3, 4).training == 500
+    assert memory_estimate.frozen("reference", SIZE, stage3, 4).phases == (500,) * 4
     offloaded = memory_estimate.frozen("reference", SIZE, stage3, 4, offloaded=True)
-    assert (offloaded.training, offloaded.host) == (0, 500)
+    assert (offloaded.phases, offloaded.host) == ((0,) * 4, 500)
+    # Two samples of 50 tokens with 10 logits of 2 + 4 bytes.
+    scored = memory_estimate.scored(SIZE, args_of("--data.max_len 50 --rollout.micro_batch_size 2"))
+    assert scored.phases == (0, 6000, 0, 0)
     args = args_of("--vllm.gpu_memory_utilization 0.5")
     engine = memory_estimate.engine(SIZE, args, 10_000)
-    assert (engine.rollout, engine.training, engine.host) == (5000, 5000, 0)
+    assert (engine.phases, engine.host) == ((5000,) * 4, 0)
     # 5000 − 2·1000 bytes, of which a token takes 3 layers · 2 · 1 head · 2 wide · 2 bytes.
     assert memory_estimate.kv_cache_tokens(SIZE, args, 10_000) == 125
     asleep = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --train.colocate_all --vllm.num_engines 4")
     engine = memory_estimate.engine(SIZE, asleep, 10_000)
-    assert (engine.rollout, engine.training, engine.host) == (5000, 0, 2000)
+    assert (engine.phases, engine.host) == ((5000, 0, 0, 0), 2000)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +273,13 @@ class TestCommand:
         ):
             assert part in text, part
         # 1,720,574,976 parameters: 2 bytes each; 12 bytes each over 8 GPUs; half of the 80 GiB that are assumed.
-        assert "actor: weights                   3.2       3.2     -  2P\n" in text
-        assert "actor: optimizer states          2.4       2.4     -  12P/D\n" in text
-        assert "vLLM engine                     40.0         -   3.2" in text
+        table = [line.split() for line in text.splitlines()]
+        assert ["actor:", "weights", "3.2", "3.2", "3.2", "3.2", "-", "2P"] in table
+        assert ["actor:", "optimizer", "states", "2.4", "2.4", "2.4", "2.4", "-", "12P/D"] in table
+        assert ["vLLM", "engine", "40.0", "-", "-", "-", "3.2"] in [row[:7] for row in table]
+        # Beside weights and states, 8.82: 2048 tokens of 151,936 logits of 6 bytes, 1.74; gradients, 0.40,
+        # with 2048 tokens of 28 layers of 112,640 bytes and logits of 10, 8.91; gradients and 0.80 in float32.
+        assert ["sum", "48.8", "10.6", "18.1", "10.0", "3.2"] in table
         assert list(tmp_path.iterdir()) == []
 
     def test_what_does_not_fit_or_divide_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
