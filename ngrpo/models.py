@@ -19,7 +19,7 @@ from perturbations.options import nearest
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
 _RECIPE = "r1"
 _STALE_SECONDS = 3600
-_HUB_SECONDS = 10
+HUB_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,15 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
     """
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
+    check_available(name_or_path)
+    return str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+
+
+def check_available(name_or_path: str) -> None:
+    """What :func:`resolve` would refuse, without making anything; it raises the same."""
     check_name(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if not path.is_dir():
+    if name_or_path not in PACKAGED and not Path(name_or_path).expanduser().is_dir():
         check_on_hub(name_or_path)
-    return str(path) if name_or_path.startswith("~") else name_or_path
 
 
 def check_on_hub(name: str) -> None:
@@ -94,7 +98,7 @@ def check_on_hub(name: str) -> None:
     fix = f"Give a folder, another name, or a packaged model: {', '.join(PACKAGED)}."
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=_HUB_SECONDS)
+            HfApi().model_info(name, timeout=HUB_SECONDS)
     except GatedRepoError:
         raise UsageError(f"model {name!r} is gated: ask for access on its page, and set HF_TOKEN.") from None
     except (RepositoryNotFoundError, HFValidationError):

@@ -115,6 +115,7 @@ def _evaluate(
     from ngrpo.evaluate.evaluation import evaluate
 
     sampling = _sampling(given)
+    models.check_available(given.model)  # before problems are asked for, which may come from the hub as well
     problems, dataset = problems_of(given, given.limit, report)
     model = models.resolve(given.model, report=report)
     if command.spec is not None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 import string
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from ngrpo.datafiles import ENDINGS, Row, read_rows
 from ngrpo.evaluate.layouts import Asked, layout_of
 from ngrpo.evaluate.problem import Problem
 from ngrpo.evaluate.scoring import check_scorer
+from ngrpo.models import HUB_SECONDS
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -144,7 +146,8 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
             f"--data {name}: hub datasets are loaded by the package datasets. Run: pip install datasets"
         ) from None
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        with _cache_alone_where_the_hub_is_out_of_reach(name):
+            loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:
         message = " ".join(str(error).split())
         raise UsageError(
@@ -162,6 +165,27 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
     if not rows:
         raise UsageError(f"--data {name} is empty. Name another split: {name}@SPLIT.")
     return rows
+
+
+@contextmanager
+def _cache_alone_where_the_hub_is_out_of_reach(name: str) -> Iterator[None]:
+    """Asks the hub once; a loader that cannot reach it asks five times, for half a minute, and looks there then."""
+    import datasets
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    try:
+        if not any(before):
+            HfApi().dataset_info(name, timeout=HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError):
+        pass  # an answer, which the loader will have too
+    except Exception:  # of whatever library sends the request
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _problem(where: str, name: str, asked: Asked, scorer: str, instruction: str | None) -> Problem | None:

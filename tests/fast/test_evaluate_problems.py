@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,35 @@ def test_an_unreachable_hub_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(UsageError, match=r"cannot be loaded from the hub \(ConnectionError: .*give a local file"):
         load_problems("aime2025")
+
+
+def test_a_hub_out_of_reach_is_one_message_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The libraries of the hub themselves, with an address where nobody answers."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"--data math-ai/aime25: cannot be loaded from the hub"):
+        load_problems("aime2025")
+    assert time.monotonic() - began < 20
+    assert "Retry" not in capfd.readouterr().err
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("command", ["eval", "diagnose"])
+def test_the_model_is_looked_for_before_the_problems(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngrpo import cli, models
+
+    def missing(name: str) -> None:
+        raise UsageError(f"model {name!r}: there is no such folder")
+
+    monkeypatch.setattr(models, "check_on_hub", missing)
+    monkeypatch.setattr("ngrpo.evaluate.problems._hub_rows", lambda *_: pytest.fail("the problems came first"))
+    assert cli.main([command, "--model", "no-such", "--data", "aime2025"]) == 2
 
 
 def test_scorers_by_name(tmp_path: Path) -> None:
