@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ngrpo.hardware.compiled import optimizer_is_missing
 
@@ -79,28 +80,33 @@ def into_file(path: Path) -> Iterator[None]:
     Args:
         path: the file; made anew.
 
+    Where the file's disk is full, the screen says so and the block goes on: a log is not worth a run.
+
     Raises:
         Whatever the block raises, after the log's last lines have been shown.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    kept_streams = sys.stdout, sys.stderr
+    for stream in kept_streams:
+        stream.flush()
     # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
     kept = [os.dup(1), os.dup(2)]
     with path.open("wb") as log, os.fdopen(os.dup(kept[0]), "w") as screen:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
-        reporter = Reporter(screen)
+        reporter = Reporter(screen, lambda: _is_full(path))
         watcher = threading.Thread(target=lambda: [reporter.line(x) for x in follow(path, done.is_set)], daemon=True)
         watcher.start()
         failed = True
+        sys.stdout, sys.stderr = map(_UntilFull, kept_streams)
         try:
             yield
             failed = False
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            sys.stdout, sys.stderr = kept_streams
             for number, descriptor in enumerate(kept, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
@@ -109,6 +115,42 @@ def into_file(path: Path) -> Iterator[None]:
             if failed:
                 last = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
                 print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
+
+
+class _UntilFull:
+    """A stream whose text is lost once its disk is full, where :func:`print` would end the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _lost_where_full():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _lost_where_full():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _lost_where_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+def _is_full(path: Path) -> str:
+    """Why nothing more can be written to a file; "" where there is room."""
+    with suppress(OSError):
+        if os.statvfs(path).f_bavail == 0:
+            return f"no space is left for {path}: the log ends here, the run goes on"
+    return ""
 
 
 def follow(path: Path, ended: Callable[[], bool], every: float = 0.5) -> Iterator[str]:
@@ -131,9 +173,14 @@ def follow(path: Path, ended: Callable[[], bool], every: float = 0.5) -> Iterato
 class Reporter:
     """Turns log text into lines of progress."""
 
-    def __init__(self, screen: TextIO) -> None:
-        """screen: where the lines go."""
-        self._screen = screen
+    def __init__(self, screen: TextIO, why_ended: Callable[[], str] = lambda: "") -> None:
+        """
+        Args:
+            screen: where the lines go.
+            why_ended: why nothing more can be logged, to be said once; "" while it can.
+        """
+        self._screen, self._why_ended = screen, why_ended
+        self._log_ended = False
         self._began = self._spoke = time.monotonic()
         self._ahead = list(_MILESTONES)
         self._now = "starting Ray"
@@ -142,6 +189,9 @@ class Reporter:
         """Takes the next line of the log, or an empty one where there is none yet."""
         if time.monotonic() - self._spoke > _HEARTBEAT:
             self._say(f"still {self._happening()}")
+        if not line and not self._log_ended and (why := self._why_ended()):
+            self._log_ended = True
+            self._say(f"warning: {why}")
         step = read_step(line)
         if step is not None:
             took = "" if step.seconds is None else f", {step.seconds:.0f} s"

@@ -18,9 +18,8 @@ _MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB"
 # What Python says of OpenRLHF's import, and transformers 5.15 of an attention that is not there.
 _FLASH_ATTN = re.compile(r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used")
 # torch 2.13 does not pass on the system's word where it writes a checkpoint.
-_DISK = re.compile(
-    r"inline_container\.cc.*unexpected pos|PytorchStreamWriter failed|No space left on device", re.DOTALL
-)
+_CHECKPOINT = re.compile(r"inline_container\.cc.*unexpected pos|PytorchStreamWriter failed", re.DOTALL)
+_DISK = re.compile(r"No space left on device")
 _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 
 
@@ -75,14 +74,20 @@ def flash_attn_missing(error: BaseException) -> str | None:
 
 
 def disk_full(error: BaseException) -> str | None:
-    """What an error means where a checkpoint could not be written; None for any other error."""
-    found = _matching(error, _DISK)
-    if found is None:
+    """What an error means for the user where a file could not be written; None for any other error."""
+    checkpoint, other = _matching(error, _CHECKPOINT), _matching(error, _DISK)
+    if checkpoint is None and other is None:
         return None
+    what = (
+        "a file could not be written: no space is left on its device. A run writes to --run-dir, --ckpt.path,"
+        " --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint"
+        if checkpoint is None
+        else "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or"
+        " --ckpt.output_dir. The one before"
+    )
     return (
-        "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
-        " The one before is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable."
-        f" The writer said: {found.splitlines()[-1]}"
+        f"{what} is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer"
+        f" said: {(checkpoint or other or '').splitlines()[-1]}"
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,14 @@ def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     done = run(tmp_path, "raise SystemExit(2)")
     assert done.returncode == 2 and "after" not in done.stdout
     assert "child line" in done.stderr and "the whole log:" in done.stderr and "train.log" in done.stderr
+
+
+@pytest.mark.parametrize("body", ["pass", "raise SystemExit(2)"])
+def test_a_full_disk_ends_the_log_and_not_the_run(small_disk: Callable[[str], Path], body: str) -> None:
+    """Python's buffer, a child and a raw write fill it; what comes after the block still reaches the screen."""
+    fill = "subprocess.run(['seq', '100000']); print('x' * 9000); import time; time.sleep(1.5)"
+    done = run(small_disk("64k"), f"{fill}\n    {body}")
+    assert done.returncode == (2 if "raise" in body else 0)
+    assert done.stdout.count("warning: no space is left for ") == 1 and "the run goes on" in done.stdout
+    assert ("after" in done.stdout.splitlines()) == (body == "pass")
+    assert "Traceback" not in done.stderr

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ngrpo import summary
+from ngrpo.result_folder import CannotWrite
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
+from tests.fast.test_result_folder import largest_file
 
 PERTURBED = {
     "perturbation/rate": 0.1,
@@ -123,3 +125,10 @@ def test_rewards_beyond_one_have_no_chart(tmp_path: Path) -> None:
 def test_sparkline() -> None:
     assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert summary.sparkline([0.3, 0.3]) == "▁▁"
+
+
+def test_a_full_disk_at_the_summary(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [0.1], {})
+    with largest_file(200), pytest.raises(CannotWrite, match=r"summary\.json cannot be written"):
+        finish(tmp_path)
+    assert not (tmp_path / "summary.json").exists()
