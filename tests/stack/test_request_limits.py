@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,22 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.rollout import set_perturbation, take_trajectories
-from perturbations import registry
-from tests.stack.harness import build_engine, chat_prompts
+from tests.stack.harness import build_engine
+from tests.stack.request_limits import EVERY, answers, check_mixed_batch, name_of
 
 pytestmark = pytest.mark.stack
-ALLOWED, SINGLE = list(range(300, 320)), [17]
-DIGITS = r"[0-9]{3}-[0-9]{4}"
-EVERY = [
-    *({"name": name} for name in registry.available() if name != "none"),
-    {"name": "neighbor", "variant": "released", "realization": "anchor", "until": None},
-    {"name": "gaussian", "base": "fuzzy"},
-    {"name": "gumbel", "top_p": 1.0, "clamp": False, "entropy_min": 0.01, "gate": "top_margin", "gate.margin": 1.0},
-    {"name": "dirichlet", "alpha": 0.01, "top_p": 1.0},
-    {"name": "normal", "top_p": 1.0, "k": 10},
-    {"name": "tests.stack.own_perturbations:RunnerUp"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -34,48 +21,12 @@ def limited(smollm2: str) -> Iterator[Any]:
     yield build_engine(smollm2, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
 
 
-def answers(llm: Any, spec: dict[str, Any], each: list[dict[str, Any]]) -> list[tuple[Any, Any, np.ndarray]]:
-    """The completion, the record and the log-probabilities of one request for each dictionary of parameters."""
-    from vllm import SamplingParams
-
-    set_perturbation(llm, **{"rate": 1.0, **spec})
-    (prompt,) = chat_prompts(llm, ["What is 7 plus 5?"])
-    common = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0}
-    params = [SamplingParams(**{**common, **one}) for one in each]
-    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(each), params, use_tqdm=False)
-    taken = take_trajectories(llm)
-    return [(output.outputs[0], *taken[output.request_id]) for output in outputs]
-
-
-@pytest.mark.parametrize("spec", EVERY, ids=lambda spec: "-".join(str(value) for value in spec.values()))
+@pytest.mark.parametrize("spec", EVERY, ids=name_of)
 def test_every_answer_is_legal(limited: Any, spec: dict[str, Any]) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    end = limited.get_tokenizer().eos_token_id
-    filters = [{"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 1}]
-    *filtered, few, one, without, long, grammar = answers(
-        limited,
-        spec,
-        [
-            *filters,
-            {"allowed_token_ids": ALLOWED},
-            {"allowed_token_ids": SINGLE},
-            {"bad_words": ["7", " 7", "12", "plus", "The", "The sum"]},
-            {"ignore_eos": False, "min_tokens": 12, "logit_bias": {end: 100.0}},
-            {"structured_outputs": StructuredOutputsParams(regex=DIGITS), "ignore_eos": False},
-        ],
-    )
-    for completion, record, log_probs in (*filtered, few, one, without, long, grammar):
-        scores = [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)]
-        assert np.isfinite(scores).all() and np.isfinite(log_probs).all()
-        assert np.isfinite(record.weights).all()
-    assert set(few[0].token_ids) <= set(ALLOWED) and set(one[0].token_ids) == set(SINGLE)
-    assert not re.search(r"7|12|plus|The", without[0].text)
-    assert len(long[0].token_ids) == 12 and end not in long[0].token_ids
-    assert re.fullmatch(DIGITS, grammar[0].text)
+    check_mixed_batch(limited, spec)
 
 
-@pytest.mark.parametrize("spec", EVERY, ids=lambda spec: "-".join(str(value) for value in spec.values()))
+@pytest.mark.parametrize("spec", EVERY, ids=name_of)
 def test_temperature_0_is_greedy(limited: Any, spec: dict[str, Any]) -> None:
     """Each token is the likeliest after the perturbed inputs before it, whatever token the noise picked."""
     # In one batch with a request that draws.

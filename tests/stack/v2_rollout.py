@@ -23,6 +23,7 @@ if RUNNER == "V2":
     as_on_cuda.interpret_triton()
 
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
+from tests.stack.scheduling import note_preemptions  # noqa: E402
 from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, TOKENS  # noqa: E402
 
 
@@ -88,14 +89,7 @@ def of_preemption(model: str) -> dict[str, Any]:
         max_num_seqs=6,
         enable_prefix_caching=False,
     )
-    scheduler = small.llm_engine.engine_core.engine_core.scheduler
-    preempted, original = [], scheduler._preempt_request
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
+    preempted = note_preemptions(small)
     prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
     rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
     return {"rollouts": rollouts, "preempted": len(preempted)}

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that each exclude tokens in another way, in one batch, and what holds of their answers: for both runners."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from ngrpo.rollout import set_perturbation, take_trajectories
+from perturbations import registry
+from tests.stack.harness import chat_prompts
+
+ALLOWED, SINGLE = list(range(300, 320)), [17]
+DIGITS = r"[0-9]{3}-[0-9]{4}"
+TOKENS = 12
+EVERY = [
+    *({"name": name} for name in registry.available() if name != "none"),
+    {"name": "neighbor", "variant": "released", "realization": "anchor", "until": None},
+    {"name": "gaussian", "base": "fuzzy"},
+    {"name": "gumbel", "top_p": 1.0, "clamp": False, "entropy_min": 0.01, "gate": "top_margin", "gate.margin": 1.0},
+    {"name": "dirichlet", "alpha": 0.01, "top_p": 1.0},
+    {"name": "normal", "top_p": 1.0, "k": 10},
+    {"name": "tests.stack.own_perturbations:RunnerUp"},
+]
+
+
+def name_of(spec: dict[str, Any]) -> str:
+    """The name of a case."""
+    return "-".join(str(value) for value in spec.values())
+
+
+def answers(llm: Any, spec: dict[str, Any], each: list[dict[str, Any]]) -> list[tuple[Any, Any, np.ndarray]]:
+    """The completion, the record and the log-probabilities of one request for each dictionary of parameters."""
+    from vllm import SamplingParams
+
+    set_perturbation(llm, **{"rate": 1.0, **spec})
+    (prompt,) = chat_prompts(llm, ["What is 7 plus 5?"])
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+    params = [SamplingParams(**{**common, **one}) for one in each]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(each), params, use_tqdm=False)
+    taken = take_trajectories(llm)
+    return [(output.outputs[0], *taken[output.request_id]) for output in outputs]
+
+
+def check_mixed_batch(llm: Any, spec: dict[str, Any]) -> int:
+    """Asserts that every answer of the mixed batch is legal; how many of its positions were perturbed."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    end = llm.get_tokenizer().eos_token_id
+    filters = [{"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 1}]
+    found = answers(
+        llm,
+        spec,
+        [
+            *filters,
+            {"allowed_token_ids": ALLOWED},
+            {"allowed_token_ids": SINGLE},
+            {"bad_words": ["7", " 7", "12", "plus", "The", "The sum"]},
+            {"ignore_eos": False, "min_tokens": TOKENS, "logit_bias": {end: 100.0}},
+            {"structured_outputs": StructuredOutputsParams(regex=DIGITS), "ignore_eos": False},
+        ],
+    )
+    for completion, record, log_probs in found:
+        scores = [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)]
+        assert np.isfinite(scores).all() and np.isfinite(log_probs).all()
+        assert np.isfinite(record.weights).all()
+    few, one, without, long, grammar = (completion for completion, *_ in found[len(filters) :])
+    assert set(few.token_ids) <= set(ALLOWED) and set(one.token_ids) == set(SINGLE)
+    assert not re.search(r"7|12|plus|The", without.text)
+    assert len(long.token_ids) == TOKENS and end not in long.token_ids
+    assert re.fullmatch(DIGITS, grammar.text)
+    return sum(len(record) for _, record, _ in found)
