@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How exact is the replay? Rollouts of real vLLM against a Hugging Face forward, both in float32.
 
-    python -m benchmarks.exactness [--model smollm2-135m]
+    python -m benchmarks.exactness [--model smollm2-135m] [--perturbations neighbor,gumbel]
 
 Printed for every perturbation at rates 0.1 and 1, over about 1,300 tokens each: |Δ log p| at worst and on average with
 the replay, at worst without it, and the record's size. The tests hold the first two below 1e-4 and 1e-5.
@@ -77,6 +77,7 @@ def _with_parameters(model: Any, perturbation: Any) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--perturbations", default=None, help="separated by commas; all by default")
     options = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM
@@ -87,7 +88,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     print(f"{describe()}; {options.model}, float32, chunked prefill, prefix caching")
     print(f"{'name':10s} {'rate':>5s} {'tokens':>6s} {'max':>8s} {'mean':>8s} {'unreplayed':>10s} {'bytes/tok':>10s}")
-    for name in in_tree():
+    for name in options.perturbations.split(",") if options.perturbations else in_tree():
         for rate in (0.1, 1.0):
             found = measure(llm, model, chat_prompts(llm, copies=4), name, rate, 80)
             figures = f"{found['tokens']:6d} {found['max']:8.1e} {found['mean']:8.1e} {found['unreplayed']:10.2f}"

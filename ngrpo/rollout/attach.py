@@ -74,7 +74,7 @@ class AttachedPerturbation:
                 f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
         perturbation.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len)
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, (self._vocabulary, self._hidden))
         gate = BoundGate(
             perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
         )

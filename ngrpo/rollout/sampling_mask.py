@@ -16,6 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perturbations.replay import packing
+
+_VERSION = 1
+
 
 def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens that may be drawn, small enough to be copied to the host at every step.
@@ -93,18 +97,24 @@ class SamplingMask:
         return SamplingMask.of(later.size, both)
 
     def to_bytes(self) -> bytes:
-        """Serialises without loss: one to two bytes an id, and at most V/2 bytes a position."""
+        """Serialises without loss: one to two bytes an id, at most V/2 bytes a position, and a checksum at the end."""
         starts = np.cumsum(self.counts) - self.counts
         gaps = np.diff(self.ids, prepend=0)
         first = starts[self.counts > 0]
         gaps[first] = self.ids[first]
         head = [np.array([self.size, len(self)]), np.diff(self.positions, prepend=0), 2 * self.counts + self.cut]
-        return _varints(np.concatenate([*head, gaps]))
+        return packing.sealed([_varints(np.concatenate([*head, gaps]))], _VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SamplingMask:
-        """Reads what :meth:`to_bytes` wrote."""
-        numbers = _from_varints(data)
+        """Reads what :meth:`to_bytes` wrote.
+
+        Raises:
+            ValueError: where the bytes were cut or altered.
+        """
+        numbers = _from_varints(packing.unsealed(data, _VERSION, "sampling mask").rest())
+        if len(numbers) < 2 or len(numbers) < 2 + 2 * numbers[1]:
+            raise ValueError(f"sampling mask is cut short: {len(numbers)} numbers.")
         size, n = int(numbers[0]), int(numbers[1])
         gaps, packed, deltas = numbers[2 : 2 + n], numbers[2 + n : 2 + 2 * n], numbers[2 + 2 * n :]
         counts = packed // 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbations.replay import ReplayRecord
+from perturbations.replay.record import model_fingerprint
 
 # Spare slots for preempted requests, which stay alive beside a full batch; more are made when they run out.
 _SPARE = 8
@@ -124,13 +125,15 @@ class Trajectory:
 class TrajectoryStore:
     """Slots of live trajectories, written by whole batches."""
 
-    def __init__(self, slots: int, max_model_len: int) -> None:
+    def __init__(self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None) -> None:
         """
         Args:
             slots: trajectories alive at once; grows when needed.
             max_model_len: positions of a trajectory.
+            embedding: (V, D) of the model's embedding matrix, by which its records are known; None for none.
         """
-        self.length, self.slots = max_model_len, slots + _SPARE
+        self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
+        self._model = 0 if embedding is None else model_fingerprint(*embedding)
         self.live: dict[str, Trajectory] = {}
         self.seeds, self.prompts = (np.zeros(self.slots, dtype=np.int64) for _ in range(2))
         self.perturbed, self.has_edits = (np.zeros(self.slots, dtype=bool) for _ in range(2))
@@ -167,7 +170,13 @@ class TrajectoryStore:
         self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
 
     def load(self, trajectory: Trajectory, record: ReplayRecord) -> None:
-        """Puts the record of earlier turns in place, to be replayed on the prompt's positions."""
+        """Puts the record of earlier turns in place, to be replayed on the prompt's positions.
+
+        Raises:
+            ValueError: for a record of another model.
+        """
+        if self._embedding is not None:
+            record.check_model(*self._embedding)
         earlier = record.truncate(trajectory.prompt_tokens)
         if len(earlier):
             names = ("positions", "ids", "weights", "agreed", "sigma", "normalizer", "vectors")
@@ -198,7 +207,8 @@ class TrajectoryStore:
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
         parts = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
-        return ReplayRecord(t.seed, t.prompt_tokens, t.prompt_tokens + len(log_probs), **parts), log_probs
+        length = t.prompt_tokens + len(log_probs)
+        return ReplayRecord(t.seed, t.prompt_tokens, length, **parts, model=self._model), log_probs
 
     def close(self, request_id: str) -> None:
         """Frees a request's slot."""

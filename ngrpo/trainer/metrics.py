@@ -40,15 +40,16 @@ def step_metrics(
         request's sampling excludes can make ``rate`` smaller, never larger. ``anchor_agreement``: share of perturbed
         positions whose token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of
         tokens predicted right after a perturbed input; ``gap_plain_*``: of all others. ``record_bytes_per_token``:
-        serialised size. ``dropped_edits``: see `ngrpo.trainer.turns`, where there were any.
+        serialised size. ``dropped_edits``: see `ngrpo.trainer.turns`, where there were any. ``prefix_hit_rate``: share
+        of the prompts' tokens that the engines found in their prefix caches.
         A value that has no token to speak of is left out.
     """
-    generated = planned = perturbed = agreed = size = dropped = 0
+    generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
     after, elsewhere = [], []
     for kept, trainer in zip(records, log_probs):
         if kept is None:
             continue
-        dropped += kept.dropped
+        dropped, prompted, cached = dropped + kept.dropped, prompted + kept.prompted, cached + kept.cached
         record, rollout = kept.replay.truncate(len(trainer)), kept.log_probs[: len(trainer)]
         tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
@@ -68,6 +69,8 @@ def step_metrics(
     metrics = {"rate": perturbed / generated, "record_bytes_per_token": size / generated}
     if perturbation is not None:
         metrics["planned_rate"] = planned / generated
+    if prompted:
+        metrics["prefix_hit_rate"] = cached / prompted
     if dropped:
         metrics["dropped_edits"] = float(dropped)
     if perturbed:
@@ -106,6 +109,8 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
         run = current_run()
         measures = step_metrics(records, log_probs, run.perturbation)
+        if not self.strategy.args.vllm.enable_prefix_caching:
+            measures.pop("perturbation/prefix_hit_rate", None)
         check_gap(measures, run.gap_limit, strict=run.strict)
         measures |= importance_measures(experiences, self.strategy.args.algo.advantage)
         note_measures(self, measures)

@@ -142,7 +142,7 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
         output = partial
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
-        conversation.add(taken, prompt, output.outputs[0].token_ids)
+        conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
     return output
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.sampling_mask import SamplingMask
-from perturbations.replay import ReplayRecord
+from perturbations.replay import ReplayRecord, packing
 
 _REPLAY, _LOG_PROBS, _MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
-_DROPPED = "perturbation_dropped"
+_VERSION = 1  # of the bytes of log-probabilities and counts
+_COUNTS = "perturbation_counts"
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,23 @@ class TrajectoryRecord:
         log_probs: log π at the rollout by position in the sequence, NaN where no token was generated, (T,) float32.
         mask: the tokens that sampling left at each position, None where that is not recorded.
         dropped: edits of earlier turns whose tokens an agent or a chat template has changed.
+        prompted: tokens of the prompts of all turns.
+        cached: how many of these the engine found in its prefix cache.
     """
 
     replay: ReplayRecord
     log_probs: np.ndarray
     mask: SamplingMask | None = None
     dropped: int = 0
+    prompted: int = 0
+    cached: int = 0
 
     def pack(self) -> dict[str, bytes]:
-        """As plain bytes: nothing that OpenRLHF would move to a device or pad."""
-        packed = {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: self.log_probs.astype("<f4").tobytes()}
-        if self.dropped:
-            packed[_DROPPED] = str(self.dropped).encode()
+        """As plain bytes with checksums: nothing that OpenRLHF would move to a device or pad."""
+        log_probs = packing.sealed([packing.floats(self.log_probs)], _VERSION)
+        packed = {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: log_probs}
+        counts = [packing.varint(count) for count in (self.dropped, self.prompted, self.cached)]
+        packed[_COUNTS] = packing.sealed(counts, _VERSION)
         return packed if self.mask is None else {**packed, _MASK: self.mask.to_bytes()}
 
 
@@ -52,6 +58,9 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[TrajectoryRecord | None]:
 
     Returns:
         One per sample, None where the sample has none.
+
+    Raises:
+        ValueError: where bytes were cut or altered on their way.
     """
     return [_unpack_one(entry) for entry in side_inputs or ()]
 
@@ -77,9 +86,10 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
 def _unpack_one(entry: Any) -> TrajectoryRecord | None:
     if not entry or _REPLAY not in entry:
         return None
+    log_probs, counts = (packing.unsealed(entry[name], _VERSION, name) for name in (_LOG_PROBS, _COUNTS))
     return TrajectoryRecord(
         ReplayRecord.from_bytes(entry[_REPLAY]),
-        np.frombuffer(entry[_LOG_PROBS], dtype="<f4").astype(np.float32),
+        np.frombuffer(log_probs.rest(), "<f4").astype(np.float32),
         SamplingMask.from_bytes(entry[_MASK]) if _MASK in entry else None,
-        int(entry.get(_DROPPED, b"0")),
+        *(counts.varint() for _ in range(3)),
     )

@@ -44,26 +44,28 @@ class Conversation:
         changed = np.flatnonzero(now[:both] != self._tokens[:both])
         self._keep(int(changed[0]) if len(changed) else both)
 
-    def add(self, taken: Sequence[bytes], prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    def add(self, taken: Sequence[bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Takes in a turn; :meth:`go_on` was told its prompt.
 
         Args:
             taken: the turn's record, log-probabilities and sampling mask, as the worker sent them.
             prompt: token ids that the turn began with.
             tokens: token ids that it generated.
+            cached: how many of the prompt's tokens the engine found in its prefix cache.
         """
         (record, log_probs), mask = parse(taken), sampling_mask(taken)
         start, length = len(prompt), len(prompt) + len(tokens)
         by_position = np.full(length, np.nan, dtype=np.float32)
-        dropped = 0
+        dropped, prompted = 0, start
         if self.record is not None:
             known, dropped = self.record.log_probs, self.record.dropped
+            prompted, cached = prompted + self.record.prompted, cached + self.record.cached
             by_position[: len(known)] = known
             mask = None if mask is None else self.record.mask.joined(mask, turn=start)
         # The engine may have computed further tokens before it knew of the stop.
         by_position[start:] = log_probs[: len(tokens)]
         mask = None if mask is None else mask.truncate(length)
-        self.record = TrajectoryRecord(record.truncate(length), by_position, mask, dropped)
+        self.record = TrajectoryRecord(record.truncate(length), by_position, mask, dropped, prompted, cached)
         self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
 
     def _keep(self, length: int) -> None:

@@ -173,8 +173,10 @@ class ReplayScope:
         """Replays ``records``, in batch order, in every forward of the context.
 
         Raises:
+            ValueError: for a record that cannot be of this model.
             RuntimeError: at the end, where there were records and no forward went through the embedding.
         """
+        self._check_model(records)
         weight = next(self._embedding.parameters())
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
         self._flat = _flatten(records, weight.device)
@@ -194,6 +196,14 @@ class ReplayScope:
             before.remove()
             after.remove()
             self._flat = self._mask = None
+
+    def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
+        # Not of the weight, which is empty between forwards under ZeRO-3.
+        shape = [getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim")]
+        if None not in shape:
+            for record in records:
+                if record is not None:
+                    record.check_model(*shape)
 
     def replayed(
         self, logits: Tensor, log_probs: Tensor, temperature: float, advantages: Tensor | None = None

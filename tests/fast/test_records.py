@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ngrpo.rollout import plugin, take_trajectories
+from ngrpo.rollout.records import check_installed
 from perturbations import ReplayRecord
 
 PROMPT, COMPUTED = 3, 6
@@ -62,3 +64,11 @@ def test_lengths_that_nobody_asks_for_do_not_pile_up(monkeypatch: Any) -> None:
     assert lengths == {f"{i}-aaaaaaaa": i for i in (7, 8, 9)}
     take_trajectories(engine(front, {"9-aaaaaaaa": sent()}))
     assert "9-aaaaaaaa" not in lengths
+
+
+def test_one_node_without_the_plugin_is_named() -> None:
+    check_installed(["right", "right"], "right")
+    with pytest.raises(RuntimeError, match=r"worker 1 runs unperturbed: .*pip install ngrpo"):
+        check_installed(["right", ""], "right")
+    with pytest.raises(RuntimeError, match=r"worker 1 runs another perturbation .* on the same version"):
+        check_installed(["right", "other"], "right")

@@ -53,6 +53,17 @@ def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: lis
     assert conversation.record.dropped == dropped
 
 
+def test_the_prefix_cache_is_counted_over_all_turns() -> None:
+    """The second turn's prompt has nine tokens, of which the cache held four: 4 of 3 + 9, on both sides of the trip."""
+    conversation, prompt = first_turn(), FIRST + ANSWER + TOOL
+    conversation.go_on(prompt)
+    conversation.add(taken([3], 9, [-0.5]), prompt, [14], cached=4)
+    (kept,) = unpack([conversation.record.pack()])
+    assert (kept.prompted, kept.cached) == (12, 4)
+    measures = step_metrics([kept], [np.full(10, -0.5)])
+    assert measures["perturbation/prefix_hit_rate"] == pytest.approx(4 / 12)
+
+
 def test_log_probabilities_of_changed_tokens_are_forgotten() -> None:
     conversation, prompt = first_turn(), [*FIRST, 10, 99, 12, 13, *TOOL]
     conversation.go_on(prompt)

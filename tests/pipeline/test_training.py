@@ -55,6 +55,7 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm
         *["--actor.gradient_checkpointing_enable", "--vllm.enable_prefix_caching", "--eval.steps", "1"],
     )
     check(steps, plain_gap, rate=0.5)
+    assert steps[0]["prefix_hit_rate"] == 0.0  # a prompt of this task is shorter than a block of vLLM's on a CPU
     evaluation = json.loads((tmp_path / "summary.json").read_text())["evaluation"]
     assert evaluation, "the task's evaluation split was not used"
 

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as bytes: lossless, small, and refused where they are damaged, hostile or of another model."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.rollout.trajectories import TrajectoryStore
+from ngrpo.trainer import trajectory_record
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from perturbations import ReplayRecord, replaying
+from perturbations.replay import packing
+from perturbations.replay.record import model_fingerprint
+from tests.fast.test_replay import Embedder, a_record, small
+
+CASES = {
+    "plain": a_record(),
+    "empty": a_record(count=0),
+    "one token each": a_record(k=1, weights=np.ones((4, 1), np.float32)),
+    "one sigma": a_record(sigma=np.full(4, 0.03, np.float32)),
+    "several sigmas": a_record(sigma=np.array([0.1, 0.2, 0.0, 1e-30], np.float32)),
+    "wide ids": a_record(ids=np.full((4, 3), (1 << 24) - 1, np.int32)),
+    "gaps of 126, 127 and 128": a_record(positions=np.array([426, 553, 681, 682], np.int32)),
+    "earlier turns": a_record(positions=np.array([0, 20, 299, 300], np.int32)),
+    "vectors": a_record(vectors=np.ones((4, 5), np.float32), normalizer=np.ones(4, np.float32)),
+    "of a model": a_record(model=model_fingerprint(49152, 576)),
+}
+
+
+@pytest.mark.parametrize("record", CASES.values(), ids=CASES)
+def test_round_trip_is_lossless(record: ReplayRecord) -> None:
+    again = ReplayRecord.from_bytes(record.to_bytes())
+    assert again == record
+    for field in dataclasses.fields(record):
+        before, after = getattr(record, field.name), getattr(again, field.name)
+        np.testing.assert_array_equal(before, after)
+        if isinstance(before, np.ndarray):
+            assert before.dtype == after.dtype and before.shape == after.shape
+
+
+@pytest.mark.parametrize("answer", [12, 20, 100, 1000])
+def test_at_most_three_bytes_per_token(answer: int) -> None:
+    """Rate 0.1, k = 3: one edit in ten tokens of 3 × 2 + 3 × 4 + 1 bytes and a bit, a header of 13 and a checksum."""
+    count = answer // 10
+    positions = (60 + 10 * np.arange(count)).astype(np.int32)
+    ids, weights = np.full((count, 3), 49151, np.int32), np.full((count, 3), 1 / 3, np.float32)
+    record = ReplayRecord(1, 60, 60 + answer, positions, ids, weights, None, np.ones(count, bool))
+    assert len(record.to_bytes()) <= 3 * answer
+
+
+def test_any_altered_byte_and_any_cut_is_refused() -> None:
+    """Each of the 255 other values of each byte."""
+    tried = 0
+    for record in CASES.values():
+        data = record.to_bytes()
+        others = [data[:place] for place in range(len(data))] + [data + b"\0"]
+        for place, byte in enumerate(data):
+            others += [data[:place] + bytes([byte ^ flip]) + data[place + 1 :] for flip in range(1, 256)]
+        tried += len(others)
+        for other in others:
+            with pytest.raises(ValueError, match="record"):
+                ReplayRecord.from_bytes(other)
+    assert tried > 100_000
+
+
+def test_what_travels_beside_a_record_has_a_checksum_too() -> None:
+    mask = SamplingMask.of(49152, {2: (False, np.array([3, 7, 900])), 5: (True, np.array([1]))})
+    packed = TrajectoryRecord(a_record(), np.arange(9, dtype=np.float32), mask).pack()
+    (found,) = trajectory_record.unpack([packed])
+    assert found.log_probs.tolist() == list(range(9)) and found.mask.by_position().keys() == {2, 5}
+    assert {name for name, part in packed.items() if isinstance(part, bytes)} == packed.keys()
+    for name, part in packed.items():
+        for place in range(len(part)):
+            altered = part[:place] + bytes([part[place] ^ 1]) + part[place + 1 :]
+            for other in (altered, part[:place]):
+                with pytest.raises(ValueError, match=r"damaged|version"):
+                    trajectory_record.unpack([{**packed, name: other}])
+
+
+def test_a_record_of_another_version_says_so() -> None:
+    data = a_record().to_bytes()
+    with pytest.raises(ValueError, match="not a replay record of this version"):
+        ReplayRecord.from_bytes(bytes([data[0] ^ 0x80]) + data[1:])
+    reader = packing.sealed([data[:-4]], version=8)  # the same two bits as version 4
+    with pytest.raises(ValueError, match="another version"):
+        ReplayRecord.from_bytes(reader)
+
+
+def hostile(**lengths: int) -> bytes:
+    """The bytes of a record with a right checksum and lengths that are none."""
+    fields = {"prompt": 3, "generated": 9, "count": 1, "flags": 0, "width": 1, "size": 2, **lengths}
+    header = bytes([fields["flags"], fields["width"], 0, 0]) + bytes(6)
+    numbers = b"".join(packing.varint(fields[name]) for name in ("prompt", "generated", "count"))
+    return packing.sealed([header, numbers, bytes([2, 7, 0]), packing.varint(fields["size"]), bytes(8)], version=4)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"count": 1 << 62},
+        {"count": 1 << 31, "width": 255},
+        {"prompt": 1 << 62},
+        {"generated": 1 << 31},
+        {"flags": 16, "size": 1 << 60},
+        {"flags": 16, "size": 1 << 40},
+        {"flags": 16, "count": 0, "size": 1 << 62},
+        {"width": 0},
+        {"width": 255},
+    ],
+    ids=str,
+)
+def test_hostile_lengths_take_no_memory(lengths: dict[str, int]) -> None:
+    """Nothing is allocated for a length before so many bytes are there."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="replay record"):
+            ReplayRecord.from_bytes(hostile(**lengths))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(ReplayRecord.from_bytes(hostile(flags=16))) == 1, "without the hostile length it is a record"
+
+
+def test_positions_that_do_not_ascend_are_refused() -> None:
+    for steps in ([2, 0], [255, 5]):  # twice the same position; a long step without its bytes
+        parts = [bytes([0, 1, 0, 0]) + bytes(6), bytes([3, 9, 2]), bytes(steps), bytes(4)]
+        with pytest.raises(ValueError, match=r"ascend|cut short"):
+            ReplayRecord.from_bytes(packing.sealed(parts, version=4))
+
+
+# (V, D) of models that people train, of which no two may have the same fingerprint.
+SHAPES = [
+    *((151936, d) for d in (896, 1024, 1536, 2048, 2560)),
+    *((152064, d) for d in (3584, 4096, 5120, 8192)),
+    *((128256, d) for d in (2048, 3072, 4096, 8192)),
+    *((32000, d) for d in (2048, 4096, 5120)),
+    *((49152, d) for d in (576, 960, 2048)),
+    *((256000, d) for d in (2048, 2304, 3072, 3584)),
+    *((262144, d) for d in (640, 1152, 2560, 3840, 5376)),
+    *((50257, 768), (50304, 2048), (100352, 5120), (129280, 7168), (32768, 4096), (131072, 5120)),
+]
+
+
+def test_a_record_of_another_model_is_refused() -> None:
+    assert len({model_fingerprint(*shape) for shape in SHAPES}) == len(SHAPES)
+    record = a_record(ids=np.full((4, 3), 5, np.int32), model=model_fingerprint(49152, 576))
+    again = ReplayRecord.from_bytes(record.to_bytes()).truncate(600)
+    again.check_model(49152, 576)
+    for shape in ((49152, 577), (49153, 576), (576, 49152)):
+        with pytest.raises(ValueError, match="of another model, and cannot be replayed"):
+            again.check_model(*shape)
+    a_record().check_model(49152, 3)  # nobody said what it is of
+    with pytest.raises(ValueError, match="none of the model's: 0 to 99"):
+        a_record().check_model(100, 3)
+    with pytest.raises(ValueError, match="vectors of 5 dimensions"):
+        CASES["vectors"].check_model(49152, 6)
+
+
+def test_neither_side_replays_a_record_of_another_model() -> None:
+    model = Embedder()
+    shape = (model.embedding.num_embeddings, model.embedding.embedding_dim)
+    right, wrong = (dataclasses.replace(small([1]), model=model_fingerprint(*s)) for s in (shape, (shape[0], 99)))
+    with replaying(model, [right]):
+        model(torch.tensor([[0, 1, 2]]))
+    with pytest.raises(ValueError, match="another model"), replaying(model, [right, wrong]):
+        pytest.fail("replayed")
+    store = TrajectoryStore(1, 64, shape)
+    store.load(store.open("a", 9, 8, True), right)
+    assert store.record("a")[0].model == right.model
+    with pytest.raises(ValueError, match="another model"):
+        store.load(store.open("b", 9, 8, True), wrong)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 48])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match=f"seed {seed} must be in"):
+        a_record(seed=seed).to_bytes()
+
+
+def test_too_large_an_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="token id 16777216 is too large"):
+        a_record(ids=np.full((4, 3), 1 << 24, np.int32)).to_bytes()
