@@ -55,11 +55,12 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     from ngrpo.preflight import check_model
 
     given, sampling, strategies = _read(words)
-    models.check_available(checked_model(given))  # before problems are asked for, which may come from the hub as well
+    if given.model:
+        models.check_available(given.model)  # before problems are asked for, which may come from the hub as well
     problems, dataset = problems_of(given, given.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
-    path = models.resolve(given.model, report=report)
+    path = models.resolve(checked_model(given), report=report)
     for strategy in strategies:
         if strategy.spec is not None:
             check_model(path, strategy.spec)

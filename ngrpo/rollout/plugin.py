@@ -189,7 +189,7 @@ def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         from ngrpo.rollout.request_check import checked
 
-        return original(self, request_id, prompt, checked(params), *args, **kwargs)
+        return original(self, request_id, prompt, checked(params, self.model_config), *args, **kwargs)
 
     return process_inputs
 

@@ -20,12 +20,13 @@ _ALLOWED = {
 }
 
 
-def checked(params: Any) -> Any:
+def checked(params: Any, model_config: Any) -> Any:
     """Sampling parameters whose arguments for the perturbation are a valid dictionary.
 
     Args:
         params: vLLM's ``SamplingParams``, left as they are. The arguments may be JSON text with the record in base64,
             as a server passes them on, whose requests hold no objects.
+        model_config: vLLM's, of the engine's model.
 
     Returns:
         These parameters, or a copy with the arguments read.
@@ -47,7 +48,7 @@ def checked(params: Any) -> Any:
             raise UsageError(f"{_WHERE}[{name!r}]={value!r}: must be {allowed}.")
     if arguments.get("record"):
         try:
-            ReplayRecord.from_bytes(arguments["record"])
+            ReplayRecord.from_bytes(arguments["record"]).check_model(*_embedding_shape(model_config))
         except ValueError as error:
             raise UsageError(f"{_WHERE}['record']: {error}") from None
     if arguments is given:
@@ -55,6 +56,12 @@ def checked(params: Any) -> Any:
     params = params.clone()
     params.extra_args = {**params.extra_args, KEY: arguments}
     return params
+
+
+def _embedding_shape(model_config: Any) -> tuple[int, int]:
+    """(V, D) of the input embedding, whose D is the hidden size in all models but some of OPT's."""
+    own = getattr(model_config.hf_text_config, "word_embed_proj_dim", None)
+    return model_config.get_vocab_size(), own or model_config.get_hidden_size()
 
 
 def _read(text: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
 from perturbations import ReplayRecord
 from perturbations.errors import UsageError
+from perturbations.replay.record import model_fingerprint
 
-RECORD = ReplayRecord(
+KEPT = ReplayRecord(
     seed=7,
     prompt_tokens=2,
     num_tokens=4,
@@ -29,7 +31,13 @@ RECORD = ReplayRecord(
     weights=np.array([[1.0]], dtype=np.float32),
     sigma=None,
     agreed=np.array([True]),
-).to_bytes()
+    model=model_fingerprint(49152, 576),
+)
+RECORD = KEPT.to_bytes()
+OF_ANOTHER_MODEL = dataclasses.replace(KEPT, model=model_fingerprint(49152, 960)).to_bytes()
+WITH_A_TOKEN_TOO_MANY = dataclasses.replace(KEPT, ids=np.array([[49152]])).to_bytes()
+# vLLM's configuration of a model, as far as the check reads it.
+MODEL = SimpleNamespace(hf_text_config=SimpleNamespace(), get_vocab_size=lambda: 49152, get_hidden_size=lambda: 576)
 
 
 class Params(SimpleNamespace):
@@ -45,10 +53,10 @@ def params(arguments: Any) -> Params:
 
 def test_arguments_pass_and_text_is_read() -> None:
     for untouched in (Params(extra_args=None), Params(extra_args={"other": 1}), params({"seed": 3, "record": RECORD})):
-        assert checked(untouched) is untouched
+        assert checked(untouched, MODEL) is untouched
     text = json.dumps({"seed": 3, "enabled": True, "record": base64.b64encode(RECORD).decode()})
     given = params(text)
-    found = checked(given)
+    found = checked(given, MODEL)
     assert found.extra_args == {"perturbation": {"seed": 3, "enabled": True, "record": RECORD}, "other": 1}
     assert given.extra_args["perturbation"] == text
 
@@ -64,13 +72,15 @@ def test_arguments_pass_and_text_is_read() -> None:
         ({"seed": True}, "must be an integer"),
         ({"enabled": 1}, "must be True or False"),
         ({"record": "text"}, "must be the bytes of a record"),
-        ({"record": RECORD[:-1]}, "record"),
+        ({"record": RECORD[:-1]}, "is damaged"),
+        ({"record": OF_ANOTHER_MODEL}, "it is of another model"),
+        ({"record": WITH_A_TOKEN_TOO_MANY}, "token id 49152 is none of the model's"),
         (3, "must be a dictionary"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: Any, said: str) -> None:
     with pytest.raises(UsageError) as error:
-        checked(params(arguments))
+        checked(params(arguments), MODEL)
     assert said in str(error.value)
 
 
