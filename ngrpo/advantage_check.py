@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ngrpo import advantages
 from ngrpo.advantages.base import Advantage
+from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.testing import PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_tensor, require
@@ -20,6 +21,8 @@ from perturbations.testing.report import answered, check_answers, check_tensor, 
 _PROMPTS = 7
 _GROUPS = (8, 16, 32, 64, 128, 256)
 _FRACTIONS = "rewards between 0 and 1"
+_NO_DRAWS = "An advantage is a function of its rewards: it draws nothing."
+_STEPS = (0, 1, 100, 100_000)
 _DEVICE = torch.device("cpu")
 
 
@@ -49,6 +52,8 @@ def _checks(made: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
             except UsageError:  # made for right and wrong answers alone
                 continue
         yield f"advantages of {label}", partial(_check, made, label, batch)
+    yield "the advantage at each training step", partial(_check_steps, made)
+    yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, made)
 
 
 def _group_size(made: Advantage) -> int:
@@ -78,7 +83,7 @@ def _batches(size: int) -> Iterator[tuple[str, _Batch]]:
 
 def _check(made: Advantage, label: str, batch: _Batch) -> None:
     where = f"{made.name}, {label}:"
-    check_answers(where, "formula()", partial(_answer, made, where), batch)
+    check_answers(where, "formula()", partial(_answer, made, where), batch, given="", draws=_NO_DRAWS)
 
 
 def _answer(made: Advantage, where: str, batch: _Batch) -> Tensor:
@@ -89,3 +94,33 @@ def _answer(made: Advantage, where: str, batch: _Batch) -> Tensor:
     fix = "Clamp before divisions: the rewards of a group may all be equal."
     require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
     return found
+
+
+def _check_steps(made: Advantage) -> None:
+    """Some options change over the run, so an advantage is made again for each step, in the driver."""
+    for step in _STEPS:
+        where = f"{made.name}: at_step({step})"
+        fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
+        found = answered(where, partial(made.at_step, step), fix)
+        require(isinstance(found, Advantage), f"{where} is a {type(found).__name__}.", fix)
+
+
+def _check_flags(made: Advantage) -> None:
+    """Asked before a training starts, with the flags that it was given."""
+    given = Flags(["--rollout.n_samples_per_prompt", str(_group_size(made))])
+    fix = (
+        "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
+    )
+    found = answered(f"{made.name}: flags()", partial(made.flags, given), fix)
+    wrong = not isinstance(found, dict) or [name for name, value in found.items() if not _is_flag(name, value)]
+    require(not wrong, f"{made.name}: flags() gives {found!r:.200}.", fix)
+    fix = "It must give a list of texts, each a warning for the user; an empty one for none."
+    notes = answered(f"{made.name}: notes()", partial(made.notes, given), fix)
+    texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
+    require(texts, f"{made.name}: notes() gives {notes!r:.200}.", fix)
+
+
+def _is_flag(name: object, value: object) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    fits = value is None or (len(values) > 0 and all(isinstance(part, str) for part in values))
+    return isinstance(name, str) and name.startswith("--") and fits

@@ -87,14 +87,21 @@ def of_rows(whole: Any, rows: Tensor) -> Any:
     return type(whole)(**{f.name: of_rows(getattr(whole, f.name), rows) for f in dataclasses.fields(whole)})
 
 
-def check_answers(where: str, method: str, ask: Callable[[Any], Any], step: Any) -> Any:
+STEP_DRAWS = "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed."
+
+
+def check_answers(
+    where: str, method: str, ask: Callable[[Any], Any], step: Any, *, given: str = "step.", draws: str = STEP_DRAWS
+) -> Any:
     """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
 
     Args:
         where: owner and step, for messages.
         method: its name, for messages.
         ask: gives the answer, a tensor or a dataclass of tensors, to a step.
-        step: a step or a gate's step of 7 rows.
+        step: what is asked about, a dataclass of 7 rows: a step, a gate's step, rewards.
+        given: what stands before the names of its parts, where it is used.
+        draws: how to draw where randomness is allowed, or what to do where it is not.
     """
     parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
     before = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
@@ -103,16 +110,16 @@ def check_answers(where: str, method: str, ask: Callable[[Any], Any], step: Any)
     require(
         global_random_state() == state,
         f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
-        "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed.",
+        draws,
     )
     for name, tensor in before.items():
         require(
             torch.equal(tensor, getattr(step, name)),
-            f"{where} {method} changes step.{name} in place, which others read after it.",
-            "Work on a copy: step.logits.clone(), or methods without a trailing underscore.",
+            f"{where} {method} changes {given}{name} in place, which others read after it.",
+            f"Work on a copy: {given}{name}.clone(), or methods without a trailing underscore.",
         )
     found = differing(answer, ask(step), exact=True)
-    fix = "Use no randomness but the step's, and keep no state between calls."
+    fix = f"Keep no state between calls. {draws}"
     require(not found, f"{where} {method} gives two results for the same step, {found}.", fix)
     order = torch.tensor(_ORDER)
     for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -23,7 +24,7 @@ OPTIONS = {"pass_at_k": [dict(k=9)], "pkpo": [dict(k=9), dict(variant="loo", k=8
 )
 def test_ours_keep_the_contract(name: str, options: dict) -> None:
     found = list(inspect(name, **options))
-    assert len(found) == (5 if name == "pass_at_k" else 6) and [error for _, error in found if error is not None] == []
+    assert len(found) == (7 if name == "pass_at_k" else 8) and [error for _, error in found if error is not None] == []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,8 @@ FORMULAS = {
     "over_the_batch": (lambda self, r, c: r - r.mean(), "row 0 alone formula() gives another result"),
     "without_a_floor": (lambda self, r, c: (r - r.mean(-1, True)) / r.std(-1, keepdim=True), "gives [nan]"),
     "of_the_group": (lambda self, r, c: r.mean(-1), "has shape (7,)"),
-    "in_place": (in_place, "changes step.rewards in place"),
-    "drawn": (lambda self, r, c: r + torch.rand_like(r), "global random generator"),
+    "in_place": (in_place, "changes rewards in place"),
+    "drawn": (lambda self, r, c: r + torch.rand_like(r), "An advantage is a function of its rewards"),
     "uncounted": (lambda self, r, c: r / c, "raises TypeError"),
     "whole": (lambda self, r, c: r.long(), "is torch.int64"),
 }
@@ -60,10 +61,29 @@ def test_a_broken_formula_is_said_in_words(name: str, monkeypatch: pytest.Monkey
     assert any(words in error for error in errors), errors
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "words"),
+    [
+        ("at_step", lambda self, step: None, "at_step(0) is a NoneType"),
+        ("at_step", lambda self, step: (1 // (step - 100) and None) or self, "at_step(100) raises ZeroDivisionError"),
+        ("flags", lambda self, given: {"--algo.kl.init_coef": 0}, "flags() gives {'--algo.kl.init_coef': 0}"),
+        ("flags", lambda self, given: {"algo.kl.init_coef": "0"}, "flags() gives {'algo.kl.init_coef': '0'}"),
+        ("flags", lambda self, given: given["model"], "flags() raises TypeError"),
+        ("notes", lambda self, given: None, "notes() gives None"),
+    ],
+)
+def test_what_else_an_advantage_answers(
+    method: str, answer: Callable, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Centered, method, answer)
+    (error,) = [str(error) for _, error in inspect(Centered) if error is not None]
+    assert words in error
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["check", "advantage", f"{__name__}:Centered", "scale=2"]) == 0
     said = capsys.readouterr()
-    assert said.out.count("ok ") == 6 and f"ngrpo train --advantage {__name__}:Centered" in said.err
+    assert said.out.count("ok ") == 8 and f"ngrpo train --advantage {__name__}:Centered" in said.err
     monkeypatch.setattr(Centered, "formula", FORMULAS["over_the_batch"][0])
     assert cli.main(["check", "advantage", f"{__name__}:Centered"]) == 1
     said = capsys.readouterr()
