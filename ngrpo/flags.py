@@ -51,6 +51,8 @@ _NEEDS = {
     POLICY_NOISE: "a policy noise's name",
 }
 DRY_RUN = "--dry-run"
+# Settings of the run, whatever its perturbation is.
+_OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
 _SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT, DRY_RUN)
 CONFIG_FILE = "--config"
 # Ours besides these: the field of TrainCommand that each one sets.
@@ -185,10 +187,17 @@ def _of_file(file: str) -> Flags:
 
 
 def _in_place_of(earlier: Flags, later: Flags) -> Flags:
-    """Both, the later in place of the earlier where they set the same."""
+    """Both, the later in place of the earlier where they set the same.
+
+    Where the later names another perturbation, advantage, credit or policy noise, the options of the earlier one go.
+    """
     names = {flag.name for flag in later}
     if names & set(_MODEL_NAMES):
         names |= set(_MODEL_NAMES)
+    for root in _NEEDS:
+        if root in names and later.value(root) != earlier.value(root):
+            of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
+            names |= {name for name in of_it if not name.startswith(_OF_THE_RUN)}
     return Flags([*earlier.without(*names).words, *later.words])
 
 

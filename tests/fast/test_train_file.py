@@ -62,6 +62,16 @@ def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
     assert Flags(command.openrlhf_args).has("--train.colocate_all") and command.spec["skip_special"] is True
 
 
+def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: Path) -> None:
+    text = TEXT + "perturbation.k: 4\nperturbation.strict: true\nadvantage: w_reinforce\nadvantage.lam: 0.2\n"
+    assert parsed(tmp_path, text, "--perturbation none").spec is None
+    command = parsed(tmp_path, text, "--perturbation soft --perturbation.k 7 --advantage psr")
+    assert command.spec["name"] == "soft" and command.spec["k"] == 7 and command.spec["rate"] == 1.0
+    assert command.settings.strict and command.settings.advantage_spec == {"name": "psr"}
+    command = parsed(tmp_path, text, "--perturbation neighbor --perturbation.k 2")
+    assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"
+
+
 def test_without_a_file_nothing_changes() -> None:
     assert flags.with_files(["--model", "m"]) == ["--model", "m"]
 
