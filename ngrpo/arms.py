@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "perturbation."
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
-_TRAINING = r"base|(advantage|credit|policy_noise)(\.\w+)?|reproducible"
+_TRAINING = r"base|(advantage|credit|policy_noise|sampling\.schedule)(\.\w+)?|reproducible"
 
 
 @dataclass(frozen=True)

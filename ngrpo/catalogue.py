@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from ngrpo import advantages, credits, policy_noises
+from ngrpo import advantages, credits, policy_noises, sampling_schedules
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.text_table import aligned, defined
 from perturbations import registry
@@ -27,11 +27,12 @@ KINDS = {
     advantages.registry: "--advantage",
     credits.registry: "--credit",
     policy_noises.registry: "--policy_noise",
+    sampling_schedules.registry: "--sampling.schedule",
 }
 
 
 def listing() -> str:
-    """One table of all perturbations, gates, replay buffers, advantages, credits and policy noises, a line for each."""
+    """One table of all perturbations, gates, replay buffers, advantages, credits and so on, a line for each."""
     rows: list[tuple[str, ...]] = []
     for kept in KINDS:
         paper = "paper" if hasattr(kept.base_class(), "paper") else ""
@@ -109,6 +110,7 @@ def picture(kept: Registry, cls: type) -> list[str]:
         advantages.registry: pictures.of_advantage,
         credits.registry: pictures.of_credit,
         policy_noises.registry: pictures.of_policy_noise,
+        sampling_schedules.registry: pictures.of_sampling_schedule,
     }.get(kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

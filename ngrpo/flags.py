@@ -24,6 +24,7 @@ ADVANTAGE = "--advantage"
 CREDIT = "--credit"
 POLICY_NOISE = "--policy_noise"
 SAMPLING = "--sampling"
+SCHEDULE = f"{SAMPLING}.schedule"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 EVAL_AT_START = "--eval.at_start"
@@ -41,7 +42,8 @@ _ROOTS = {
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
     CREDIT: f"{CREDIT} NAME and {CREDIT}.<option> VALUE",
     POLICY_NOISE: f"{POLICY_NOISE} NAME and {POLICY_NOISE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P and {CORRECT_MASK}",
+    SCHEDULE: f"{SCHEDULE} NAME and {SCHEDULE}.<option> VALUE",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SCHEDULE} NAME",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
 }
 _NEEDS = {
@@ -49,6 +51,7 @@ _NEEDS = {
     ADVANTAGE: "an advantage's name",
     CREDIT: "a credit's name",
     POLICY_NOISE: "a policy noise's name",
+    SCHEDULE: "a sampling schedule's name",
 }
 DRY_RUN = "--dry-run"
 # Settings of the run, whatever its perturbation is.
@@ -71,7 +74,7 @@ class TrainCommand:
     """What `ngrpo train` was asked to do.
 
     Attributes:
-        settings: the perturbation, the advantage, the masks of the rollouts and whether they repeat.
+        settings: the perturbation, the advantage, the sampling of the rollouts and whether they repeat.
         hardware: ``auto``, ``cpu`` or ``cuda``.
         openrlhf_args: OpenRLHF's flags, untouched and in their order.
         task: a name of :mod:`ngrpo.tasks`, or None.
@@ -141,6 +144,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         credit_spec=_spec_of(ours, CREDIT),
         policy_noise_spec=_spec_of(ours, POLICY_NOISE),
         sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
+        sampling_schedule_spec=_spec_of(ours, SCHEDULE),
         reproducible=reproducible,
         eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
         gap_limit=gap_limit,
@@ -220,7 +224,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     ours: dict[str, Any] = {}
     rest: list[str] = []
     for flag in Flags(words):
-        name, root = _OTHER_NAMES.get(flag.name, flag.name), flag.name.partition(".")[0]
+        name, root = _OTHER_NAMES.get(flag.name, flag.name), _root_of(flag.name)
         if root not in _ROOTS and name not in (*_OURS, EVAL_AT_START, "--model"):
             if not name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
@@ -242,8 +246,13 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return ours, rest
 
 
+def _root_of(name: str) -> str:
+    """The flag that an option belongs to: what stands before its dot, except for that of ``--sampling.schedule``."""
+    return SCHEDULE if name == SCHEDULE or name.startswith(f"{SCHEDULE}.") else name.partition(".")[0]
+
+
 def _options(ours: dict[str, Any], root: str) -> dict[str, Any]:
-    return {name[len(root) + 1 :]: value for name, value in ours.items() if name.startswith(f"{root}.")}
+    return {name[len(root) + 1 :]: value for name, value in ours.items() if _root_of(name) == root and name != root}
 
 
 def _refuse_near_miss(name: str, root: str) -> None:
@@ -263,17 +272,17 @@ def _resembles(word: str, flag: str) -> bool:
 
 
 def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
-    """The spec of the advantage, credit or policy noise that is named; None for none."""
+    """The spec of the advantage, credit, policy noise or sampling schedule that is named; None for none."""
     options = _options(ours, root)
     if ours.get(root, "none") == "none":
         if options:
-            raise UsageError(
-                f"{root}.{next(iter(options))} is given, but no {root[2:].replace('_', ' ')}. Add {root} NAME."
-            )
+            what = root[2:].replace("_", " ").replace(".", " ")
+            raise UsageError(f"{root}.{next(iter(options))} is given, but no {what}. Add {root} NAME.")
         return None
-    from ngrpo import advantages, credits, policy_noises
+    from ngrpo import advantages, credits, policy_noises, sampling_schedules
 
-    home = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises}[root]
+    homes = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises, SCHEDULE: sampling_schedules}
+    home = homes[root]
     switches = [option for option, value in options.items() if value is None]
     if switches:
         owner = home.registry.get(ours[root])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.step import GateStep, Positions, Step
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
     from ngrpo.policy_noises.base import PolicyNoise
+    from ngrpo.sampling_schedules.base import SamplingSchedule
     from perturbations.gates.base import Gate
 
 _WORDS = ("so", "thus", "but", "hence", "then", "therefore")
@@ -92,6 +94,33 @@ def of_policy_noise(noise: PolicyNoise) -> list[str]:
         bar = _bar(scales[step] / max(scales)) if scales[step] else ""
         lines.append(f"  step {step:<4}{scales[step]:<10.3g}{bar}".rstrip())
     return lines
+
+
+def of_sampling_schedule(schedule: SamplingSchedule) -> list[str]:
+    """Temperatures of one answer's tokens, or of a run's steps while the policy grows surer."""
+    if schedule.follows_training:
+        past: list[PastStep] = []
+        for step in range(100):
+            factor = schedule.factor_of_step(past, Run(100, 1.0, 50_000))
+            past.append(PastStep(factor, (1.0 - 0.006 * step) * factor))
+        lines = ["temperature in a run of 100 steps whose entropy falls by 0.006 a step at temperature 1:"]
+        return [*lines, *_curve("step", {step: past[step].factor for step in range(0, 100, 10)})]
+    rows, one = torch.arange(1000), torch.ones(1000)
+    found = schedule.factor(NextTokens(_step(1).logits.expand(1000, -1), one, rows, torch.zeros_like(rows)))
+    if found.min() < found.max():
+        lines = ["temperature of an answer's tokens in the first training step, where 1 is asked for:"]
+        return [*lines, *_curve("token", {t: float(found[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]
+    sureness = torch.logspace(-1, 1, 8).unsqueeze(-1)
+    same = torch.zeros(8, dtype=torch.int64)
+    tokens = NextTokens(_step(1).logits * sureness, torch.ones(8), same, same)
+    values = zip(tokens.entropies().tolist(), schedule.factor(tokens).tolist())
+    lines = ["temperature by the entropy at a token, in nats, where 1 is asked for:"]
+    return [*lines, *_curve("entropy", {f"{entropy:.2f}": factor for entropy, factor in values})]
+
+
+def _curve(name: str, values: dict[object, float]) -> list[str]:
+    most = max(values.values())
+    return [f"  {name} {at!s:<5}{value:<8.3g}{_bar(value / most)}" for at, value in values.items()]
 
 
 def _step(rows: int) -> Step:

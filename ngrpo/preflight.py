@@ -202,6 +202,37 @@ def check_eval_at_start(given: Flags, settings: RunSettings) -> None:
         )
 
 
+def check_sampling_schedule(given: Flags, settings: RunSettings) -> None:
+    """Raises ``UsageError`` for what a run whose temperature changes cannot go with."""
+    schedule, perturbation = settings.sampling_schedule, settings.perturbation
+    if schedule is None:
+        return
+    asked = f"--sampling.schedule {schedule.name}"
+    if perturbation is not None and perturbation.has_density:
+        raise UsageError(
+            f"{asked} cannot be used with the density of --perturbation {perturbation.name}: rollouts at another"
+            " temperature than the trainer's are weighted by the tokens' log-probabilities, which the density takes the"
+            " place of. Add --perturbation.density token, or leave the schedule out."
+        )
+    if schedule.evaluation and _number(given.value("--eval.temperature") or "1") == 0.0:
+        raise UsageError(
+            f"{asked} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is the"
+            " likeliest does not depend on the temperature. Leave one of them out."
+        )
+    if not schedule.follows_training:
+        return
+    if given.has("--train.async_enable"):
+        raise UsageError(
+            f"--train.async_enable cannot be used with {asked}: rollouts are drawn before the step that their"
+            " temperature follows from. Leave one of them out."
+        )
+    if given.value(_CORRECTION) in (None, "off"):
+        raise UsageError(
+            f"{asked} needs the rollouts' log-probabilities, which {_CORRECTION} off does without. Leave"
+            f" {_CORRECTION} at token, which the schedule sets."
+        )
+
+
 def check_output(flag: str, path: str | Path, *, folder: bool) -> None:
     """Raises ``UsageError`` for a path at which a folder, or a file, can be neither made nor written."""
     path = Path(path).expanduser()

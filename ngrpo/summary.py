@@ -26,7 +26,7 @@ RUNNERS = "model_runner"
 FORMAT = 1
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/")
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/")
 _ROWS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -67,6 +67,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
         "advantage": settings.advantage_spec,
         "credit": settings.credit_spec,
         "policy_noise": settings.policy_noise_spec,
+        "sampling_schedule": settings.sampling_schedule_spec,
         "sampling": rollout_sampling.described(rollout_sampling.create(**settings.sampling), args),
         "reproducible": settings.reproducible,
         "steps": steps(scalars),
@@ -121,9 +122,9 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = summary["steps"]
     places = summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    for part in ("advantage", "credit", "policy_noise"):
+    for part in ("advantage", "credit", "policy_noise", "sampling_schedule"):
         if summary.get(part):
-            lines.append(f"{part:<14}" + " ".join(_words(summary[part])))
+            lines.append(f"{part:<13} " + " ".join(_words(summary[part])))
     if rows:
         lines += ["", *_grid(_thin(rows)), "", *_figures(rows, evaluations(summary["evaluation"]))]
     else:

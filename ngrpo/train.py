@@ -51,6 +51,10 @@ sampling of the rollouts; evaluation is as it was
   --sampling.correct_mask   take log-probabilities among the tokens that top-p,
                             top-k and min-p left (temperature and top-p:
                             --rollout.temperature, --rollout.top_p)
+  --sampling.schedule NAME  a temperature that changes within an answer or over
+                            the run, see below [none]
+  --sampling.schedule.<option> VALUE
+                            an option of the schedule
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 
@@ -166,9 +170,11 @@ def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
     preflight.check_flags(command.openrlhf_args, command.settings)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     settings = command.settings
-    of_noise = {} if settings.policy_noise is None else settings.policy_noise.flags(given)
-    given = given.with_defaults({**flags.output_flags(folder), **of_noise})
+    given = given.with_defaults(flags.output_flags(folder))
+    for part in (settings.policy_noise, settings.sampling_schedule):
+        given = given if part is None else given.with_defaults(part.flags(given))
     preflight.check_policy_noise(given, settings)
+    preflight.check_sampling_schedule(given, settings)
     return presets.applied(given, command.preset, settings.advantage)
 
 

@@ -164,7 +164,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "seconds": state.get("seconds"),
         "peak_memory_bytes": state.get("peak_memory_bytes"),
         "perturbation": summary.get("perturbation"),
-        **{part: summary.get(part) for part in ("advantage", "credit", "policy_noise")},
+        **{part: summary.get(part) for part in ("advantage", "credit", "policy_noise", "sampling_schedule")},
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
         "evaluations": _evaluations(summary.get("evaluation") or {}),

@@ -19,7 +19,7 @@ from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask import SamplingMaskStore
-from ngrpo.rollout.settings import SAMPLING_MASKS
+from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_schedule
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
@@ -57,6 +57,7 @@ class AttachedPerturbation:
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
         # On a CPU a table of neighbors takes half a minute, so that its rows are computed as they are needed.
         self._ahead = runner.device.type != "cpu"
+        self.schedule = read_schedule(runner.vllm_config.additional_config)
         self.replace(perturbation)
         (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
         self._follow_syncs()
@@ -83,12 +84,16 @@ class AttachedPerturbation:
         recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
         masks = SamplingMaskStore(self._vocabulary) if recorded else None
         self.perturber = RolloutPerturber(
-            perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks
+            perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks, self.schedule
         )
         self._buffer.drop(self._buffer.names())
         rank = runner.vllm_config.parallel_config.data_parallel_index
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
         self.prepare()
+
+    def fingerprint(self) -> str:
+        """What this worker does to its rollouts, to be compared with what a run asked for."""
+        return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
         """Compiles what the first requests need, for one and for several; forgets vLLM's own warm-up requests."""

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngrpo.rollout.in_flight import Batch, Edits, Note
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.sample_tokens import sample_tokens
 from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore, pack
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from ngrpo.sampling_schedules.base import NextTokens, SamplingSchedule
 from perturbations import streams
 from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
@@ -29,45 +30,6 @@ from perturbations.step import Positions, Step
 
 # Their keys are computed on the host for all gated rows at once: on the device each takes three dozen small operations.
 _STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The step in flight: which trajectory each row belongs to, and where its next token goes."""
-
-    slots: np.ndarray
-    next_positions: np.ndarray
-    sampled: np.ndarray
-    slot_tensor: Tensor
-    prompts: Tensor
-
-
-@dataclass(frozen=True)
-class _Edits:
-    """Edits drawn in the last step, still on the device: row i is (slots[i], positions[i])."""
-
-    slots: np.ndarray
-    positions: np.ndarray
-    vectors: Tensor
-    fed: Tensor
-
-
-@dataclass(frozen=True)
-class _Note:
-    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
-
-    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
-    the slot and position ``edited[0][j]`` and ``edited[1][j]``.
-    """
-
-    ready: torch.cuda.Event | None
-    slots: np.ndarray
-    positions: np.ndarray
-    rows: np.ndarray | None
-    log_probs: Tensor
-    left: tuple[Tensor, ...]
-    edited: tuple[np.ndarray, np.ndarray]
-    edits: dict[str, Tensor]
 
 
 class RolloutPerturber:
@@ -83,18 +45,19 @@ class RolloutPerturber:
         device: torch.device,
         module: nn.Module | None = None,
         masks: SamplingMaskStore | None = None,
+        schedule: SamplingSchedule | None = None,
     ) -> None:
         self._perturbation, self._store, self._gate = perturbation, store, gate
         self._embeddings, self._override, self.device = embeddings, override, device
-        self._module, self._masks = module, masks
+        self._module, self._masks, self._schedule = module, masks, schedule
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
-        self._slot_tensor = self._prompts = torch.zeros(0, dtype=torch.int64)
+        self._slot_tensor = self._prompts = self._training_steps = torch.zeros(0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
-        self._edits: _Edits | None = None
-        self._notes: deque[_Note] = deque()
-        self._batch: _Batch | None = None
+        self._edits: Edits | None = None
+        self._notes: deque[Note] = deque()
+        self._batch: Batch | None = None
         self.noted = self.written = 0  # notes taken so far, and how many of them are in the store
 
     # --- before the forward -------------------------------------------------------------------------------------
@@ -118,7 +81,7 @@ class RolloutPerturber:
         fresh = (counts == 1) & (starts == self._last_position[slots])
         for row in (~fresh & self._store.has_edits[slots]).nonzero()[0]:
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
-        self._batch = _Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
+        self._batch = Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
 
     def _locate_rows(self, names: Sequence[str]) -> None:
         if names == self._names:
@@ -129,8 +92,10 @@ class RolloutPerturber:
         self._row_of_slot[self._slots] = np.arange(len(names))
         self._prompts = self._upload(self._store.prompts[self._slots])
         self._slot_tensor = self._upload(self._slots)
+        if self._schedule is not None:
+            self._training_steps = self._upload(self._store.training_steps[self._slots])
 
-    def _place_fresh(self, edits: _Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
+    def _place_fresh(self, edits: Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
         rows = self._row_of_slot[edits.slots]
         present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
         if present.all():
@@ -193,6 +158,32 @@ class RolloutPerturber:
             self._gate.open(torch.zeros_like(rows), step, rows)
         if self._masks is not None:
             pack(scaled)
+        if self._schedule is not None:
+            self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows))
+
+    def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
+        """What the temperatures of the step in flight are multiplied with.
+
+        Args:
+            scaled: logits at the temperatures that the requests ask for, (B, V) float32.
+            temperature: these, (B,) float32.
+            greedy: as in :meth:`finish`.
+
+        Returns:
+            (B,) float32, 1 for greedy rows and for requests without a schedule; None where there is no schedule, or
+            none within an answer.
+        """
+        if self._schedule is None:
+            return None
+        # A prompt that is not complete yet draws a token that is thrown away.
+        generated = np.maximum(self._batch.next_positions - self._store.prompts[self._batch.slots], 0)
+        steps = self._training_steps
+        at = NextTokens(scaled, temperature, self._upload(generated), steps.clamp_min(0))
+        factor = self._schedule.factor(at)
+        if factor is None:
+            return None
+        applies = steps >= 0 if greedy is None else (steps >= 0) & (greedy < 0)
+        return torch.where(applies, factor, 1.0)
 
     def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
         """Draws the next tokens and the edits of the gated rows.
@@ -236,7 +227,7 @@ class RolloutPerturber:
 
     def _perturb(
         self,
-        batch: _Batch,
+        batch: Batch,
         gated: np.ndarray,
         of_gated: Sequence[Tensor],
         scaled: Tensor,
@@ -280,7 +271,7 @@ class RolloutPerturber:
             fed = fed & proposal.acts
         chosen = torch.where(opened, proposal.tokens, sampled)
         vectors = self._realise(edit, step)
-        self._edits = _Edits(batch.slots[gated], batch.next_positions[gated], vectors, fed)
+        self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, fed)
         parts = {
             "fed": fed,
             "ids": edit.ids.to(torch.int32),
@@ -301,7 +292,7 @@ class RolloutPerturber:
 
     def _note(
         self,
-        batch: _Batch,
+        batch: Batch,
         within: np.ndarray,
         log_probs: Tensor,
         gated: np.ndarray,
@@ -320,7 +311,7 @@ class RolloutPerturber:
         self._last_position[slots] = positions
         at = batch.slots[gated], batch.next_positions[gated]
         self._store.has_edits[at[0]] = True
-        self._notes.append(_Note(ready, slots, positions, rows, log_probs, left, at, edits))
+        self._notes.append(Note(ready, slots, positions, rows, log_probs, left, at, edits))
         self.noted += 1
         self.drain()
 
@@ -345,7 +336,7 @@ class RolloutPerturber:
             self._write(note)
             self.written += 1
 
-    def _write(self, note: _Note) -> None:
+    def _write(self, note: Note) -> None:
         def whole(part: Tensor) -> np.ndarray:
             return part.numpy() if note.rows is None else part.numpy()[note.rows]
 

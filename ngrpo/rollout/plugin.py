@@ -132,7 +132,7 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
                 "perturbation %s is on, in the %s model runner: %s",
                 perturbation.name,
                 _runner(self),
-                perturbation.fingerprint(),
+                self.perturbation.fingerprint(),
             )
 
     return load_model
@@ -288,7 +288,7 @@ def _extend_workers() -> None:
 
     def fingerprint(self: Any) -> str:
         attached = getattr(self, "perturbation", None)
-        return attached.perturbation.fingerprint() if attached else ""
+        return attached.fingerprint() if attached else ""
 
     def runner(self: Any) -> str:
         return _runner(self)

@@ -71,6 +71,9 @@ def _sample(original: Callable[..., Any], sampler: Any, perturbation: AttachedPe
             seen = (metadata, _temperature(metadata, logits))
         temperature = seen[1]
         scaled = logits if metadata.all_greedy else logits.div_(temperature.unsqueeze(-1))
+        factor = None if metadata.all_greedy else perturber.temperature_factor(scaled, temperature, greedy)
+        if factor is not None:
+            scaled, temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor
         drawable = _filtered(scaled, metadata)
         tokens = perturber.finish(scaled, temperature, drawable, greedy)
         return tokens, _processed(sampler, metadata, logprobs_mode_override, drawable)

@@ -58,7 +58,7 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     original, states = sampler.sample, sampler.sampling_states
-    min_p, unfiltered = states.apply_min_p, None
+    min_p = states.apply_min_p
     # Releases differ in what else they pass along.
     names = list(inspect.signature(original).parameters)
     slots_at, slots_np_at = names.index("expanded_idx_mapping") - 1, names.index("idx_mapping_np") - 1
@@ -66,31 +66,34 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
     copies = hasattr(sampler, "needs_logits_processing")
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
-        """Filters in place; perturbations see the logits before that."""
-        nonlocal unfiltered
-        if perturbation.perturber.busy and states.min_p.np[idx_mapping_np].any():
-            unfiltered = logits.clone()
-        min_p(logits, expanded_idx_mapping, idx_mapping_np)
+        """Left to ``sample``: perturbations and sampling schedules see the logits before that."""
+        if not perturbation.perturber.busy:
+            min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
     def sample(logits: Tensor, *rows: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        nonlocal unfiltered
         perturber = perturbation.perturber
         if not perturber.busy:  # vLLM's own dummy runs
             perturber.rehearse(logits)
             return original(logits, *rows, **kwargs)
         slots, slots_np = rows[slots_at], rows[slots_np_at]
         given_logits = logits if copies else logits.float()
-        drawable = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True).float()
-        scaled, unfiltered = (drawable if unfiltered is None else unfiltered), None
-        top_k, top_p = states.get_top_k_top_p(slots, slots_np)
-        if top_k is not None or top_p is not None:
-            # vLLM filters in place where it can.
-            drawable = apply_top_k_top_p(drawable.clone() if drawable is scaled else drawable, top_k, top_p)
+        scaled = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True).float()
         given = states.temperature.gpu[slots]
         temperature, greedy = given, None
         if states.any_greedy(slots_np):
             cold = given == 0.0
             temperature, greedy = torch.where(cold, 1.0, given), torch.where(cold, scaled.argmax(dim=-1), -1)
+        factor = perturber.temperature_factor(scaled, temperature, greedy)
+        if factor is not None:
+            scaled, temperature = scaled / factor.unsqueeze(-1), temperature * factor
+        drawable = scaled
+        if states.min_p.np[slots_np].any():
+            drawable = scaled.clone()
+            min_p(drawable, slots, slots_np)
+        top_k, top_p = states.get_top_k_top_p(slots, slots_np)
+        if top_k is not None or top_p is not None:
+            # vLLM filters in place where it can.
+            drawable = apply_top_k_top_p(drawable.clone() if drawable is scaled else drawable, top_k, top_p)
         return perturber.finish(scaled, temperature, drawable, greedy), drawable
 
     states.apply_min_p = apply_min_p

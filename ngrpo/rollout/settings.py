@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ngrpo import sampling_schedules
+from ngrpo.sampling_schedules.base import SamplingSchedule
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -25,11 +27,15 @@ An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail 
 SAMPLING_MASKS = "sampling_masks"
 """Key of ``additional_config``: record which tokens sampling left at each position; implies seeded draws."""
 
+SAMPLING_SCHEDULE = "sampling_schedule"
+"""Key of ``additional_config``: how temperatures change, a dictionary with name and options; implies seeded draws."""
+
 
 def read(additional_config: Any) -> Perturbation | None:
     """The perturbation that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
 
-    With ``"seeded_draws": True`` or ``"sampling_masks": True`` beside it, one that perturbs nothing is returned too.
+    With ``"seeded_draws": True``, ``"sampling_masks": True`` or a ``"sampling_schedule"`` beside it, one that perturbs
+    nothing is returned too.
 
     Raises:
         UsageError: for anything that is not a valid spec.
@@ -39,7 +45,7 @@ def read(additional_config: Any) -> Perturbation | None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")
-    seeded = any(switches.values())
+    seeded = any(switches.values()) or read_schedule(given) is not None
     if spec is None and seeded:
         spec = {"name": "none"}
     if spec is None:
@@ -51,6 +57,29 @@ def read(additional_config: Any) -> Perturbation | None:
         )
     perturbation = registry.create(**spec)
     return perturbation if perturbation.active or seeded else None
+
+
+def read_schedule(additional_config: Any) -> SamplingSchedule | None:
+    """The sampling schedule that ``additional_config={"sampling_schedule": {...}}`` names; None for none.
+
+    Raises:
+        UsageError: for anything that is not a valid spec.
+    """
+    spec = additional_config.get(SAMPLING_SCHEDULE) if isinstance(additional_config, dict) else None
+    if spec is None:
+        return None
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise UsageError(
+            f"additional_config[{SAMPLING_SCHEDULE!r}]={spec!r}: must be a dictionary with a 'name'"
+            f" ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for example"
+            " {'name': 'ead', 'tau_max': 1.2}."
+        )
+    return sampling_schedules.create(**spec)
+
+
+def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -> str:
+    """What must be the same in all processes of a run, of a perturbation and of a sampling schedule."""
+    return perturbation.fingerprint() + ("" if schedule is None else f" {schedule.fingerprint()}")
 
 
 def without_seed(additional_config: Any) -> Any:
@@ -81,7 +110,7 @@ def request_arguments(params: Any) -> dict[str, Any]:
     """What a request says about its perturbation, in ``SamplingParams.extra_args["perturbation"]``.
 
     ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
-    earlier turns.
+    earlier turns; ``training_step`` is what a sampling schedule goes by, and ``scheduled: False`` leaves it out.
     """
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 

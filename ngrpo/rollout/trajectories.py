@@ -135,23 +135,25 @@ class TrajectoryStore:
         self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
         self._model = 0 if embedding is None else model_fingerprint(*embedding)
         self.live: dict[str, Trajectory] = {}
-        self.seeds, self.prompts = (np.zeros(self.slots, dtype=np.int64) for _ in range(2))
+        self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
         self.perturbed, self.has_edits = (np.zeros(self.slots, dtype=bool) for _ in range(2))
         self._free = list(reversed(range(self.slots)))
         self._edits, self._tokens = Chunks(self.slots, max_model_len), Chunks(self.slots, max_model_len)
 
-    def open(self, request_id: str, seed: int, prompt_tokens: int, perturbed: bool) -> Trajectory:
-        """Gives a new request a clean slot."""
+    def open(
+        self, request_id: str, seed: int, prompt_tokens: int, perturbed: bool, training_step: int = 0
+    ) -> Trajectory:
+        """Gives a new request a clean slot; a training step below 0 is that of one without a sampling schedule."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
-            for name in ("seeds", "prompts", "perturbed", "has_edits"):
+            for name in ("seeds", "prompts", "training_steps", "perturbed", "has_edits"):
                 setattr(self, name, grown(getattr(self, name), self.slots))
             self._edits.grow(self.slots)
             self._tokens.grow(self.slots)
         slot = self._free.pop()
         self.seeds[slot], self.prompts[slot], self.perturbed[slot] = seed, prompt_tokens, perturbed
-        self.has_edits[slot] = False
+        self.training_steps[slot], self.has_edits[slot] = training_step, False
         self.live[request_id] = trajectory = Trajectory(slot, seed, prompt_tokens)
         return trajectory
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What OpenRLHF's importance-sampling correction of a step does, in the log."""
+"""The policy that rolled out, beside the trainer's: what importance sampling makes of a step, and its entropy."""
 
 from __future__ import annotations
 
@@ -33,3 +33,20 @@ def importance_measures(experiences: Sequence[Any], args: Any) -> dict[str, floa
         bounded = weight.clamp(low, high) if args.is_correction_mode == "clip" else weight.masked_fill(beyond, 0.0)
         found |= {"weight": bounded.mean().item(), "cut": beyond.float().mean().item()}
     return {f"importance/{name}": value for name, value in found.items()}
+
+
+def rollout_entropy(experiences: Sequence[Any]) -> float | None:
+    """The mean entropy of the policy that rolled out, at the temperatures it drew with, in nats.
+
+    Estimated without bias by the mean of −log π_rollout over the tokens, where all of them were drawn from it.
+
+    Args:
+        experiences: with the log-probabilities of the rollout, (B, A) each.
+
+    Returns:
+        None where these are not asked for.
+    """
+    if any(e.rollout_log_probs is None for e in experiences):
+        return None
+    parts = [e.rollout_log_probs[e.action_mask.bool()].float().cpu() for e in experiences]
+    return -torch.cat(parts).mean().item()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.trainer.gap import check_gap
-from ngrpo.trainer.importance import importance_measures
+from ngrpo.trainer.importance import importance_measures, rollout_entropy
 from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
@@ -114,6 +114,26 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
         check_gap(measures, run.gap_limit, strict=run.strict)
         measures |= importance_measures(experiences, self.strategy.args.algo.advantage)
         note_measures(self, measures)
+        return experiences
+
+    return make_experience_batch
+
+
+def measured_rollout_policy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`RemoteExperienceMaker.make_experience_batch`: the policy that rolled out, beside the trainer's.
+
+    The experience maker keeps ``rollout_divergence``, which a policy noise may follow, and ``rollout_entropy``, which a
+    sampling schedule may; None where the rollouts' log-probabilities are not asked for.
+    """
+
+    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+        experiences = original(self, rollout_samples)
+        found = importance_measures(experiences, self.strategy.args.algo.advantage)
+        self.rollout_divergence = found.get("importance/divergence")
+        self.rollout_entropy = rollout_entropy(experiences)
+        if current_run().sampling_schedule is not None and self.rollout_entropy is not None:
+            found["sampling/entropy"] = self.rollout_entropy
+        note_measures(self, found)
         return experiences
 
     return make_experience_batch

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from ngrpo.trainer.importance import importance_measures
-from ngrpo.trainer.metrics import note_measures
 from ngrpo.trainer.model_actors import model_of
 from ngrpo.trainer.run_settings import current_run
 
@@ -41,19 +39,6 @@ def told_of_noise(plain: type) -> type:
             self.trainer.policy_noise = (scale, sync)
 
     return NoisyModelActor
-
-
-def noise_measured(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`RemoteExperienceMaker.make_experience_batch`: how far the noisy policy that rolled out is from the trainer's."""
-
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
-        experiences = original(self, rollout_samples)
-        found = importance_measures(experiences, self.strategy.args.algo.advantage)
-        self.rollout_divergence = found.get("importance/divergence")
-        note_measures(self, found)
-        return experiences
-
-    return make_experience_batch
 
 
 def noisy_trainer(plain: type) -> type:

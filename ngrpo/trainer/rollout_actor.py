@@ -15,7 +15,15 @@ import numpy as np
 
 from ngrpo.rollout.records import check_installed
 from ngrpo.rollout.requests import external_id
-from ngrpo.rollout.settings import KEY, REPLAY_BUFFER, SAMPLING_MASKS, SEEDED_DRAWS, request_arguments
+from ngrpo.rollout.settings import (
+    KEY,
+    REPLAY_BUFFER,
+    SAMPLING_MASKS,
+    SAMPLING_SCHEDULE,
+    SEEDED_DRAWS,
+    fingerprint,
+    request_arguments,
+)
 from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
@@ -69,13 +77,13 @@ def engine_perturbation(seed: int) -> Perturbation:
 
 
 async def confirm(actor: Any, perturbation: Perturbation) -> None:
-    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation."""
+    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation and the schedule."""
     try:
         fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
     except Exception:
         # vLLM answers a method that its workers lack with an error of its own.
         fingerprints = [""]
-    check_installed(fingerprints, perturbation.fingerprint())
+    check_installed(fingerprints, fingerprint(perturbation, current_run().sampling_schedule))
 
 
 class PickUps:
@@ -171,6 +179,7 @@ def perturbed_engine(plain: type) -> type:
                 KEY: perturbation.spec(),
                 SEEDED_DRAWS: run.reproducible,
                 SAMPLING_MASKS: run.corrects_sampling,
+                SAMPLING_SCHEDULE: run.sampling_schedule_spec,
                 REPLAY_BUFFER: run.replay_buffer_spec,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every request of OpenRLHF says to the engine: its round, and whether it is perturbed.
+"""What every request of OpenRLHF says to the engine: its round, its training step, and whether it is perturbed.
 
 Rows of `ngrpo.trainer.seams`.
 """
@@ -40,11 +40,12 @@ def numbered_requests(plain: type) -> type:
     """`SamplesGenerator` whose requests carry the round, and are not perturbed in an evaluation.
 
     A round is one batch of training prompts; a checkpoint holds its number. Evaluation rollouts are perturbed where
-    ``perturb_eval`` asks for it.
+    ``perturb_eval`` asks for it, and follow a sampling schedule where its ``evaluation`` does.
     """
 
     class NumberedSamplesGenerator(plain):  # type: ignore[misc, valid-type]
         rollout_round = 0
+        temperature_factor = 1.0  # of the sampling schedule; ngrpo.trainer.sampling_schedule sets it
         _evaluating = False
 
         def generate_eval_samples(self, **kwargs: Any) -> Any:
@@ -63,12 +64,24 @@ def numbered_requests(plain: type) -> type:
             arguments: dict[str, Any] = {"round": self.rollout_round}
             if self._evaluating and perturbation is not None and not perturbation.perturb_eval:
                 arguments["enabled"] = False
+            schedule = current_run().sampling_schedule
+            if schedule is not None and (schedule.evaluation or not self._evaluating):
+                arguments["training_step"] = self._training_step()
+                kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
+            elif schedule is not None:
+                arguments["scheduled"] = False
             engines = self.vllm_engines
             self.vllm_engines = [_EngineWithArguments(engine, arguments) for engine in engines]
             try:
                 return super()._dispatch_prompts_to_vllm(*args, **kwargs)
             finally:
                 self.vllm_engines = engines
+
+        def _training_step(self) -> int:
+            """The first step, from 0, that trains on the round at hand: asynchronous runs may draw several at once."""
+            rollout = self.args.rollout
+            steps = (getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size) // rollout.batch_size
+            return max(self.rollout_round - 1, 0) * max(steps, 1)
 
     return NumberedSamplesGenerator
 

@@ -64,9 +64,10 @@ def create(**options: Any) -> Sampling:
         if name in _OPENRLHF:
             raise UsageError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
         if name not in known:
+            flags = [*known, "schedule"]
             raise UsageError(
-                f"unknown flag '--sampling.{name}'.{nearest(name, known)} Available:"
-                f" {', '.join('--sampling.' + k for k in known)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."
+                f"unknown flag '--sampling.{name}'.{nearest(name, flags)} Available:"
+                f" {', '.join('--sampling.' + k for k in flags)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."
             )
     return Sampling(**options)
 

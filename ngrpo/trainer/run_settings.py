@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
     from ngrpo.policy_noises.base import PolicyNoise
+    from ngrpo.sampling_schedules.base import SamplingSchedule
     from perturbations.base import Perturbation
 
 # One variable for each setting: Linux limits one to 131,072 bytes, and a spec may carry the text of a user's file.
@@ -27,6 +28,7 @@ _VARIABLES = {
     "credit_spec": "NGRPO_CREDIT",
     "policy_noise_spec": "NGRPO_POLICY_NOISE",
     "sampling": "NGRPO_SAMPLING",
+    "sampling_schedule_spec": "NGRPO_SAMPLING_SCHEDULE",
     "reproducible": "NGRPO_REPRODUCIBLE",
     "eval_at_start": "NGRPO_EVAL_AT_START",
     "gap_limit": "NGRPO_GAP_LIMIT",
@@ -45,6 +47,7 @@ class RunSettings:
         credit_spec: as ``ngrpo.credits.create`` takes it; None where all tokens of an answer have its advantage.
         policy_noise_spec: as ``ngrpo.policy_noises.create`` takes it; None where engines have the trainer's weights.
         sampling: ``ngrpo.trainer.rollout_sampling.create(**sampling)``, e.g. ``{"top_k": 5}``.
+        sampling_schedule_spec: as ``ngrpo.sampling_schedules.create`` takes it; None for one temperature throughout.
         reproducible: whether the same seed gives the same rollouts from run to run.
         eval_at_start: whether the model is evaluated before its first training step as well.
         gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
@@ -58,6 +61,7 @@ class RunSettings:
     credit_spec: Mapping[str, Any] | None = None
     policy_noise_spec: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling_schedule_spec: Mapping[str, Any] | None = None
     reproducible: bool = False
     eval_at_start: bool = False
     gap_limit: float = 10.0
@@ -92,6 +96,14 @@ class RunSettings:
 
         return None if self.policy_noise_spec is None else policy_noises.create(**self.policy_noise_spec)
 
+    @cached_property
+    def sampling_schedule(self) -> SamplingSchedule | None:
+        """The run's schedule of temperatures."""
+        from ngrpo import sampling_schedules
+
+        spec = self.sampling_schedule_spec
+        return None if spec is None else sampling_schedules.create(**spec)
+
     @property
     def corrects_sampling(self) -> bool:
         """Whether log-probabilities are those among the tokens that the rollout's sampling left."""
@@ -106,6 +118,7 @@ class RunSettings:
             "credit": self.credit_spec is not None,
             "policy_noise": self.policy_noise_spec is not None,
             "sampling": bool(self.sampling),
+            "sampling_schedule": self.sampling_schedule_spec is not None,
             "sampling_mask": self.corrects_sampling,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,

@@ -46,6 +46,7 @@ FLOORS = (
         "ngrpo.advantage_check",
         "ngrpo.credits",
         "ngrpo.policy_noises",
+        "ngrpo.sampling_schedules",
     ),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer",),

@@ -270,7 +270,7 @@ def test_the_command_line() -> None:
     settings = flags.parse(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"]).settings
     assert settings.policy_noise_spec["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
     assert {seam.ours.rpartition(":")[2] for seam in active(["policy_noise"])} == {
-        "sent_with_noise", "told_of_noise", "noise_measured", "noisy_trainer", "reporting_trainer",
+        "sent_with_noise", "told_of_noise", "measured_rollout_policy", "noisy_trainer", "reporting_trainer",
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):
         flags.parse(["--policy_noise.sigma", "0.1"])

@@ -49,16 +49,26 @@ def main() -> None:
 
     seen: dict[str, Any] = {}
 
+    def temperature_factor(scaled: Any, temperature: Any, greedy: Any) -> Any:
+        """As a sampling schedule that lets greedy rows alone."""
+        seen["asked"] = scaled.clone(), temperature
+        return None if not seen.get("scheduled") else torch.where(greedy < 0, 2.0, 1.0)
+
     def finish(scaled: Any, temperature: Any, drawable: Any, greedy: Any) -> Any:
         seen.update(scaled=scaled, temperature=temperature, drawable=drawable, greedy=greedy)
         return scaled.argmin(dim=-1)
 
-    perturber = SimpleNamespace(busy=True, finish=finish, rehearse=lambda logits: None)
+    perturber = SimpleNamespace(
+        busy=True, finish=finish, rehearse=lambda logits: None, temperature_factor=temperature_factor
+    )
     sampler.sample = runner_v2._sample(sampler, SimpleNamespace(perturber=perturber))
     batch = InputBatch.make_dummy(ROWS, 2 * ROWS, InputBuffers(ROWS, 64, device))
     with torch.inference_mode():
         logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
         given = logits.clone()
+        seen["scheduled"] = True
+        sampler(logits.clone(), batch)
+        hot, seen["scheduled"] = dict(seen), False
         drawn = sampler(logits, batch).sampled_token_ids.flatten()
     row = {name: batch.idx_mapping.tolist().index(slot) for name, slot in states.req_id_to_index.items()}
     assert torch.equal(drawn, seen["scaled"].argmin(dim=-1))
@@ -68,6 +78,15 @@ def main() -> None:
     left = (seen["drawable"] > -torch.inf).sum(dim=-1)
     assert left[row["top-k"]] == 3 and left[row["plain"]] == VOCABULARY and 1 <= left[row["warm-up"]] <= 50
     assert seen["greedy"][row["greedy"]] == given[row["greedy"]].argmax() and (seen["greedy"] >= 0).sum() == 1
+    # With a schedule, everything is at its temperatures, filters included; what it is shown is at those asked for.
+    factor = torch.where(hot["greedy"] < 0, 2.0, 1.0)
+    assert torch.equal(hot["asked"][0], seen["scaled"]) and torch.equal(hot["asked"][1], seen["temperature"])
+    assert torch.equal(hot["scaled"], seen["scaled"] / factor.unsqueeze(-1))
+    assert torch.equal(hot["temperature"], seen["temperature"] * factor)
+    assert torch.equal(hot["drawable"][row["plain"]], hot["scaled"][row["plain"]])
+    likely = hot["scaled"][row["warm-up"]].softmax(dim=-1)
+    kept = hot["drawable"][row["warm-up"]] > -torch.inf
+    assert (likely[kept] >= 0.1 * likely.max()).all(), "min-p is of the probabilities at the schedule's temperature"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""``--sampling.schedule``: what it needs of the training. The functions are rows of `ngrpo.trainer.seams`.
+
+Within an answer the engine's workers change the temperature (`ngrpo.rollout.perturber`); requests tell them the
+training step (`ngrpo.trainer.rollout_requests`). Here a schedule that follows the training chooses the temperature of
+the next step's requests, by what the rollouts of the steps before were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from functools import cached_property
+from typing import Any
+
+from ngrpo.sampling_schedules.base import PastStep, Run
+from ngrpo.trainer.policy_noise import steps_of_run
+from ngrpo.trainer.run_settings import current_run
+
+_PAST = "ngrpo_sampling_schedule"
+
+
+def scheduled_trainer(plain: type) -> type:
+    """`PPOTrainer` that chooses the temperature of each step's rollouts.
+
+    A subclass, as `ngrpo.trainer.metrics.reporting_trainer`.
+    """
+
+    class ScheduledTrainer(plain):  # type: ignore[misc, valid-type]
+        past: tuple[PastStep, ...] = ()
+
+        def init_checkpoint_states(self) -> Any:
+            states = super().init_checkpoint_states()
+            self.past = tuple(PastStep(*each) for each in states.get(_PAST, ()))
+            self.choose_temperature()
+            return states
+
+        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
+            if client_states is not None:
+                client_states[_PAST] = [astuple(each) for each in self.past]
+            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            factor = self.samples_generator.temperature_factor
+            status, global_step = super().train_step(rollout_samples, global_step)
+            if current_run().sampling_schedule.follows_training:
+                status["sampling/temperature"] = self.run.temperature * factor
+                self.past = (*self.past, PastStep(factor, self.experience_maker.rollout_entropy))
+                self.choose_temperature()
+            return status, global_step
+
+        def choose_temperature(self) -> None:
+            """Sets what the requests of the next step's rollouts multiply their temperature with."""
+            schedule = current_run().sampling_schedule
+            if schedule.follows_training:
+                self.samples_generator.temperature_factor = schedule.factor_of_step(self.past, self.run)
+
+        @cached_property
+        def run(self) -> Run:
+            """What the schedule knows of the run."""
+            steps = steps_of_run(self.args, len(self.prompts_dataloader))
+            return Run(steps, self.args.rollout.temperature, vocabulary(self.args.actor.model_name_or_path))
+
+    return ScheduledTrainer
+
+
+def vocabulary(model: str) -> int:
+    """V of a model, as its configuration says."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config().vocab_size
