@@ -19,8 +19,9 @@ import torch
 from perturbations import create, parameters
 from tests.own_process import run_module
 from tests.stack.harness import Rollout, gaps
+from tests.stack.schedule_truth import scheduled_gaps
 from tests.stack.test_invariance import assert_same
-from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, TOKENS
+from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, SCHEDULES, TOKENS
 
 pytestmark = pytest.mark.stack
 
@@ -97,6 +98,15 @@ def test_sampling_parameters(v1: dict[str, Any], v2: dict[str, Any], hf_model: A
     for found in (v1, v2):
         assert gaps(hf_model, found["of_sampling_parameters"][name], temperature=temperature).max() <= 1e-4
     assert_same(v1["of_sampling_parameters"][name], v2["of_sampling_parameters"][name])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sampling_schedules(v1: dict[str, Any], v2: dict[str, Any], hf_model: Any, name: str) -> None:
+    for found in (v1, v2):
+        rollouts = found["of_schedules"][name]
+        assert scheduled_gaps(hf_model, rollouts, name, SCHEDULES[name], 0.8).max() <= 1e-4
+        assert scheduled_gaps(hf_model, rollouts, None, {}, 0.8).max() >= 1e-2
+    assert_same(v1["of_schedules"][name], v2["of_schedules"][name])
 
 
 def test_the_engines_own_log_probabilities_are_untouched(either: dict[str, Any]) -> None:

@@ -28,4 +28,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 0.7, "min_p": 0.2},
     "greedy": {"temperature": 0.0},
 }
+# Sampling schedules that reach their lowest temperature within so few tokens.
+SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 6, "c": 2}, "edt": {"theta": 1.0}}
 TOKENS = 6

@@ -24,7 +24,7 @@ if RUNNER == "V2":
 
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
 from tests.stack.scheduling import note_preemptions  # noqa: E402
-from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, TOKENS  # noqa: E402
+from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, SCHEDULES, TOKENS  # noqa: E402
 
 
 def of_every_perturbation(llm: Any) -> dict[str, list[Rollout]]:
@@ -48,6 +48,22 @@ def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
     seeds = [{"seed": i} for i in range(2)]
     found = {name: sample(llm, prompts, seeds, max_tokens=TOKENS, **given) for name, given in SAMPLING.items()}
     found["switched off"] = sample(llm, prompts, [{"seed": 0, "enabled": False}, {"seed": 1}], max_tokens=TOKENS)
+    return found
+
+
+def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
+    """At another temperature than 1, and with a filter that goes by the schedule's."""
+    from ngrpo import sampling_schedules
+    from ngrpo.rollout import set_perturbation
+
+    attached = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.perturbation
+    prompts, found = chat_prompts(llm, QUESTIONS), {}
+    for name, options in SCHEDULES.items():
+        attached.schedule = sampling_schedules.create(name, **options)
+        set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
+        seeds = [{"seed": i} for i in range(len(prompts))]
+        found[name] = sample(llm, prompts, seeds, max_tokens=TOKENS, temperature=0.8, min_p=0.01)
+    attached.schedule = None
     return found
 
 
@@ -126,7 +142,7 @@ def main(model: str, target: str) -> None:
             set_perturbation(llm, "neighbor", rate=0.5)
             result["warm_up"] = as_on_cuda.warm_up(llm)
             print("warmed up", f"{time.perf_counter() - began:.0f} s", flush=True)
-        parts = {part: llm for part in (of_every_perturbation, of_sampling_parameters, of_stops)}
+        parts = {part: llm for part in (of_every_perturbation, of_sampling_parameters, of_schedules, of_stops)}
         for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
             result[part.__name__] = part(subject)
             Path(target).write_bytes(pickle.dumps(result))

@@ -1,0 +1,43 @@
+"""What log π of a rollout's tokens must be under a sampling schedule: its formulas once more, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from perturbations import replaying
+from tests.stack.harness import Rollout
+
+
+def temperatures(name: str, options: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
+    """τ of each of the T tokens that these logits, (T, V), chose; at training step 0."""
+    if name == "ead":
+        t = torch.arange(len(logits), dtype=torch.float64)
+        cooling = (2.2 - (t / options["d_0"]).exp()).clamp_min(0.1)
+        return torch.where(t < options["c"], 1.0, cooling)
+    p = logits.double().softmax(dim=-1)
+    return (0.8 ** (options["theta"] / torch.special.entr(p).sum(dim=-1))).clamp_min(0.1)
+
+
+@torch.no_grad()
+def scheduled_log_probs(
+    model: Any, rollouts: Sequence[Rollout], name: str | None, options: dict[str, Any], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """log π of each generated token in a Hugging Face forward of each rollout; None: at one temperature."""
+    result = []
+    for rollout in rollouts:
+        tokens, start = torch.tensor([rollout.sequence]), len(rollout.prompt)
+        with replaying(model, [rollout.record], attention_mask=torch.ones_like(tokens)):
+            logits = model(tokens).logits[0, start - 1 : -1].double()
+        tau = torch.ones(len(logits)) if name is None else temperatures(name, options, logits)
+        scaled = logits / (temperature * tau).unsqueeze(-1)
+        result.append(scaled.log_softmax(dim=-1).gather(-1, tokens[0, start:].unsqueeze(-1)).squeeze(-1).float())
+    return result
+
+
+def scheduled_gaps(model: Any, rollouts: Sequence[Rollout], name: str | None, *given: Any) -> torch.Tensor:
+    """|Δ log π| between the rollout and :func:`scheduled_log_probs`."""
+    found = scheduled_log_probs(model, rollouts, name, *given)
+    return torch.cat([(now - torch.from_numpy(r.log_probs.copy())).abs() for now, r in zip(found, rollouts)])

@@ -1,0 +1,89 @@
+"""Sampling schedules in a real engine: each token is drawn at its own temperature, and scored at it in the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo import sampling_schedules
+from ngrpo.rollout import set_perturbation
+from tests.stack.harness import build_engine, chat_prompts, sample
+from tests.stack.schedule_truth import scheduled_gaps, scheduled_log_probs
+
+pytestmark = pytest.mark.stack
+# Their τ_min is reached within the answers of these tests.
+SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 20, "growth": 0, "c": 3}, "edt": {"theta": 0.5}}
+SEEDS = [{"seed": i} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: str) -> Iterator[Any]:
+    """A schedule and no perturbation, prefills in chunks, log-probabilities as OpenRLHF asks for them."""
+    yield build_engine(
+        smollm2,
+        None,
+        additional_config={"sampling_schedule": {"name": "ead", **SCHEDULES["ead"]}},
+        logprobs_mode="processed_logprobs",
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+    )
+
+
+def use(llm: Any, schedule: str, perturbation: str = "none", **options: Any) -> None:
+    """Puts another schedule and perturbation into the engine."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker.perturbation.schedule = sampling_schedules.create(schedule, **SCHEDULES.get(schedule, {}))
+    set_perturbation(llm, perturbation, **options)
+
+
+def test_a_schedule_alone(llm: Any, hf_model: Any) -> None:
+    """As the engine was built; the log-probabilities that vLLM hands over, and OpenRLHF trains with, are these too."""
+    rollouts = sample(llm, chat_prompts(llm), SEEDS, max_tokens=32)
+    assert scheduled_gaps(hf_model, rollouts, "ead", SCHEDULES["ead"]).max() <= 1e-4
+    assert scheduled_gaps(hf_model, rollouts, None, {}).max() >= 0.1, "one temperature throughout would show"
+    assert all(len(rollout.record) == 0 for rollout in rollouts)
+    for rollout in rollouts:
+        assert torch.allclose(torch.tensor(rollout.engine_log_probs), torch.from_numpy(rollout.log_probs), atol=1e-4)
+        (alone,) = sample(llm, [rollout.prompt], [SEEDS[rollouts.index(rollout)]], max_tokens=32)
+        assert alone.tokens == rollout.tokens, "whatever the batch"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("perturbation", "options"),
+    [("neighbor", {"rate": 0.5, "mix_temperature": 3.0}), ("gumbel", {}), ("multiplex", {}), ("gaussian", {})],
+)
+def test_with_a_perturbation(
+    llm: Any, hf_model: Any, schedule: str, perturbation: str, options: dict[str, Any]
+) -> None:
+    """At temperature 0.8, with which everything is multiplied; edt's entropies are the model's own."""
+    use(llm, schedule, perturbation, **options)
+    rollouts = sample(llm, chat_prompts(llm), SEEDS, max_tokens=24, temperature=0.8)
+    given = schedule, SCHEDULES[schedule], 0.8
+    assert scheduled_gaps(hf_model, rollouts, *given).max() <= 1e-4
+    assert scheduled_gaps(hf_model, rollouts, None, {}, 0.8).max() >= 1e-2
+    assert sum(len(rollout.record) for rollout in rollouts) > 20
+
+
+def test_a_mixed_batch(llm: Any, hf_model: Any) -> None:
+    """One that follows the schedule, a later step of the training, one without a schedule; greedy ones; filters."""
+    use(llm, "ead", "neighbor", rate=0.5, mix_temperature=3.0)
+    prompts = chat_prompts(llm)[:3]
+    arguments = [{"seed": 1}, {"seed": 2, "training_step": 100_000}, {"seed": 3, "scheduled": False}]
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker.perturbation.schedule = sampling_schedules.create("ead", d_0=20, growth=5, c=0, tau_max=1.2)
+    set_perturbation(llm, "none")
+    mixed = sample(llm, prompts, arguments, max_tokens=24)
+    assert scheduled_gaps(hf_model, mixed[:1], "ead", {"d_0": 20, "c": 0}).max() <= 1e-4
+    assert scheduled_gaps(hf_model, mixed[1:2], "ead", {"d_0": 40_000, "c": 0}).max() <= 1e-4
+    assert scheduled_gaps(hf_model, mixed[2:], None, {}).max() <= 1e-4
+    greedy = sample(llm, prompts, arguments, max_tokens=8, temperature=0.0)
+    assert scheduled_gaps(hf_model, greedy, None, {}).max() <= 1e-4
+    for rollout, log_probs in zip(greedy, scheduled_log_probs(hf_model, greedy, None, {})):
+        assert len(rollout.tokens) == len(log_probs) == 8
+    # min-p keeps what is likely at the schedule's temperature: hot at first, then cold.
+    filtered = sample(llm, prompts[:1], [{"seed": 5}], max_tokens=24, min_p=0.3, top_k=50)
+    assert scheduled_gaps(hf_model, filtered, "ead", {"d_0": 20, "c": 0}).max() <= 1e-4
