@@ -76,6 +76,7 @@ def configuration(args: Mapping[str, Any], settings: RunSettings) -> list[str]:
         "advantage": settings.advantage_spec,
         "credit": settings.credit_spec,
         "policy_noise": settings.policy_noise_spec,
+        "sampling.schedule": settings.sampling_schedule_spec,
         "replay_buffer": settings.replay_buffer_spec,
         "sampling": settings.sampling or None,
         "reproducible": settings.reproducible or None,

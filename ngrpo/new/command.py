@@ -9,6 +9,8 @@ current one]. Change the formula in the first and the numbers in the second.
   advantage      what the rewards of one prompt's answers become
   credit         how an answer's advantage is shared among its tokens
   policy_noise   noise on the weights that roll out
+  sampling_schedule
+                 temperatures that change within an answer or over a run
   replay_buffer  where finished trajectories wait for the trainer
 
 examples
@@ -107,4 +109,4 @@ def _filled(template: str, name: str) -> str:
 
 def _use(kind: str) -> str:
     flag = KINDS[_REGISTRIES[kind]]
-    return flag if flag.count(".") == 0 else f"--perturbation neighbor {flag}"
+    return f"--perturbation neighbor {flag}" if flag.startswith("--perturbation.") else flag

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is on its way from one step of a model runner to the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Temperatures that change within an answer or over a run: `ngrpo train --sampling.schedule NAME`.
 
 One file for each, named as the schedule is. It is a property of the sampling, and goes with any perturbation: the

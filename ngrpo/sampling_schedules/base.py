@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a sampling schedule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """E3: one temperature for each step of training, which holds the rollouts' entropy (arXiv 2505.18573)."""
 
 from __future__ import annotations

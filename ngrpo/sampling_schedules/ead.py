@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EAD, exploratory annealed decoding: hot at an answer's beginning, cold at its end (arXiv 2510.05251)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EDT, entropy-based dynamic temperature: cold where the model is sure (arXiv 2403.14541)."""
 
 from __future__ import annotations

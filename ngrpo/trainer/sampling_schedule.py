@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--sampling.schedule``: what it needs of the training. The functions are rows of `ngrpo.trainer.seams`.
 
 Within an answer the engine's workers change the temperature (`ngrpo.rollout.perturber`); requests tell them the

@@ -1,32 +1,25 @@
-"""Sampling schedules: their formulas by hand, and how rollouts, requests and the training get their temperatures."""
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling schedules: their formulas by hand, their contract, and the gradient on their rollouts."""
 
 from __future__ import annotations
 
 import math
 import pickle
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.decode_step import Decoding, counting
-from ngrpo import catalogue, flags, preflight, sampling_schedules, train
+from ngrpo import sampling_schedules
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.rollout import settings
-from ngrpo.rollout.requests import RunningRequests
 from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
-from ngrpo.trainer import metrics, resume, rollout_requests, sampling_schedule
 from ngrpo.trainer.importance import importance_measures
-from ngrpo.trainer.run_settings import RunSettings
-from ngrpo.trainer.seams import active
-from perturbations import create, registry, streams
+from perturbations import create, streams
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
-from tests.fast.run import run_with
 
 NAMES = sorted(sampling_schedules.available())
 
@@ -177,78 +170,6 @@ def test_a_decode_step_waits_for_nothing(name: str) -> None:
     assert counts.steps == 4 and not counts.waits and counts.uploads <= 3 * counts.steps
 
 
-# --- the rollout ------------------------------------------------------------------------------------------------
-
-
-class Step:
-    """A perturber with requests, asked at one step of theirs."""
-
-    def __init__(self, **schedule: Any) -> None:
-        decoding = Decoding(create("none"), 4)
-        self.perturber = decoding.perturber
-        self.perturber._schedule = sampling_schedules.create(**schedule)
-        self.requests = RunningRequests(
-            create("none"), self.perturber._store, self.perturber, registry.buffers.create("memory")
-        )
-        for name in decoding.requests:
-            self.perturber._store.close(name)
-
-    def add(self, name: str, prompt: int, **arguments: Any) -> None:
-        params = SimpleNamespace(seed=None, extra_args={"perturbation": arguments})
-        new = SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5] * prompt)
-        self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new]))
-
-    def factor(self, names: list[str], starts: list[int], counts: list[int], greedy: list[int] | None = None) -> list:
-        size = len(names)
-        self.perturber.begin(names, np.array(starts), np.array(counts), np.zeros(size, dtype=bool))
-        given = None if greedy is None else torch.tensor(greedy)
-        return self.perturber.temperature_factor(torch.zeros(size, 8), torch.ones(size), given).tolist()
-
-
-def test_a_position_has_its_temperature_however_it_is_computed() -> None:
-    """A prompt of 7: the token at position 17 is the 10th, in a decode step, a chunk, or a recomputation of it all."""
-    step = Step(name="ead", variant="released")
-    step.add("a", 7, training_step=100)
-    step.add("b", 3)
-    hot, first = 2.2 - math.exp(10 / 10500), 2.2 - math.exp(20 / 500)
-    assert step.factor(["a", "b"], [16, 22], [1, 1]) == pytest.approx([hot, first])
-    assert step.factor(["b", "a"], [0, 9], [23, 8]) == pytest.approx([first, hot])
-    assert step.factor(["a"], [0], [17]) == pytest.approx([hot])
-    assert step.factor(["a"], [0], [4]) == [1.0], "a prompt in chunks: what it draws is thrown away"
-
-
-def test_greedy_requests_and_those_without_a_schedule_keep_their_temperature() -> None:
-    step = Step(name="ead")
-    step.add("greedy", 5)
-    step.add("sampled", 5)
-    step.add("evaluation", 5, scheduled=False)
-    hot = 2.2 - math.exp(100 / 500)
-    names = ["greedy", "sampled", "evaluation"]
-    assert step.factor(names, [104] * 3, [1] * 3, [3, -1, -1]) == pytest.approx([1.0, hot, 1.0])
-    assert Step(name="e3").perturber.temperature_factor is not None
-    e3 = Step(name="e3")
-    e3.add("a", 5)
-    e3.perturber.begin(["a"], np.array([0]), np.array([5]), np.zeros(1, dtype=bool))
-    assert e3.perturber.temperature_factor(torch.zeros(1, 8), torch.ones(1), None) is None
-
-
-def test_an_engine_reads_its_schedule() -> None:
-    given = {"sampling_schedule": {"name": "ead", "c": 3}}
-    assert settings.read_schedule(given).c == 3
-    assert settings.read(given).name == "none", "something must be attached"
-    assert settings.read({}) is None and settings.read_schedule({"perturbation": {"name": "soft"}}) is None
-    prints = {
-        settings.fingerprint(create("none"), None if name is None else sampling_schedules.create(name))
-        for name in (None, *NAMES)
-    }
-    assert len(prints) == 1 + len(NAMES)
-    for spec in ("ead", {"c": 3}):
-        with pytest.raises(UsageError, match=r"must be a dictionary with a 'name' \(e3, ead, edt or"):
-            settings.read({"sampling_schedule": spec})
-    with pytest.raises(UsageError, match="unknown sampling schedule 'eadd'"):
-        settings.read({"sampling_schedule": {"name": "eadd"}})
-
-
 # --- the objective ----------------------------------------------------------------------------------------------
 
 
@@ -296,192 +217,3 @@ def test_the_gradient_on_a_schedule_s_rollouts_is_the_clean_policys(name: str) -
     print(name, away)
     assert away["weighted"] < 3.5
     assert away["unweighted"] > 20.0, "leaving the weights out must show"
-
-
-# --- in OpenRLHF ------------------------------------------------------------------------------------------------
-
-
-class Generator:
-    """As OpenRLHF's: asks an engine for samples at a temperature."""
-
-    def __init__(self, asked: list[Any], **rollout: Any) -> None:
-        def remote(sampling_params: Any, **kwargs: Any) -> None:
-            asked.append((sampling_params.temperature, sampling_params.extra_args["perturbation"]))
-
-        self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
-        self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
-
-    def _generate_vllm(self, **kwargs: Any) -> None:
-        self._dispatch_prompts_to_vllm(["a"], **kwargs)
-
-    def generate_samples(self, **kwargs: Any) -> None:
-        self._generate_vllm(**kwargs)
-
-    def generate_eval_samples(self, **kwargs: Any) -> None:
-        self._generate_vllm(**kwargs)
-
-    def _dispatch_prompts_to_vllm(self, prompts: list[str], **kwargs: Any) -> None:
-        params = SimpleNamespace(temperature=kwargs.get("temperature", 1.0), extra_args=None)
-        self.vllm_engines[0].generate_responses.remote(sampling_params=params)
-
-
-def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ead").spec())
-    asked: list[Any] = []
-    generator = rollout_requests.numbered_requests(Generator)(asked)
-    generator.generate_samples(temperature=0.8)
-    generator.generate_eval_samples(temperature=0.6)
-    generator.rollout_round, generator.temperature_factor = 7, 1.5  # as from a checkpoint; as E3 sets it
-    generator.generate_samples(temperature=0.8)
-    assert asked == [
-        (0.8, {"round": 1, "training_step": 0}),
-        (0.6, {"round": 1, "scheduled": False}),
-        (pytest.approx(1.2), {"round": 8, "training_step": 7}),
-    ]
-    # An asynchronous run may draw the samples of several steps at once.
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ead", evaluation=True).spec())
-    asked.clear()
-    generator = rollout_requests.numbered_requests(Generator)(asked, vllm_generate_batch_size=24)
-    generator.generate_samples(), generator.generate_samples(), generator.generate_eval_samples(temperature=0.6)
-    assert [arguments["training_step"] for _, arguments in asked] == [0, 3, 3] and asked[2][0] == 0.6
-
-
-class Trainer:
-    """As OpenRLHF's, with three training steps whose entropies are given."""
-
-    def __init__(self, states: dict[str, Any], entropies: list[float]) -> None:
-        self.states, self.entropies, self.saved, self.temperatures = states, entropies, [], []
-        self.samples_generator = SimpleNamespace(temperature_factor=1.0)
-        self.experience_maker = SimpleNamespace()
-        self.prompts_dataloader = range(40)
-        self.args = SimpleNamespace(
-            train=SimpleNamespace(num_episodes=2),
-            rollout=SimpleNamespace(batch_size=8, temperature=0.5),
-            actor=SimpleNamespace(model_name_or_path="m"),
-        )
-
-    def init_checkpoint_states(self) -> dict[str, Any]:
-        return self.states
-
-    def fit(self) -> None:
-        step = self.init_checkpoint_states()["global_step"]
-        while step < 3:
-            status, step = self.train_step([], step)
-            self.temperatures.append(status["sampling/temperature"])
-            states = {"global_step": step}
-            self.save_logs_and_checkpoints(step, None, states)
-            self.saved.append(states)
-
-    def train_step(self, samples: Any, step: int) -> tuple[dict, int]:
-        self.experience_maker.rollout_entropy = self.entropies[step]
-        return {}, step + 1
-
-    def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-        pass
-
-
-def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = sampling_schedules.create("e3").spec()
-    run_with(monkeypatch, sampling_schedule_spec=spec)
-    monkeypatch.setattr(sampling_schedule, "vocabulary", lambda model: 151936)
-    entropies = [0.5, 0.25, 0.5]
-    trainer = sampling_schedule.scheduled_trainer(Trainer)({"global_step": 0}, entropies)
-    trainer.fit()
-    # Ten steps in all; the target begins to fall after the sixth.
-    assert trainer.run == Run(10, 0.5, 151936)
-    third = 0.5 * (1 + 0.5 * 0.048101)
-    assert trainer.temperatures == pytest.approx([0.5, 0.5, third], abs=1e-6)
-    assert trainer.samples_generator.temperature_factor == pytest.approx(third / 0.5, abs=1e-6)
-    resumed = sampling_schedule.scheduled_trainer(Trainer)(pickle.loads(pickle.dumps(trainer.saved[1])), entropies)
-    resumed.fit()
-    assert resumed.temperatures == trainer.temperatures[2:] and resumed.past == trainer.past
-
-
-def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("e3").spec())
-    experience = SimpleNamespace(
-        rollout_log_probs=torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]),
-        action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
-        action_mask=torch.tensor([[1, 1], [1, 0]]),
-    )
-    advantage = SimpleNamespace(
-        is_correction_level="token", is_correction_mode="clip", is_correction_gating="ratio",
-        is_correction_threshold=[0.0, 10.0],
-    )  # fmt: skip
-    maker = SimpleNamespace(strategy=SimpleNamespace(args=SimpleNamespace(algo=SimpleNamespace(advantage=advantage))))
-    measured = metrics.measured_rollout_policy(lambda maker, samples: samples)
-    measured(maker, [experience])
-    assert maker.rollout_entropy == 2.0 and maker.step_measures["sampling/entropy"] == 2.0
-    assert maker.step_measures["importance/weight"] == pytest.approx((math.exp(-0.5) + 2) / 3)
-    experience.rollout_log_probs, advantage.is_correction_level = None, "off"
-    measured(maker, [experience])
-    assert maker.rollout_entropy is None
-
-
-def test_a_checkpoint_holds_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the training step of the requests follows from."""
-    rows = {seam.ours for seam in active(["sampling_schedule"])}
-    assert f"{resume.__name__}:resuming_trainer" in rows
-    assert {
-        "ngrpo.trainer.sampling_schedule:scheduled_trainer",
-        "ngrpo.trainer.rollout_requests:numbered_requests",
-        "ngrpo.trainer.rollout_actor:perturbed_engine",
-        "ngrpo.trainer.metrics:measured_rollout_policy",
-        "ngrpo.trainer.metrics:reporting_trainer",
-    } < rows
-
-
-# --- the command line -------------------------------------------------------------------------------------------
-
-
-def test_the_command_line() -> None:
-    words = ["--model", "m", "--sampling.top_k", "5", "--sampling.schedule", "ead", "--sampling.schedule.c", "3"]
-    parsed = flags.parse(words).settings
-    assert parsed.sampling_schedule_spec["c"] == 3 and parsed.sampling_schedule.name == "ead"
-    assert parsed.sampling == {"top_k": 5} and parsed.conditions == ("sampling", "sampling_schedule")
-    assert flags.parse(["--sampling.schedule", "none"]).settings.sampling_schedule is None
-    for words, message in (
-        (["--sampling.schedule", "eaad"], "unknown sampling schedule 'eaad'. Did you mean 'ead'?"),
-        (
-            ["--sampling.schedule.c", "3"],
-            "--sampling.schedule.c is given, but no sampling schedule. Add --sampling.sch",
-        ),
-        (["--sampling.schedule", "ead", "--sampling.schedule.d", "3"], "has no option 'd'"),
-        (["--sampling.schedule"], "--sampling.schedule needs a sampling schedule's name"),
-        (["--sampling.shedule", "ead"], "unknown flag '--sampling.shedule'. Did you mean 'schedule'"),
-        (["--sampling.schedule", "ead", "--sampling.schedule.tau_min", "0"], "must be greater than 0"),
-    ):
-        with pytest.raises(UsageError, match=message.replace(".", r"\.").replace("?", r"\?")):
-            flags.parse(words)
-    assert "exploratory" in sys.modules["ngrpo.sampling_schedules.ead"].__doc__
-    assert "sampling schedule" in catalogue.listing() and "--sampling.schedule.tau_max" in catalogue.train_help()
-    assert "token 300  0.378" in catalogue.described("ead") and "entropy 4.14" in catalogue.described("edt")
-
-
-def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
-    def correction(*words: str) -> str | None:
-        command = flags.parse(["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ead", *words])
-        given = train.checked_flags(command, __import__("pathlib").Path("runs/never-written"))
-        return given.value("--algo.advantage.is_correction_level")
-
-    assert correction() == "token"
-    assert correction("--algo.advantage.is_correction_level", "off") == "off"
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "density", "message"),
-    [
-        ("ead", [], True, "--sampling.schedule ead cannot be used with the density of --perturbation gumbel"),
-        ("ead", ["--eval.temperature", "0"], False, "cannot be used with --eval.temperature 0"),
-        ("e3", ["--train.async_enable"], False, "--train.async_enable cannot be used with --sampling.schedule e3"),
-        ("e3", ["--algo.advantage.is_correction_level", "off"], False, "needs the rollouts' log-probabilities"),
-    ],
-)
-def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
-    schedule = sampling_schedules.create(name, evaluation=True)
-    spec = create("gumbel", density="gumbel" if density else "token").spec()
-    asked = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=spec)
-    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        preflight.check_sampling_schedule(Flags(words).with_defaults(schedule.flags(Flags())), asked)
-    fine = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=create("gumbel").spec())
-    preflight.check_sampling_schedule(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())), fine)

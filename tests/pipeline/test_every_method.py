@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import credits, policy_noises
+from ngrpo import credits, policy_noises, sampling_schedules
+from ngrpo.sampling_schedules.base import PastStep, Run
 from perturbations import registry
 from tests.pipeline.harness import LOUD, steps_of
 
@@ -77,3 +78,23 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
     if noise == "psn":
         assert 0.5 < steps[0]["importance_weight"] < 1.5 and steps[0]["importance_divergence"] > 0.02
         assert steps[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
+
+
+@pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
+def test_sampling_schedule(schedule: str, tmp_path: Path, smollm2: str) -> None:
+    """With importance weights; alone and with a perturbation; an evaluation, which is at its own temperature."""
+    loud = {"ead": ["tau_max", "1.6", "c", "2"], "edt": ["theta", "1.0"], "e3": ["annealing", "false"]}[schedule]
+    flags = ["--sampling.schedule", schedule, "--eval.steps", "1", "--algo.kl.init_coef", "0"]
+    for name, value in zip(loud[::2], loud[1::2]):
+        flags += [f"--sampling.schedule.{name}", value]
+    flags += ["--perturbation", "neighbor"] if schedule == "edt" else []
+    steps = steps_of(tmp_path, smollm2, *LOUD, *flags)
+    print(steps)
+    for step in steps:
+        assert 0.5 < step["importance_weight"] < 1.5 and step["sampling_entropy"] > 0.0
+    if schedule == "e3":
+        run, factor = Run(2, 1.0, 49152), sampling_schedules.create("e3", annealing=False).factor_of_step
+        past = [PastStep(1.0, steps[0]["sampling_entropy"])]
+        assert [step["sampling_temperature"] for step in steps] == pytest.approx([1.0, factor(past, run)])
+    else:
+        assert abs(steps[0]["importance_divergence"]) > 0.01, "drawn at other temperatures than the trainer's"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling schedules in a real engine: each token is drawn at its own temperature, and scored at it in the record."""
 
 from __future__ import annotations

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling schedules."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import of_file
+
+SCHEDULES = [
+    *of_file(
+        "ngrpo/sampling_schedules/ead.py",
+        "test_sampling_schedules.py",
+        ("self.growth * at.step.float()", "self.growth", "ead: d does not grow with the training"),
+        ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
+        ('"released": 20.0', '"released": 1.0', "ead: the released exponent"),
+        (".clamp_max(_SLOWEST)", "", "ead: d grows for ever"),
+        (".clamp_min(self.tau_min)", "", "ead: no lowest temperature"),
+    ),
+    *of_file(
+        "ngrpo/sampling_schedules/edt.py",
+        "test_sampling_schedules.py",
+        ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
+        ("self.t_0 * ", "", "edt: T_0 is missing"),
+    ),
+    *of_file(
+        "ngrpo/sampling_schedules/base.py",
+        "test_sampling_schedules.py",
+        ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
+        ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
+    ),
+    *of_file(
+        "ngrpo/sampling_schedules/e3.py",
+        "test_sampling_schedules.py",
+        ("math.log(target / last)", "math.log(last / target)", "e3: away from the target"),
+        ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
+        ("+ math.log(math.log(run.vocabulary))", "", "e3: ln ln V is missing"),
+        ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
+    ),
+    *of_file(
+        "ngrpo/rollout/perturber.py",
+        "test_sampling_schedules_run.py",
+        ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
+        (
+            "self._batch.next_positions - self._store.prompts[self._batch.slots]",
+            "self._batch.next_positions",
+            "the prompt's tokens count as generated",
+        ),
+    ),
+    *of_file(
+        "ngrpo/trainer/rollout_requests.py",
+        "test_sampling_schedules_run.py",
+        ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
+        ('kwargs.get("temperature", 1.0) * self.temperature_factor', 'kwargs["temperature"]', "e3 changes nothing"),
+        ("schedule.evaluation or not self._evaluating", "True", "evaluations follow every schedule"),
+    ),
+    *of_file(
+        "ngrpo/trainer/sampling_schedule.py",
+        "test_sampling_schedules_run.py",
+        ("client_states[_PAST] = ", "_ = ", "a resumed run forgets the first step's entropy"),
+    ),
+    *of_file(
+        "ngrpo/trainer/importance.py",
+        "test_sampling_schedules_run.py",
+        ("e.rollout_log_probs[e.action_mask.bool()]", "e.rollout_log_probs.flatten()", "padding has an entropy"),
+    ),
+]
