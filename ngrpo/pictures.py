@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ngrpo.credits.base import StepTokens
 from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
@@ -77,8 +78,11 @@ def of_advantage(advantage: Advantage) -> list[str]:
 def of_credit(credit: Credit) -> list[str]:
     """Advantages of ten tokens of one answer."""
     entropies = torch.tensor([0.0, 0.1, 2.1, 0.0, 0.3, 1.2, 0.0, 0.7, 0.1, 0.0])
-    after = credit.formula(torch.ones(10), entropies)
-    lines = ["ten tokens of an answer with the advantage 1:"]
+    # Another answer to the same prompt, also right and with likelier tokens, is not shown.
+    both, answers = entropies.repeat(2), torch.arange(2).repeat_interleave(10)
+    log_probs = -both - 0.1 * (1 - answers)
+    after = credit.formula(StepTokens(torch.ones(20), both, log_probs, answers, torch.zeros_like(answers)))[:10]
+    lines = ["ten tokens of an answer with the advantage 1, of two such answers the one with less likely tokens:"]
     for name, values in (("entropy", entropies), ("advantage", after)):
         lines.append(f"  {name:<10}" + " ".join(f"{value:5.2f}" for value in values.tolist()))
     return lines

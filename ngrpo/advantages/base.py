@@ -29,6 +29,8 @@ class Advantage(Options, ABC):
     paper: ClassVar[str] = "none named"
     counted: ClassVar[bool] = False
     """Whether it needs to know how often each (prompt, answer) outcome was seen."""
+    leaves_out_overlong: ClassVar[bool] = False
+    """Whether answers that were cut off at the length limit are no part of their groups, and get 0."""
 
     @abstractmethod
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
@@ -46,12 +48,13 @@ class Advantage(Options, ABC):
         """The advantage as it is at a training step, from 0 on: itself, unless an option changes over the run."""
         return self
 
-    def compute(self, rewards: Tensor, counts: Tensor | None = None) -> Tensor:
+    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
         """As :meth:`formula`, with everything checked.
 
         Args:
             rewards: (P, G), one row for each prompt.
             counts: (P, G); ignored unless :attr:`counted`.
+            overlong: which answers were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
 
         Returns:
             (P, G), float32 or wider.
@@ -77,7 +80,16 @@ class Advantage(Options, ABC):
             )
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
-        return self.formula(rewards, counts if self.counted else None)
+        counts = counts if self.counted else None
+        if overlong is None or not self.leaves_out_overlong:
+            return self.formula(rewards, counts)
+        result, kept = torch.zeros_like(rewards), ~overlong
+        left = kept.sum(-1, keepdim=True)
+        for size in left[left > 0].unique().tolist():  # groups with as many answers left go together
+            here = kept & (left == size)
+            of_size = None if counts is None else counts[here].view(-1, size)
+            result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
+        return result
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards (P, G) that the formula is not made for."""
@@ -155,11 +167,11 @@ class AnnealedK(Advantage):
                 " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
             )
 
-    def compute(self, rewards: Tensor, counts: Tensor | None = None) -> Tensor:
+    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
         """As the base, where k fits the group."""
         if rewards.dim() == 2:
             self.check_group(rewards.shape[1])
-        return super().compute(rewards, counts)
+        return super().compute(rewards, counts, overlong)
 
     def flags(self, given: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` where k does not fit the groups that the run will have."""

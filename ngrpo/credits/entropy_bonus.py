@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.credits import register
-from ngrpo.credits.base import Credit
+from ngrpo.credits.base import Credit, StepTokens
 from perturbations.options import option
 
 
@@ -23,6 +23,7 @@ class EntropyBonus(Credit):
     alpha: float = option(0.4, "α, the bonus for each nat of entropy", low=0.0)
     kappa: float = option(2.0, "κ: the bonus is at most |A| / κ, so that it turns no sign", above=1.0)
 
-    def formula(self, advantages: Tensor, entropies: Tensor) -> Tensor:
+    def formula(self, tokens: StepTokens) -> Tensor:
         """A + min(α H, |A| / κ)."""
-        return advantages + torch.minimum(self.alpha * entropies, advantages.abs() / self.kappa)
+        advantages = tokens.advantages
+        return advantages + torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)

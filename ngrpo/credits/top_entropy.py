@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.credits import register
-from ngrpo.credits.base import Credit
+from ngrpo.credits.base import Credit, StepTokens
 from perturbations.options import option
 
 
@@ -23,8 +23,9 @@ class TopEntropy(Credit):
 
     fraction: float = option(0.2, "ρ, the share of tokens that keep their advantage", above=0.0, high=1.0)
 
-    def formula(self, advantages: Tensor, entropies: Tensor) -> Tensor:
+    def formula(self, tokens: StepTokens) -> Tensor:
         """A · 1[H ≥ τ_ρ], τ_ρ the smallest entropy among the top ⌈ρ N⌉ tokens of the step."""
+        advantages, entropies = tokens.advantages, tokens.entropies
         if not len(entropies):
             return advantages
         threshold = entropies.topk(math.ceil(self.fraction * len(entropies))).values[-1]

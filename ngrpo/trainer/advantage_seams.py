@@ -58,8 +58,13 @@ class _Batch:
 
         rewards = grouped(torch.cat([e.rewards for e in experiences]))
         counts = grouped(self._visits()) if self._advantage.counted else None
-        advantages = self._advantage.compute(rewards, counts)
+        overlong = None
+        if self._advantage.leaves_out_overlong:
+            overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
+        advantages = self._advantage.compute(rewards, counts, overlong)
         self.metrics = measures(rewards, advantages, counts)
+        if overlong is not None:
+            self.metrics["advantage/overlong"] = overlong.float().mean().item()
         if counts is not None:
             self.metrics["advantage/outcomes"] = float(len(self._maker.visits))
         return advantages.reshape(-1)[order].split([len(e.index) for e in experiences])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngrpo.credits.base import StepTokens
 from ngrpo.trainer.metrics import kept_by_actors, note_measures
 from ngrpo.trainer.run_settings import current_run
 
@@ -47,11 +48,9 @@ def with_entropies(plain: type) -> type:
 
 def shared(maker: Any, experiences: list[Any]) -> None:
     """Gives the tokens of a step the advantages of the run's credit, in place."""
-    masks = [experience.action_mask.bool() for experience in experiences]
-    entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
-    before = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
-    of_tokens = torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before)
-    after = current_run().credit.formula(before, of_tokens)
+    tokens, masks = of_step(maker, experiences), [experience.action_mask.bool() for experience in experiences]
+    before = tokens.advantages
+    after = current_run().credit.formula(tokens)
     if after.shape != before.shape:
         raise RuntimeError(
             f"credit {current_run().credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
@@ -59,7 +58,25 @@ def shared(maker: Any, experiences: list[Any]) -> None:
         )
     for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
         experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
-    note_measures(maker, measures(before, after, of_tokens))
+    note_measures(maker, measures(before, after, tokens.entropies))
+
+
+def of_step(maker: Any, experiences: list[Any]) -> StepTokens:
+    """What a credit is told of the tokens of a step."""
+    masks = [experience.action_mask.bool() for experience in experiences]
+    entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
+    advantages = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
+    lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
+    # As in ngrpo.trainer.advantage_seams: where each answer stood when it was generated, a prompt's side by side.
+    order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
+    answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
+    return StepTokens(
+        advantages,
+        torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(advantages),
+        torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(advantages),
+        answers,
+        (order // maker.args.rollout.n_samples_per_prompt)[answers],
+    )
 
 
 def measures(before: Tensor, after: Tensor, entropies: Tensor) -> dict[str, float]:

@@ -36,6 +36,19 @@ class TestFormulas:
         """Mean 1/4; squares (3/4)² + 3 (1/4)² = 3/4; sample variance (3/4)/3 = 1/4, std 1/2; (r - 1/4)/(1/2)."""
         close(compute("group_norm", REWARDS), [[1.5, -0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4])
 
+    def test_overlong_answers_are_out_of_their_groups(self) -> None:
+        """1 0 0 is left of the first row: mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3. One answer alone gets 0."""
+        rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 1.0], [1.0] * 4])
+        overlong = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+        left_out = create("group_norm", overlong="exclude")
+        third = 1 / math.sqrt(3)
+        expected = [[2 * third, -third, -third, 0.0], [math.sqrt(0.5), -math.sqrt(0.5), 0.0, 0.0], [0.0] * 4, [0.0] * 4]
+        close(left_out.compute(rewards, overlong=overlong), expected)
+        kept = create("group_norm").compute(rewards)
+        assert torch.equal(left_out.compute(rewards), kept)
+        assert torch.equal(left_out.compute(rewards, overlong=torch.zeros_like(overlong)), kept)
+        assert torch.equal(create("group_norm").compute(rewards, overlong=overlong), kept)
+
     def test_ngrpo_with_one_virtual_answer(self) -> None:
         """A 1 is appended, so five numbers each.
 

@@ -11,11 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo import catalogue, credits, flags, summary
+from ngrpo.credits.base import StepTokens
 from ngrpo.trainer import credit_seams
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
+
+
+def step(
+    advantages: Tensor,
+    entropies: Tensor | None = None,
+    log_probs: list[float] | None = None,
+    answers: list[int] | None = None,
+    groups: list[int] | None = None,
+) -> StepTokens:
+    """Tokens of a step; of one answer where nothing else is said."""
+    zeros = torch.zeros(len(advantages))
+    return StepTokens(
+        advantages,
+        zeros if entropies is None else entropies,
+        zeros if log_probs is None else torch.tensor(log_probs),
+        zeros.long() if answers is None else torch.tensor(answers),
+        zeros.long() if groups is None else torch.tensor(groups),
+    )
+
 
 A = torch.tensor([1.5, 1.5, -0.5, -0.5, -0.5, 0.0])
 H = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.0, 3.0])
@@ -31,21 +51,43 @@ H = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.0, 3.0])
     ],
 )
 def test_top_entropy(fraction: float, expected: list[float]) -> None:
-    assert credits.create("top_entropy", fraction=fraction).formula(A, H).tolist() == expected
+    assert credits.create("top_entropy", fraction=fraction).formula(step(A, H)).tolist() == expected
 
 
 def test_top_entropy_keeps_all_of_an_equal_entropy() -> None:
-    found = credits.create("top_entropy").formula(torch.ones(5), torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0]))
+    found = credits.create("top_entropy").formula(step(torch.ones(5), torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0])))
     assert found.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
-    assert credits.create("top_entropy").formula(torch.zeros(0), torch.zeros(0)).tolist() == []
+    assert credits.create("top_entropy").formula(step(torch.zeros(0))).tolist() == []
 
 
 def test_entropy_bonus() -> None:
     """min(.4 H, |A| / 2): .04; .75 of .8; .12; .25 of .4; 0; 0 of 1.2."""
-    found = credits.create("entropy_bonus").formula(A, H)
+    found = credits.create("entropy_bonus").formula(step(A, H))
     assert found.tolist() == pytest.approx([1.54, 2.25, -0.38, -0.25, -0.5, 0.0], abs=1e-6)
-    found = credits.create("entropy_bonus", alpha=1.0, kappa=4.0).formula(A, H)
+    found = credits.create("entropy_bonus", alpha=1.0, kappa=4.0).formula(step(A, H))
     assert found.tolist() == pytest.approx([1.6, 1.875, -0.375, -0.375, -0.5, 0.0], abs=1e-6)
+
+
+# Four answers of 1, 2, 3 and 2 tokens to one prompt, and two of 1 and 2 to another.
+ANSWERS, GROUPS = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5], [0] * 8 + [1] * 3
+OF_ANSWERS = torch.tensor([0.5, 0.5, 0.5, 0.7, 0.7, 0.7, -1.7, -1.7, -1.0, -0.5, -0.5])
+# Means −3, −1, −2, −.1, −.1, −.2: of those with A > 0 the second answer is the likeliest, though its sum is not.
+LOG_PROBS = [-3.0, -1.5, -0.5, -2.0, -3.0, -1.0, -0.1, -0.1, -0.1, -0.1, -0.3]
+
+
+def test_first_token() -> None:
+    """The second answer keeps its first token's advantage; a prompt without A > 0 keeps all."""
+    made = step(OF_ANSWERS, None, LOG_PROBS, ANSWERS, GROUPS)
+    assert made.first.tolist() == [True, True, False, True, False, False, True, False, True, True, False]
+    expected = OF_ANSWERS.clone()
+    expected[[0, 3, 6]] = 0.0
+    assert torch.equal(credits.create("first_token").formula(made), expected)
+    expected[6] = -1.7  # a wrong answer's
+    assert torch.equal(credits.create("first_token", wrong="keep").formula(made), expected)
+    # Of equal means the first answer; groups need not stand in their order.
+    both = step(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, [-1.0, -1.0, -1.0, -2.0], [0, 1, 2, 3], [1, 0, 1, 0])
+    assert credits.create("first_token").formula(both).tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert credits.create("first_token").formula(step(torch.zeros(0))).tolist() == []
 
 
 def test_the_command_line() -> None:
@@ -98,9 +140,14 @@ def test_the_actor_keeps_entropies_and_returns_what_it_returned() -> None:
     assert "forward" not in vars(actor.actor), "the model's own forward is back in its place"
 
 
-def experience(advantages: list[list[float]], mask: list[list[int]]) -> SimpleNamespace:
+def experience(advantages: list[list[float]], mask: list[list[int]], index: list[int]) -> SimpleNamespace:
     made = torch.tensor(advantages)
-    return SimpleNamespace(advantages=made, action_mask=torch.tensor(mask), action_log_probs=torch.zeros_like(made))
+    return SimpleNamespace(advantages=made, action_mask=torch.tensor(mask), action_log_probs=-made.abs(), index=index)
+
+
+def three_answers() -> list[SimpleNamespace]:
+    """Three answers; the second and the third of them are to the prompt that was asked first."""
+    return [experience([[1.0, 7.0], [2.0, 2.0]], [[1, 0], [1, 1]], [2, 1]), experience([[-1.0, -1.0]], [[1, 1]], [0])]
 
 
 @pytest.fixture
@@ -108,9 +155,12 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Two actors of a tensor-parallel pair each: every second one's answer counts."""
     kept = [[torch.tensor([[5.0, 9.0], [1.0, 2.0]])], [], [torch.tensor([[4.0, 8.0]])], []]
     monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda value: value))
-    args = SimpleNamespace(ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2))
+    args = SimpleNamespace(
+        ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2), rollout=SimpleNamespace(n_samples_per_prompt=2)
+    )
     return SimpleNamespace(
         strategy=SimpleNamespace(args=args),
+        args=args,
         actor_model_group=SimpleNamespace(async_run_method=lambda method_name: kept),
     )
 
@@ -118,9 +168,8 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
     """Padding counts for nothing: the entropy of 9 is beyond its answer, so the two largest of five are 8 and 5."""
     run_with(monkeypatch, credit_spec={"name": "top_entropy", "fraction": 0.4})
-    experiences = [experience([[1.0, 7.0], [2.0, 2.0]], [[1, 0], [1, 1]]), experience([[-1.0, -1.0]], [[1, 1]])]
-    step = credit_seams.own_credit(lambda maker, experiences: experiences)
-    found = step(maker, experiences)
+    experiences = three_answers()
+    found = credit_seams.own_credit(lambda maker, experiences: experiences)(maker, experiences)
     assert [e.advantages.tolist() for e in found] == [[[1.0, 7.0], [0.0, 0.0]], [[0.0, -1.0]]]
     assert maker.step_measures == {
         "credit/entropy": pytest.approx(4.0),
@@ -129,10 +178,18 @@ def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch
     }
 
 
+def test_a_credit_knows_answers_and_prompts(maker: SimpleNamespace) -> None:
+    tokens = credit_seams.of_step(maker, three_answers())
+    assert tokens.answers.tolist() == [0, 1, 1, 2, 2] and tokens.groups.tolist() == [1, 0, 0, 0, 0]
+    assert tokens.log_probs.tolist() == [-1.0, -2.0, -2.0, -1.0, -1.0]
+    assert tokens.entropies.tolist() == [5.0, 1.0, 2.0, 4.0, 8.0]
+    assert tokens.first.tolist() == [True, True, False, True, False]
+
+
 def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
     run_with(monkeypatch, credit_spec={"name": "top_entropy"})
-    monkeypatch.setattr(type(credits.create("top_entropy")), "formula", lambda self, a, h: a[:1])
-    experiences = [experience([[1.0, 7.0], [2.0, 2.0]], [[1, 0], [1, 1]]), experience([[-1.0, -1.0]], [[1, 1]])]
+    monkeypatch.setattr(type(credits.create("top_entropy")), "formula", lambda self, tokens: tokens.advantages[:1])
+    experiences = three_answers()
     with pytest.raises(RuntimeError, match=r"formula returns \(1,\) for 5 tokens"):
         credit_seams.shared(maker, experiences)
 

@@ -206,6 +206,13 @@ BEST_OF_K = [
     ),
 ]
 
+OVERLONG = of_file(
+    "ngrpo/advantages/base.py",
+    "test_advantages.py",
+    ("result, kept = torch.zeros_like(rewards), ~overlong", "result, kept = rewards.clone(), ~overlong", "they keep r"),
+    ("kept & (left == size)", "(left == size).expand_as(kept)", "overlong answers count in their groups"),
+)
+
 CREDITS = [
     *of_file(
         "ngrpo/credits/top_entropy.py",
@@ -219,11 +226,11 @@ CREDITS = [
         "ngrpo/credits/entropy_bonus.py",
         "test_credits.py",
         (
-            "torch.minimum(self.alpha * entropies, advantages.abs() / self.kappa)",
-            "self.alpha * entropies",
+            "torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)",
+            "self.alpha * tokens.entropies",
             "entropy_bonus: no bound",
         ),
-        ("self.alpha * entropies,", "entropies,", "entropy_bonus: α is missing"),
+        ("self.alpha * tokens.entropies,", "tokens.entropies,", "entropy_bonus: α is missing"),
         (
             "advantages.abs() / self.kappa",
             "advantages / self.kappa",
@@ -232,11 +239,19 @@ CREDITS = [
         ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
     ),
     *of_file(
+        "ngrpo/credits/first_token.py",
+        "test_credits.py",
+        ("/ torch.bincount(answer)", "", "first_token: the sum and not the mean"),
+        ('torch.where(positive, mean, -torch.inf), "amax"', 'mean, "amax"', "first_token: a wrong answer is the best"),
+        ("(winner < len(first)) &", "True &", "first_token: groups without a right answer lose theirs"),
+        ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
+    ),
+    *of_file(
         "ngrpo/trainer/credit_seams.py",
         "test_credits.py",
         (
             "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
-            "torch.cat([h.flatten() for h in entropies])[: len(before)]",
+            "torch.cat([h.flatten() for h in entropies])[: len(advantages)]",
             "padding is counted among the tokens",
         ),
         ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),

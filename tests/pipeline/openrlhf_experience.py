@@ -53,6 +53,7 @@ def main() -> None:
                     action_mask=mask,
                     rewards=torch.tensor([REWARDS[place] for place in places]),
                     response_length=torch.tensor(lengths),
+                    truncated=torch.tensor([length == 3 for length in lengths]),
                     kl=torch.zeros_like(mask),
                     index=list(places),
                     prompts=["abc"[place // SIZE] for place in places],
@@ -91,6 +92,9 @@ def main() -> None:
 
     for name in ("group_norm", "ngrpo", "psr", "nsr", "w_reinforce"):
         result[name] = ours(maker(), name=name)
+    excluding = maker()
+    result["exclude"] = ours(excluding, name="group_norm", overlong="exclude")
+    result["excluded"] = excluding.step_measures["advantage/overlong"]
     annealed = maker()
     result["pass_at_k"] = []
     for annealed.training_step in (0, 7):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.advantages import compute
+from ngrpo.advantages import compute, create
 from tests.own_process import run_module
 from tests.pipeline.harness import steps_of
 from tests.pipeline.openrlhf_experience import REWARDS, SIZE
@@ -43,6 +43,13 @@ def test_group_norm_is_openrlhfs_own_for_rewards_of_0_and_1(found: dict[str, Any
 @pytest.mark.parametrize("name", ["ngrpo", "psr", "nsr", "w_reinforce"])
 def test_each_answer_gets_our_advantage(found: dict[str, Any], name: str) -> None:
     check_tokens(found[name], compute(name, GROUPS))
+
+
+def test_answers_that_were_cut_off_are_out_of_their_groups(found: dict[str, Any]) -> None:
+    """Places 2, 5, 8, 11, of three tokens."""
+    overlong = torch.tensor([place % 3 == 2 for place in range(len(REWARDS))]).reshape(-1, SIZE)
+    check_tokens(found["exclude"], create("group_norm", overlong="exclude").compute(GROUPS, overlong=overlong))
+    assert found["exclude"] != found["group_norm"] and found["excluded"] == pytest.approx(1 / 3)
 
 
 def test_copo_counts_over_steps(found: dict[str, Any]) -> None:

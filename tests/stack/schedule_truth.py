@@ -23,22 +23,21 @@ def temperatures(name: str, options: dict[str, Any], logits: torch.Tensor) -> to
 
 
 @torch.no_grad()
-def scheduled_log_probs(
+def scheduled_gaps(
     model: Any, rollouts: Sequence[Rollout], name: str | None, options: dict[str, Any], temperature: float = 1.0
-) -> list[torch.Tensor]:
-    """log π of each generated token in a Hugging Face forward of each rollout; None: at one temperature."""
-    result = []
+) -> torch.Tensor:
+    """|Δ log π| between a rollout and a Hugging Face forward of it at the schedule's temperatures; None: at one.
+
+    In units of the logits: at τ = 0.1 their float32 rounding counts ten times in log π, so that the gap there is
+    multiplied with τ.
+    """
+    gaps = []
     for rollout in rollouts:
         tokens, start = torch.tensor([rollout.sequence]), len(rollout.prompt)
         with replaying(model, [rollout.record], attention_mask=torch.ones_like(tokens)):
             logits = model(tokens).logits[0, start - 1 : -1].double()
         tau = torch.ones(len(logits)) if name is None else temperatures(name, options, logits)
         scaled = logits / (temperature * tau).unsqueeze(-1)
-        result.append(scaled.log_softmax(dim=-1).gather(-1, tokens[0, start:].unsqueeze(-1)).squeeze(-1).float())
-    return result
-
-
-def scheduled_gaps(model: Any, rollouts: Sequence[Rollout], name: str | None, *given: Any) -> torch.Tensor:
-    """|Δ log π| between the rollout and :func:`scheduled_log_probs`."""
-    found = scheduled_log_probs(model, rollouts, name, *given)
-    return torch.cat([(now - torch.from_numpy(r.log_probs.copy())).abs() for now, r in zip(found, rollouts)])
+        now = scaled.log_softmax(dim=-1).gather(-1, tokens[0, start:].unsqueeze(-1)).squeeze(-1)
+        gaps.append((now - torch.from_numpy(rollout.log_probs.copy())).abs() * tau.clamp_max(1.0))
+    return torch.cat(gaps)
