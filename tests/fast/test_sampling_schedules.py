@@ -92,9 +92,9 @@ def test_e3_by_hand() -> None:
     assert e3.factor_of_step([PastStep(1.0, 0.0), PastStep(1.0, 0.0)], run) == 1.0
 
 
-@pytest.mark.parametrize(("step", "share"), [(5, 1.0), (6, 1.0), (8, 0.95), (10, 0.9)])
+@pytest.mark.parametrize(("step", "share"), [(5, 1.0), (6, 1.0), (7, 0.985355339), (8, 0.95), (10, 0.9)])
 def test_e3_lets_its_target_fall_in_the_last_two_fifths(step: int, share: float) -> None:
-    """x = ½ at step 8 of 10: ½ (1 + cos π/2) = ½, so 0.1 · ½ + 0.9."""
+    """x = ½ at step 8 of 10: ½ (1 + cos π/2) = ½, so 0.1 · ½ + 0.9; at step 7, ½ (1 + cos π/4) = .853553."""
     past = [PastStep(1.0, 0.5)] * (step - 1) + [PastStep(1.0, 0.5 * share)]
     assert sampling_schedules.create("e3").factor_of_step(past, Run(10, 1.0, 1000)) == pytest.approx(1.0, abs=1e-9)
 
