@@ -83,18 +83,18 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
 def test_sampling_schedule(schedule: str, tmp_path: Path, smollm2: str) -> None:
     """With importance weights; alone and with a perturbation; an evaluation, which is at its own temperature."""
-    loud = {"ead": ["tau_max", "1.6", "c", "2"], "edt": ["theta", "1.0"], "e3": ["annealing", "false"]}[schedule]
+    loud = {"ead": ["tau_max", "1.6", "c", "2"], "edt": ["theta", "1.0"], "e3": ["share", "1"]}[schedule]
     flags = ["--sampling.schedule", schedule, "--eval.steps", "1", "--algo.kl.init_coef", "0"]
     for name, value in zip(loud[::2], loud[1::2]):
         flags += [f"--sampling.schedule.{name}", value]
     flags += ["--perturbation", "neighbor"] if schedule == "edt" else []
     steps = steps_of(tmp_path, smollm2, *LOUD, *flags)
-    print(steps)
     for step in steps:
         assert 0.5 < step["importance_weight"] < 1.5 and step["sampling_entropy"] > 0.0
     if schedule == "e3":
-        run, factor = Run(2, 1.0, 49152), sampling_schedules.create("e3", annealing=False).factor_of_step
+        run, factor = Run(2, 1.0, 49152), sampling_schedules.create("e3", share=1).factor_of_step
         past = [PastStep(1.0, steps[0]["sampling_entropy"])]
         assert [step["sampling_temperature"] for step in steps] == pytest.approx([1.0, factor(past, run)])
+        assert factor(past, run) < 0.999, "the target falls from the first step on"
     else:
         assert abs(steps[0]["importance_divergence"]) > 0.01, "drawn at other temperatures than the trainer's"
