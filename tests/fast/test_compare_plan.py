@@ -68,6 +68,14 @@ def test_credit_and_policy_noise_belong_to_a_strategy() -> None:
     assert "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy" in words(made, 1)
 
 
+def test_sampling_schedules_are_swept_and_belong_to_a_strategy() -> None:
+    made = plan("--perturbations", "none,neighbor", "--sweep", "sampling.schedule=none,ead,e3")
+    assert [arm.id for arm in made.arms][3:] == [f"neighbor sampling.schedule={name}" for name in ("none", "ead", "e3")]
+    assert "--perturbation none --sampling.schedule ead" in words(made, 1)
+    made = plan("--strategy", "none", "--strategy", "neighbor sampling.schedule=ead sampling.schedule.c=3")
+    assert "--sampling.schedule ead --sampling.schedule.c 3" in words(made, 1)
+
+
 def test_one_line_per_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
     arm = made.arms[1]
