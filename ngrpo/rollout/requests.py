@@ -70,7 +70,7 @@ class RunningRequests:
         earlier = ReplayRecord.from_bytes(given["record"]) if given.get("record") else None
         # A further turn goes on with its trajectory's seed, so that one record covers all turns.
         seed = earlier.seed if earlier is not None else self._seed(given, params, prompt)
-        step = int(given.get("training_step", 0)) if given.get("scheduled", True) else -1
+        step = max(int(given.get("training_step", 0)), 0) if given.get("scheduled", True) else -1
         trajectory = self._store.open(new.req_id, seed, len(prompt), bool(given.get("enabled", True)), step)
         if earlier is not None:
             self._store.load(trajectory, earlier)

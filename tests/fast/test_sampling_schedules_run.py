@@ -17,6 +17,7 @@ from benchmarks.decode_step import Decoding
 from ngrpo import catalogue, flags, preflight, sampling_schedules, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout import settings
+from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.sampling_schedules.base import Run
 from ngrpo.trainer import metrics, rollout_requests, sampling_schedule
@@ -81,6 +82,15 @@ def test_greedy_requests_and_those_without_a_schedule_keep_their_temperature() -
     e3.add("a", 5)
     e3.perturber.begin(["a"], np.array([0]), np.array([5]), np.zeros(1, dtype=bool))
     assert e3.perturber.temperature_factor(torch.zeros(1, 8), torch.ones(1), None) is None
+
+
+def test_a_request_s_words_are_checked_where_it_comes_in() -> None:
+    for arguments in ({"training_step": 7, "scheduled": False}, {}):
+        params = SimpleNamespace(extra_args={"perturbation": arguments})
+        assert checked(params) is params
+    for arguments in ({"training_step": 1.5}, {"scheduled": 1}, {"step": 7}):
+        with pytest.raises(UsageError, match=f"{next(iter(arguments))}"):
+            checked(SimpleNamespace(extra_args={"perturbation": arguments}))
 
 
 def test_an_engine_reads_its_schedule() -> None:
