@@ -16,9 +16,9 @@ _ALLOWED = {
     "seed": (int, "an integer"),
     "sample": (int, "an integer"),
     "enabled": (bool, "True or False"),
+    "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes()"),
     "training_step": (int, "an integer"),
     "scheduled": (bool, "True or False"),
-    "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes()"),
 }
 
 
