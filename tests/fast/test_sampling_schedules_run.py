@@ -87,10 +87,10 @@ def test_greedy_requests_and_those_without_a_schedule_keep_their_temperature() -
 def test_a_request_s_words_are_checked_where_it_comes_in() -> None:
     for arguments in ({"training_step": 7, "scheduled": False}, {}):
         params = SimpleNamespace(extra_args={"perturbation": arguments})
-        assert checked(params) is params
+        assert checked(params, None) is params
     for arguments in ({"training_step": 1.5}, {"scheduled": 1}, {"step": 7}):
         with pytest.raises(UsageError, match=f"{next(iter(arguments))}"):
-            checked(SimpleNamespace(extra_args={"perturbation": arguments}))
+            checked(SimpleNamespace(extra_args={"perturbation": arguments}), None)
 
 
 def test_an_engine_reads_its_schedule() -> None:
