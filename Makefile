@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
+# The optional integration that is tested too (tests/stack/test_trl.py).
+TRL := trl==1.16.0
 # Errors only: pip's own lines would bury ours.
 PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
 
@@ -34,6 +36,7 @@ test: $(READY) browser
 	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
 
 test-all: test
+	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
 	@$(call stack,slow)
 	@$(BIN)/python -m pytest tests/pipeline -m slow

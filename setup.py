@@ -56,6 +56,7 @@ setup(
         # vLLM pins torch: 0.26 is the release for torch 2.11. bitsandbytes is for --ds.load_in_4bit.
         "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
+        "trl": ["trl==1.16.0"],  # ngrpo.trl
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
         "test": ["pytest", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],

@@ -43,6 +43,7 @@ ELSEWHERE = {
     r"ngrpo data \w+( && ngrpo data \w+)*": (NETWORK, "tests/fast/test_data_preparation.py"),
     r"ray start --(head|address) .*": ("begins a cluster", "tests/pipeline/test_faults.py"),
     r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),
+    r"pip install --no-deps trl==[\d.]+": (NETWORK, "Makefile"),
     r"vllm serve .*": (ENGINE, "tests/stack/test_serve.py"),
     r"ngrpo doctor": (ENGINE, "tests/stack/test_doctor.py"),
     r"ngrpo eval --rescore \S+": ("needs samples", "tests/fast/test_evaluate_folder.py"),

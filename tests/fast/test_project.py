@@ -56,7 +56,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
-    assert set(found) == {"cpu", "cuda", "hnsw", "test", "docs", "dist"}
+    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "test", "docs", "dist"}
     assert names(found["test"]).isdisjoint(names(found["docs"] + found["dist"])), (
         "make test sets up no more than it runs"
     )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's GRPOTrainer with perturbed rollouts in float32: two real steps, exact replay. Slow: `make test-all`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="needs TRL: pip install --no-deps trl==1.16.0")
+pytestmark = pytest.mark.slow
+
+SPEC = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
+ENGINE = {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 28}
+
+
+def trainer(folder: Path, model: str, **given: Any) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    from ngrpo.trl import PerturbedGRPOTrainer
+
+    args = GRPOConfig(
+        output_dir=str(folder),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=128,
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=2,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        beta=0.01,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        seed=3,
+    )
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {n} + 7?"}]} for n in range(2, 10)])
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [float(len(str(answer)) % 3) for answer in completions]
+
+    settings = {"perturbation": SPEC, "vllm_options": ENGINE, **given}
+    return PerturbedGRPOTrainer(model, reward, args=args, train_dataset=rows, eval_dataset=rows, **settings)
+
+
+def test_two_steps_and_an_evaluation(tmp_path: Path, smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap is of eight rollouts before the first step, and of eight under the weights after it."""
+    from ngrpo import trl as ours
+
+    made = trainer(tmp_path, smollm2)
+    made.train()
+    logged = [each for each in made.state.log_history if "perturbation/gap_max" in each]
+    assert len(logged) == 2 and all(each["perturbation/gap_max"] <= 1e-4 for each in logged), logged
+    assert all(each["kl"] >= 0.0 and each["grad_norm"] > 0.0 for each in logged)
+    records = made._records[True]
+    assert len(records) == 8 and sum(map(len, records)) / sum(r.num_tokens - r.prompt_tokens for r in records) > 0.2
+    made.evaluate()
+    assert made.perturbation_gap <= 1e-4 and all(len(record) == 0 for record in made._records[False])
+    # The test could not fail if nothing were replayed.
+    monkeypatch.setattr(ours, "replaying", lambda *args, **kwargs: contextlib.nullcontext())
+    made.model.train()
+    made._generate_and_score_completions([made.train_dataset[i // 4] for i in range(8)])
+    assert made.perturbation_gap > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"perturbation": {"name": "neighbour"}}, "neighbor"),
+        ({"perturbation": {"name": "gumbel", "density": "gumbel"}}, "density"),
+        ({"tools": [print]}, "tools"),
+        ({"rollout_func": print}, "rollout_func"),
+    ],
+)
+def test_what_is_not_replayed_is_refused(tmp_path: Path, smollm2: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, smollm2, **given)
