@@ -49,11 +49,11 @@ FLOORS = (
         "ngrpo.sampling_schedules",
     ),
     ("ngrpo.hardware", "ngrpo.rollout"),
-    ("ngrpo.trainer",),
+    ("ngrpo.trainer", "ngrpo.trl"),
     ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary", "ngrpo.progress"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
-    ("ngrpo.data_preparation", "ngrpo.dry_run", "ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report", "ngrpo.trl"),
+    ("ngrpo.data_preparation", "ngrpo.dry_run", "ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
     ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.new", "ngrpo.cli"),
