@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HRPO in OpenRLHF: its gate trains, follows the weight sync into the rollout, and is saved beside the model."""
+"""HRPO in OpenRLHF: its gate trains, follows the weight sync into the rollout, and is saved beside the model.
+
+Slow, `make test-all`: tests/stack/test_hrpo.py holds its exactness and its gradient.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from safetensors.torch import load_file
 from ngrpo.parameters_file import FILE
 from tests.pipeline.harness import LOUD, steps_of
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
 def test_the_gate_trains_is_synced_and_saved(tmp_path: Path, smollm2: str) -> None:

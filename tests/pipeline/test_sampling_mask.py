@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--sampling.correct_mask`` in a real training run without a perturbation."""
+"""``--sampling.correct_mask`` in a real training run without a perturbation.
+
+Slow, `make test-all`: tests/stack/test_sampling_mask.py holds the log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 
 from tests.pipeline.harness import steps_of
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 # At this temperature the twenty likeliest tokens hold so little, on average exp(-0.56) in answers to such prompts, that
 # a trainer of the whole distribution would show a gap, and a vllm_kl, of 0.56.
 TRUNCATED = ["--sampling.top_k", "20", "--rollout.temperature", "1.5", "--sampling.correct_mask"]
