@@ -101,10 +101,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     (tmp_path / "reward.py").write_text(reward)
     monkeypatch.chdir(tmp_path)
+    kept = (registry.perturbations, registry.gates)
+    before = [set(each.registered) for each in kept]
     yield tmp_path
-    for kept in (registry.perturbations, registry.gates):
-        for name in [name for name, cls in kept.registered.items() if not cls.__module__.startswith("perturbations.")]:
-            del kept.registered[name]
+    # What the commands loaded from files is forgotten; what is loaded of the tree on the way stays, as ever.
+    for each, names in zip(kept, before):
+        for name in set(each.registered) - names:
+            if not each.registered[name].__module__.startswith("perturbations."):
+                del each.registered[name]
 
 
 def stood_in(words: list[str]) -> list[str]:
