@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(preflight, "check_stack", lambda: None)
     # The last step before an engine: whatever is right until there ends there.
     monkeypatch.setattr(models, "resolve", stopped)
+    monkeypatch.setattr(models, "check_on_hub", stopped)
     yield
     assert list(tmp_path.iterdir()) == []
 
@@ -137,13 +139,21 @@ def test_eval_and_diagnose(command: str, words: list[str]) -> None:
 
 
 @FEW
-@given(st.sampled_from(["report", "check", "list", "model", "doctor", "no-such-command"]), WORDS)
+@given(st.sampled_from(["report", "check", "list", "model", "doctor", "data", "no-such-command"]), WORDS)
 def test_other_commands(command: str, words: list[str]) -> None:
     if has_help(words) or (command == "check" and words[0] in registry.available()):
         return
     if command == "model" and (len(words) != 1 or words[0].startswith("-")):
         return  # its usage
-    refused([command, *words, *(["--never"] if command in ("report", "list", "doctor") else [])])
+    refused([command, *words, *(["--never"] if command in ("report", "list", "doctor", "data") else [])])
+
+
+@FEW
+@given(st.sampled_from(["perturbation", "gate", "advantage", "nope", ""]), st.lists(TEXT, min_size=1, max_size=2))
+def test_new(kind: str, words: list[str]) -> None:
+    """Nothing is written for a name that cannot be one."""
+    if not has_help(words) and not re.fullmatch(r"[a-z][a-z0-9_]*", words[0]):
+        refused(["new", kind, *words])
 
 
 @FEW
