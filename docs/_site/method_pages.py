@@ -25,7 +25,8 @@ FORMULAS = {
     "gate": {"plan": "Where it is open", "open": "Where it is open"},
     "advantage": {"formula": "The advantage"},
     "credit": {"formula": "The advantage of a token"},
-    "policy noise": {"selects": "Which weights", "scale": "σ in step k"},
+    "sampling schedule": {"factor": "The factor at a token", "factor_of_step": "The factor in a step"},
+    "policy noise": {"scale": "σ in step k", "selects": "Which weights"},
 }
 
 
@@ -47,12 +48,12 @@ def page(kept: Registry, name: str) -> str:
     flag = catalogue.KINDS[kept]
     parts = [f"# `{name}`", plain(inspect.cleandoc(cls.__doc__ or ""))]
     parts += ["\n".join(_facts(kept, name, cls, flag))]
+    drawn = _picture(kept, cls)
     for method, head in FORMULAS.get(kept.kind, {}).items():
         written = inspect.getdoc(vars(cls)[method]) if method in vars(cls) else None
         if written:
-            parts += [f"## {head}", plain(re.split(r"\n\s*(?:Args|Returns|Raises):", written)[0])]
-        if method in ("propose", "open", "formula", "scale"):
-            parts += _picture(kept, cls)
+            parts += [f"## {head}", plain(re.split(r"\n\s*(?:Args|Returns|Raises):", written)[0]), *drawn]
+            drawn = []
     parts += [part for title, text in _told(flag, name).items() for part in (f"## {title}", text)]
     parts += ["## Options", "\n".join(_options(kept, cls, flag))]
     written = list(_recipes(flag.removeprefix("--"), name))

@@ -86,6 +86,16 @@ def test_pictures_are_whole_and_say_what_they_show() -> None:
         assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", ""), picture.name
 
 
+def test_the_readme_is_read_in_minutes() -> None:
+    """What it is, the pictures, the commands, one result, where to go on; everything else has its page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) < 900
+    assert all(f"`{name}`" in text for name in registry.perturbations.in_tree())
+    assert all(
+        f"(docs/{page})" in text for page in ("start.md", "install.md", "methods.md", "training.md", "compare.md")
+    )
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     """By file; anchors are mkdocs' to check."""
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:

@@ -34,7 +34,6 @@ ENGINE, NETWORK, GPU = "needs an engine", "needs the network", "needs a GPU"
 # What is not run here: a pattern of the whole command, and who runs it, or why nobody can.
 ELSEWHERE = {
     r"make demo": (ENGINE, "tests/pipeline/test_training.py"),
-    r"make test": (ENGINE, ".ci/run"),
     r"make test-fast": ("is what runs this", ".github/workflows/ci.yml"),
     r"make matrix RELEASES=\S+": (NETWORK, "tests/fast/test_matrix.py"),
     r"make gpu( STAGE=\w)?": (GPU, "tests/stack/test_gpu_script.py"),
