@@ -5,6 +5,7 @@
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
 # make dist   source archive and wheel into dist/, checked
+# make study  the study of docs/study.md, hours on a CPU: it goes on where it was stopped
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ stack = status=0; for file in tests/stack/test_*.py; do \
 	  $(BIN)/python -m pytest -q $$file -m "$(1)" || [ $$? = 5 ] || status=1; \
 	done; exit $$status
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline matrix browser lint format bench gpu docs dist clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline matrix browser lint format bench study gpu docs dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -80,6 +81,9 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.rollout
 	@$(BIN)/python -m benchmarks.decode_step
 	@$(BIN)/python -m benchmarks.replay
+
+study: $(READY)
+	@PATH="$(BIN):$$PATH" bash examples/study/run.sh
 
 # On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.
 ifdef REHEARSE

@@ -166,6 +166,13 @@ def main() -> None:
         cells = [false_findings(world, n, few) for n in SEEDS]
         told = "".join(f"  {n} seeds {plain:.3f} -> {held:.3f}" for n, (plain, held) in zip(SEEDS, cells))
         print(f"{world.name:<27}without -> with Holm's correction:{told}", flush=True)
+    print(
+        "\nsmallest difference found with a chance of 80%, in standard deviations of the paired difference over seeds"
+    )
+    for n in SEEDS:
+        least = [significance.detectable(1.0, n, *of) for of in ((1, 1), (4, 1), (10, 1), (4, 2))]
+        told = zip(("one test", "four", "ten", "four, two tasks pooled"), least)
+        print(f"{n:>2} seeds  " + "  ".join(f"{what} {value:.2f}" for what, value in told))
     print(f"\ntwo tasks pooled ({few} trials): Welch's t, stratified bootstrap; probability of improvement, bootstrap")
     for n in SEEDS:
         welch, drawn, chance = pooled_coverage((WORLDS[0], WORLDS[1]), n, few)

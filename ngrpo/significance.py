@@ -39,7 +39,10 @@ def interval(table: np.ndarray) -> Interval:
     if len(table) == 1:
         low, high = bootstrap.of_mean(table[0])
         return {"value": value, "low": low, "high": high, "over": "problems"}
-    half = _quantile((1 + LEVEL) / 2, len(by_seed)) * _standard_error(by_seed)
+    from scipy import stats
+
+    error = float(by_seed.std(ddof=1)) / math.sqrt(len(by_seed))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(by_seed) - 1)) * error
     return {"value": value, "low": value - half, "high": value + half, "over": "seeds"}
 
 
@@ -110,13 +113,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def detectable(spread: float, pairs: int, comparisons: int = 1) -> float | None:
+def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
     """The smallest true difference that a two-sided paired t test finds with a chance of 80%.
 
     Args:
         spread: standard deviation of the paired differences over seeds.
         pairs: seeds.
         comparisons: the level is 0.05 over this number, which is Holm's first step: the hardest one.
+        tasks: how many are pooled, each with so many seeds and this spread.
 
     Returns:
         The difference; None for fewer than two pairs.
@@ -125,20 +129,11 @@ def detectable(spread: float, pairs: int, comparisons: int = 1) -> float | None:
         return None
     from scipy import optimize, stats
 
-    critical = _quantile(1 - (1 - LEVEL) / (2 * comparisons), pairs)
+    freedom = tasks * (pairs - 1)
+    critical = float(stats.t.isf((1 - LEVEL) / (2 * comparisons), freedom))
 
     def missing(shift: float) -> float:
         """The power at a true difference of so many standard errors, in its own direction, less the one wanted."""
-        return float(stats.nct.sf(critical, pairs - 1, shift)) - POWER
+        return float(stats.nct.sf(critical, freedom, shift)) - POWER
 
-    return float(optimize.brentq(missing, 0.0, 3 * critical + 10)) * spread / math.sqrt(pairs)
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-def _quantile(share: float, values: int) -> float:
-    from scipy import stats
-
-    return float(stats.t.ppf(share, values - 1))
+    return float(optimize.brentq(missing, 0.0, 3 * critical + 10)) * spread / math.sqrt(tasks * pairs)

@@ -264,6 +264,7 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         "strategy": name,
         "seeds": [run["seed"] for run in runs if run["status"] == "done"],
         "failed": [run["seed"] for run in runs if run["status"] == "failed"],
+        "n": 8,
         "reward_first": _around(0.142, 0.02, seeds),
         "reward_last": _around(top, 0.03, seeds),
         "reward_change": _around(top - 0.142, 0.04, seeds),

@@ -27,7 +27,8 @@ _SET_BY_US = {
 }
 _SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
 _REPEATED = ("strategy", "sweep")
-_OURS = ("perturbations", "base", "seeds", "baseline", "out", "config", "stock", *_REPEATED)
+_SWITCHES = ("stock", "discard-models")
+_OURS = ("perturbations", "base", "seeds", "baseline", "out", "config", *_SWITCHES, *_REPEATED)
 # The beginning of a flag for another command, and the flags of OpenRLHF that begin so too.
 _GROUPS = {
     "eval": ("--eval.dataset", "--eval.split", "--eval.steps", "--eval.temperature_", "--eval.n_samples"),
@@ -70,6 +71,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
         model=rest.value("--model") or rest.value("--actor.model_name_or_path") or "",
         task=rest.value("--task") or rest.value("--data.prompt_dataset") or "",
         reproducible=single.get("stock", "false") == "false",
+        keep_models=single.get("discard-models", "false") == "false",
         evaluation=evaluation,
         diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
     )
@@ -91,9 +93,9 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[
         if name in _OURS:
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
-            if name == "stock" and value not in ("", "true", "false"):
-                raise UsageError(f"--stock {value}: it stands alone.")
-            if name != "stock" and not value:
+            if name in _SWITCHES and value not in ("", "true", "false"):
+                raise UsageError(f"--{name} {value}: it stands alone.")
+            if name not in _SWITCHES and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
             ours.setdefault(name, []).append(value)
         elif group is not None:

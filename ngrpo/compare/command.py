@@ -23,6 +23,8 @@ What has finished is kept: the same command goes on where it stopped.
   --out DIR                 the comparison's folder [runs/compare]
   --dry-run [GIB]           print what the first run would be, and check all of
                             them; start nothing
+  --discard-models          delete each trained model once it is evaluated:
+                            many runs fill a disk
   --stock                   sample as stock OpenRLHF does: the same seed does
                             not repeat a run then
 

@@ -34,6 +34,7 @@ class Plan:
         model: the model before training.
         task: task or dataset, for people.
         reproducible: whether a run with the same seed repeats its rollouts.
+        keep_models: whether a run's trained model stays once it has been evaluated.
         evaluation: words for ``ngrpo eval`` but model and folder, the same for every trained model; None where there
             is nothing to evaluate on.
         diagnosis: words for ``ngrpo diagnose``, or None.
@@ -46,6 +47,7 @@ class Plan:
     model: str
     task: str
     reproducible: bool = True
+    keep_models: bool = True
     evaluation: tuple[str, ...] | None = None
     diagnosis: tuple[str, ...] | None = None
 

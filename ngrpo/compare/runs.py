@@ -90,6 +90,8 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
             words = eval_words(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
             command(["eval", *words], log, folder.lock)
         record["status"] = "done"
+        if not plan.keep_models:
+            shutil.rmtree(run_folder / "model", ignore_errors=True)
     except CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
         record.update(status="failed", error=str(failure))

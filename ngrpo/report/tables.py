@@ -111,7 +111,7 @@ def _notes(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
     least = [value for c in changes if (value := number(c.get("detectable")))]
     if least:
-        reach = figure(min(least)) if len(least) == 1 else f"{figure(min(least))} to {figure(max(least))}"
+        reach = " to ".join(dict.fromkeys((figure(min(least)), figure(max(least)))))
         notes.append(
             f"Smallest difference in Mean@n that so many seeds find with a chance of 80%: {reach}, by the spread seen."
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.compare import arguments, results, screen
+from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import identity
@@ -171,6 +171,25 @@ def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:
         folder.claim(plan("--perturbations", "none", "--actor.adam.lr", "1e-5").common())
     with pytest.raises(UsageError, match="evaluation was"):
         folder.claim(plan("--perturbations", "none", "--eval.n", "2").common())
+
+
+@pytest.mark.parametrize("switch", [[], ["--discard-models"]])
+def test_a_trained_model_is_discarded_once_it_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: list[str]
+) -> None:
+    seen: dict[str, bool] = {}
+
+    def command(words: list[str], log: Path, *_: Any) -> None:
+        (log.parent / "model").mkdir(exist_ok=True)
+        seen[words[0]] = (log.parent / "model").is_dir()
+
+    made, folder = plan("--perturbations", "none", *switch), empty(tmp_path / "out")
+    folder.lock = 0
+    monkeypatch.setattr(runs, "command", command)
+    record = runs.execute(made, made.runs()[0], folder, lambda step, prompts: None)
+    assert record["status"] == "done" and seen == {"train": True, "eval": True}
+    assert (folder.run_folder(made.runs()[0]) / "model").is_dir() == (not switch)
+    assert made.common() == plan("--perturbations", "none").common()
 
 
 def test_full_disk(tmp_path: Path) -> None:

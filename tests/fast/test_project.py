@@ -108,7 +108,20 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-TARGETS = ["demo", "test", "test-fast", "test-stack", "lint", "clean", "bench", "gpu", "matrix", "docs", "dist"]
+TARGETS = [
+    "demo",
+    "test",
+    "test-fast",
+    "test-stack",
+    "lint",
+    "clean",
+    "bench",
+    "gpu",
+    "matrix",
+    "docs",
+    "dist",
+    "study",
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -118,7 +131,7 @@ def test_make_targets(target: str) -> None:
 
 def test_what_make_calls_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    scripts = re.findall(r"examples/\w+\.\w+", makefile)
+    scripts = re.findall(r"examples/[\w/]+\.\w+", makefile)
     modules = re.findall(r"benchmarks\.\w+", makefile)
     assert len(scripts) + len(modules) >= 3
     for script in scripts:

@@ -106,7 +106,7 @@ def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
     assert re.search("before training 0.131 0.220 0.341 0.484 –", page.words)
     assert "One seed only" not in page.text and "Bands run from the lowest to the highest seed" in page.text
     assert "by Holm's correction for 3 comparisons within each column" in page.text
-    assert "find with a chance of 80%: 0.045" in page.text  # 1.5 · 0.03 of each
+    assert "find with a chance of 80%: 0.045, by" in page.text  # 1.5 · 0.03 of each
     # Offline: nothing that could be fetched.
     assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\(""", text)
     for attrs in page.all("details"):

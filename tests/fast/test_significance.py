@@ -118,6 +118,14 @@ def test_four_of_five_studies_find_the_detectable_difference(pairs: int, compari
     assert found == pytest.approx(0.8, abs=0.01)
 
 
+def test_a_second_task_adds_pairs_and_degrees_of_freedom() -> None:
+    """Two tasks with 2 seeds each: 4 differences, 2 degrees of freedom, which 3 seeds of one task have; so its value
+    for 3 pairs, times sqrt(3 / 4)."""
+    two, one = significance.detectable(0.05, 2, 1, 2), significance.detectable(0.05, 3)
+    assert two is not None and one is not None
+    assert two == pytest.approx(one * math.sqrt(3 / 4))
+
+
 def test_one_pair_detects_nothing() -> None:
     assert significance.detectable(0.05, 1) is None
 

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishes a finished study: the comparisons' results and reports, and the questions that pool its tasks.
+
+    python -m benchmarks.study runs/study [--contrasts examples/study/contrasts.yaml] [--out docs/results]
+
+Takes each folder under runs/study that `ngrpo compare` wrote. Writes OUT/TASK/results.json and report.html as they are,
+and OUT/tables.md: what was run and how long it took, the contrasts that docs/study.md names before any run (pooled over
+tasks by Welch's t, corrected by Holm), each task's strategies, and how far neighbor sets drifted. Every number comes
+from results.json. Contrasts are of evaluations without perturbation. A run that has not finished is told, not guessed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import pooled
+from ngrpo import significance, yaml_file
+from ngrpo.evaluate.estimators import pass_at_k
+from ngrpo.result_folder import read_json, write_text
+
+Results = Mapping[str, Any]
+_DRIFT = "neighbors_changed_since_start"
+
+
+def scores(results: Results, strategy: str, k: int | None = None) -> dict[int, float]:
+    """Mean@n of each finished run of a strategy, or its Pass@k, by seed."""
+    found = {}
+    for run in results["runs"]:
+        if run["strategy"] == strategy and run["status"] == "done" and run["evaluation"]:
+            problems = run["evaluation"]["problems"]
+            each = [p["correct"] / p["n"] if k is None else pass_at_k(p["n"], p["correct"], k) for p in problems]
+            found[run["seed"]] = float(np.mean(each))
+    return found
+
+
+def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], k: int | None) -> list[list[str]]:
+    """A row for each contrast: its difference in each task, pooled, the corrected p, the smallest one detectable."""
+    found = []
+    for name, (ours, theirs) in pairs.items():
+        differences, sides, cells = [], [], []
+        for results in tasks.values():
+            one, other = (scores(results, strategy, k) for strategy in (ours, theirs))
+            seeds = sorted(one.keys() & other.keys())
+            if len(seeds) < 2:
+                cells.append(f"– ({len(seeds)} seeds)")
+                continue
+            sides.append((np.array([one[s] for s in seeds]), np.array([other[s] for s in seeds])))
+            differences.append(sides[-1][0] - sides[-1][1])
+            paired = significance.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
+            least = significance.detectable(paired["spread"], len(seeds), len(pairs))
+            cells.append(f"{_between(paired)}, detectable {least:.3f} ({len(seeds)} seeds)")
+        found.append((name, cells, differences, sides))
+    whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in found]
+    tested = [each["p"] for each in whole if each is not None and each["p"] is not None]
+    corrected = iter(significance.holm([p for p in tested if p is not None]))
+    table = []
+    for (name, cells, differences, sides), each in zip(found, whole):
+        if each is None:
+            table.append([name, *cells, "–", "–", "–"])
+            continue
+        p = "–" if each["p"] is None else f"{each['p']:.3g} ({next(corrected):.3g})"
+        chance = pooled.probability_of_improvement(sides)
+        spread, seeds = float(np.sqrt(np.mean([d.var(ddof=1) for d in differences]))), min(map(len, differences))
+        least = significance.detectable(spread, seeds, len(pairs), len(differences))
+        both = f"{_between(each)}, detectable {least:.3f}"
+        table.append([name, *cells, both, p, _between(chance, sign=False)])
+    return table
+
+
+def strategies(results: Results) -> list[list[str]]:
+    """A row for each strategy of a task: its scores, its verdict, and what its perturbation did."""
+    diagnosed = {row["name"]: row for row in (results.get("diagnosis") or {}).get("strategies", [])}
+    table = []
+    for row in results["summary"]:
+        ks = sorted(row["pass_at_k"], key=int)
+        axes = diagnosed.get(row["strategy"]) or {}
+        drift = [s[_DRIFT] for run in results["runs"] if run["strategy"] == row["strategy"] for s in _last(run, _DRIFT)]
+        shift = [
+            s["shift"]
+            for run in results["runs"]
+            if run["strategy"] == row["strategy"]
+            for s in run["steps"][:1]
+            if "shift" in s
+        ]
+        table.append(
+            [
+                row["strategy"],
+                str(len(row["seeds"])),
+                _between(row["mean_at_n"], sign=False),
+                _between(row["pass_at_k"].get(ks[-1]) if ks else None, sign=False),
+                row["verdict"],
+                _mean([axes["diversity"]["score"]] if axes else []),
+                _mean(shift),
+                _mean(drift),
+            ]
+        )
+    return table
+
+
+def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> str:
+    """The text of tables.md."""
+    lines = [
+        "# The study's tables",
+        "",
+        "Written by `python -m benchmarks.study`; the design is [study.md](../study.md).",
+    ]
+    for name, results in tasks.items():
+        runs = results["runs"]
+        done = [run for run in runs if run["status"] == "done"]
+        hours = sum(run["seconds"] or 0 for run in runs) / 3600
+        machine = results["machine"]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{len(done)} of {len(runs)} runs finished, {hours:.1f} hours of training and evaluation",
+        ]
+        lines[-1] += f" on {machine.get('cores')} cores of {machine.get('cpu') or 'a CPU'}; {results['created']}."
+        lines += ["", "```bash", shlex.join(results["command"]), "```", ""]
+        ks = sorted({k for row in results["summary"] for k in row["pass_at_k"]}, key=int)
+        n = next((row["n"] for row in results["summary"] if row["n"]), "n")
+        head = [
+            "strategy",
+            "seeds",
+            f"Mean@{n}",
+            f"Pass@{ks[-1]}" if ks else "Pass@k",
+            f"against {results['baseline']}",
+        ]
+        lines += _table(
+            [*head, "diversity before training", "shift at step 1", "neighbor sets changed at the end"],
+            strategies(results),
+        )
+    for k in (None, *_shared_k(tasks)):
+        what = "Mean@n" if k is None else f"Pass@{k}"
+        lines += ["", f"## Contrasts in {what}", "", "Paired by seed; 95% intervals, each for itself; p of the pooled"]
+        lines[-1] += (
+            " difference with Holm's correction in brackets; the last column is the probability of improvement."
+        )
+        head = ["contrast", *tasks, "pooled", "p (corrected)", "improvement"]
+        lines += ["", *_table(head, contrasts(tasks, pairs, k))]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Reads the study's folder and publishes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--contrasts", default="examples/study/contrasts.yaml")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    given = parser.parse_args()
+    folders = sorted(file.parent for file in given.study.glob("*/results.json"))
+    if not folders:
+        parser.error(f"{given.study} holds no comparison: run `make study` first")
+    tasks = {folder.name: read_json(folder / "results.json") for folder in folders}
+    pairs = yaml_file.read(given.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
+    known = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
+    for name, pair in pairs.items():
+        missing = [strategy for strategy in pair if strategy not in known]
+        if missing:
+            parser.error(f"contrast {name!r}: no strategy is called {missing[0]!r}; there are {sorted(known)}")
+    for folder in folders:
+        place = given.out / folder.name
+        place.mkdir(parents=True, exist_ok=True)
+        for file in ("results.json", "report.html"):
+            shutil.copyfile(folder / file, place / file)
+    write_text(given.out / "tables.md", report(tasks, pairs))
+    print(f"{given.out / 'tables.md'}")
+
+
+def _last(run: Mapping[str, Any], key: str) -> list[Mapping[str, float]]:
+    """The last step of a run that logged a key, in a list; an empty one where none did."""
+    return [step for step in run["steps"] if key in step][-1:]
+
+
+def _shared_k(tasks: Mapping[str, Results]) -> list[int]:
+    """The largest k above 1 that every task has, in a list."""
+    each = [{int(k) for row in results["summary"] for k in row["pass_at_k"]} for results in tasks.values()]
+    return sorted(set.intersection(*each) - {1})[-1:]
+
+
+def _between(found: Mapping[str, Any] | None, *, sign: bool = True) -> str:
+    if found is None:
+        return "–"
+    form = "+.3f" if sign else ".3f"
+    ends = "" if found["low"] is None else f" [{found['low']:{form}}, {found['high']:{form}}]"
+    return f"{found['value']:{form}}{ends}"
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.3f}" if values else "–"
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
+
+
+if __name__ == "__main__":
+    main()

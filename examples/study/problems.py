@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of reasoning-gym, made small enough for a 135M model, as files for `--task math:FILE`.
+
+    python examples/study/problems.py NAME FOLDER
+
+Writes FOLDER/NAME-train.jsonl and FOLDER/NAME-eval.jsonl with the columns `input` and `label`; no question is in both.
+The generators' own difficulties are out of reach: with them and with the answer's form that `--task reasoning_gym:NAME`
+asks for, 16 answers of the untrained model hold none that is right (docs/study.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+EVAL_ROWS, TRAIN_ROWS = 16, 1024
+DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sum3": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+    "chain2": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "products": ("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    "products2": ("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "gcd": ("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 40}),
+    "basic3": ("basic_arithmetic", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+    "basic": ("basic_arithmetic", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+    "letters": ("letter_counting", {"min_words": 1, "max_words": 2}),
+}
+
+
+def problems(name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Training and held-out rows, the same on every machine."""
+    import reasoning_gym
+
+    dataset, options = DATASETS[name]
+
+    def rows(seed: int, size: int) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for entry in reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options):
+            question = f"{entry['question'].strip()} Answer briefly."
+            found.setdefault(question, {"input": question, "label": str(entry["answer"])})
+        return found
+
+    held_out = dict(list(rows(0, 60).items())[:EVAL_ROWS])
+    # Few different questions are left where numbers are small; they come again, as those of the sums do.
+    train = [row for question, row in rows(1, TRAIN_ROWS).items() if question not in held_out]
+    return (train * -(-TRAIN_ROWS // len(train)))[:TRAIN_ROWS], list(held_out.values())
+
+
+def main(name: str, folder: Path) -> None:
+    """Writes both files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, rows in zip(("train", "eval"), problems(name)):
+        (folder / f"{name}-{part}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in DATASETS:
+        sys.exit(f"usage: python examples/study/problems.py {{{','.join(DATASETS)}}} FOLDER")
+    main(sys.argv[1], Path(sys.argv[2]))

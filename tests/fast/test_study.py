@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is published of a study: contrasts pooled over tasks, and the tables, from results alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import pooled, study
+from ngrpo import significance, yaml_file
+from ngrpo.compare import arguments
+from tests.report_example import example
+
+PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}
+
+
+def with_scores(ours: list[int], baseline: list[int]) -> dict[str, Any]:
+    """A comparison in which each run has one problem, of which so many of 16 answers are right."""
+    results = example(steps=2, seeds=len(ours))
+    for run in results["runs"]:
+        right = {"neighbor rate=0.1": ours, "none": baseline}.get(run["strategy"], baseline)[run["seed"]]
+        run |= {"status": "done", "evaluation": {"problems": [{"id": "a", "n": 16, "correct": right}]}}
+    return results
+
+
+def test_contrasts_by_hand() -> None:
+    """Differences of 2, 4, 6 sixteenths on one task and 1, 1, 4 on the other: means 4/16 and 2/16, pooled 3/16. The
+    second contrast is of equal scores: its p is none, so the first one's is corrected for nothing."""
+    tasks = {"one": with_scores([6, 8, 10], [4, 4, 4]), "other": with_scores([5, 5, 8], [4, 4, 4])}
+    first, second = study.contrasts(tasks, PAIRS, None)
+    whole = pooled.mean_difference([np.array([2, 4, 6]) / 16, np.array([1, 1, 4]) / 16])
+    assert whole["value"] == pytest.approx(3 / 16)
+    assert first[0] == "neighbor helps" and first[1].startswith("+0.250 [") and first[2].startswith("+0.125 [")
+    # Spreads 2/16 and sqrt(3)/16: sqrt((4 + 3) / 2) / 16 = 0.1169 of both.
+    least = significance.detectable(0.11693, 3, 2, 2)
+    assert first[3] == f"+0.188 [{whole['low']:+.3f}, {whole['high']:+.3f}], detectable {least:.3f}"
+    assert first[4] == f"{whole['p']:.3g} ({whole['p']:.3g})"
+    assert first[5].startswith("1.000") and second[3].startswith("+0.000") and second[4] == "–"
+
+
+def test_seeds_without_a_partner_are_left_out_and_too_few_are_said() -> None:
+    results = with_scores([6, 8, 10], [4, 4, 4])
+    for run in results["runs"]:
+        if run["strategy"] == "none" and run["seed"] > 0:
+            run["status"] = "failed"
+    ((_, cell, whole, p, chance), _) = study.contrasts({"one": results}, PAIRS, None)
+    assert (cell, whole, p, chance) == ("– (1 seeds)", "–", "–", "–")
+
+
+def test_a_study_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for name in ("sums", "products"):
+        results = copy.deepcopy(example(steps=4, seeds=3))
+        for run in results["runs"]:
+            if run["strategy"] == "neighbor rate=0.1":
+                run["steps"][-1][study._DRIFT] = 0.25
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(results))
+        (tmp_path / "runs" / name / "report.html").write_text("<html>")
+    file = tmp_path / "contrasts.yaml"
+    file.write_text("neighbor helps: ['neighbor rate=0.1', none]\n")
+    words = ["study", str(tmp_path / "runs"), "--contrasts", str(file), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    study.main()
+    text = (tmp_path / "out" / "tables.md").read_text()
+    assert (tmp_path / "out" / "sums" / "results.json").read_bytes() == (
+        tmp_path / "runs" / "sums" / "results.json"
+    ).read_bytes()
+    assert "11 of 12 runs finished" in text and "ngrpo compare --perturbations" in text
+    assert "## Contrasts in Mean@n" in text and "## Contrasts in Pass@8" in text
+    row = next(line for line in text.splitlines() if line.startswith("| neighbor rate=0.1 |"))
+    assert row.rstrip(" |").endswith("0.250")
+    file.write_text("nobody: [neighbour, none]\n")
+    with pytest.raises(SystemExit):
+        study.main()
+    assert "no strategy is called 'neighbour'" in capsys.readouterr().err
+
+
+STUDY = Path(__file__).resolve().parents[2] / "examples" / "study"
+
+
+def test_the_design_names_strategies_that_are_run() -> None:
+    plan, _ = arguments.parse(["--config", str(STUDY / "study.yaml"), "--task", "arithmetic"])
+    ids = [arm.id for arm in plan.arms]
+    pairs = yaml_file.read(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
+    assert len(pairs) == 4 and {strategy for pair in pairs.values() for strategy in pair} <= set(ids)
+    assert plan.baseline == "none" and len(plan.seeds) >= 5
+    design = (STUDY.parents[1] / "docs" / "study.md").read_text()
+    temperatures = [arm.partition("=")[2] for arm in ids if "temperature" in arm]
+    assert len(temperatures) == 2 and all(f"`none`, temperature {each} |" in design for each in temperatures)
+    assert all(f"`{arm}`" in design for arm in ids if "sigma" in arm or "neighbor" in arm)
+
+
+def test_the_script_is_whole() -> None:
+    assert subprocess.run(["bash", "-n", str(STUDY / "run.sh")], check=False).returncode == 0
+
+
+def test_problems_are_the_same_every_time_and_none_is_in_both_parts() -> None:
+    problems = runpy.run_path(str(STUDY / "problems.py"))["problems"]
+    name = re.findall(r"SECOND:-(\w+)", (STUDY / "run.sh").read_text())[0]
+    train, held_out = problems(name)
+    assert (train, held_out) == problems(name)
+    assert (len(train), len(held_out)) == (1024, 16)
+    assert not {row["input"] for row in train} & {row["input"] for row in held_out}
