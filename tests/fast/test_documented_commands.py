@@ -44,6 +44,7 @@ ELSEWHERE = {
     r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),
     r"pip install --no-deps trl==[\d.]+": (NETWORK, "Makefile"),
     r"vllm serve .*": (ENGINE, "tests/stack/test_serve.py"),
+    r"(make study|bash examples/study/run\.sh .*)": (ENGINE, "tests/fast/test_study.py"),
     r"ngrpo doctor": (ENGINE, "tests/stack/test_doctor.py"),
     r"ngrpo eval --rescore \S+": ("needs samples", "tests/fast/test_evaluate_folder.py"),
     r"\. \.venv/bin/activate": ("is the shell's", "Makefile"),

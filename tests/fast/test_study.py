@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -99,8 +100,20 @@ def test_the_design_names_strategies_that_are_run() -> None:
     assert all(f"`{arm}`" in design for arm in ids if "sigma" in arm or "neighbor" in arm)
 
 
-def test_the_script_is_whole() -> None:
-    assert subprocess.run(["bash", "-n", str(STUDY / "run.sh")], check=False).returncode == 0
+def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
+    """With a stub of ngrpo that keeps its words and fails as with a failed run: the second task runs all the same."""
+    stub = tmp_path / "ngrpo"
+    stub.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[2:]))\nsys.exit(1)\n")
+    stub.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    words = ["bash", str(STUDY / "run.sh"), str(tmp_path / "out"), "--seeds", "0,1"]
+    done = subprocess.run(words, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    plans = [arguments.parse(json.loads(line)) for line in done.stdout.splitlines()]
+    assert [out.name for _, out in plans] == ["sums", "basic3"]
+    for plan, _ in plans:
+        assert plan.seeds == (0, 1) and plan.evaluation is not None and not plan.keep_models
+        assert ("--data.max_samples", "192") in zip(plan.shared, plan.shared[1:])
+    assert "holds no comparison" in done.stderr, "the last step is the publication"
 
 
 def test_problems_are_the_same_every_time_and_none_is_in_both_parts() -> None:
