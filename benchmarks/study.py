@@ -123,7 +123,7 @@ def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> 
             f"{len(done)} of {len(runs)} runs finished, {hours:.1f} hours of training and evaluation",
         ]
         lines[-1] += f" on {machine.get('cores')} cores of {machine.get('cpu') or 'a CPU'}; {results['created']}."
-        lines += ["", "```bash", shlex.join(results["command"]), "```", ""]
+        lines += ["", "```text", shlex.join(results["command"]), "```", ""]
         ks = sorted({k for row in results["summary"] for k in row["pass_at_k"]}, key=int)
         n = next((row["n"] for row in results["summary"] if row["n"]), "n")
         head = [
