@@ -132,13 +132,13 @@ def _told(flag: str, name: str) -> dict[str, str]:
     when, cost, differs = [], [], []
     quoted = f"`{name}`"
     for head, cells in tables("choosing.md"):
-        if len(head) == 3 and (quoted in cells[1] or names(cells[1], flag, name)):
+        if "you want" in head and (quoted in cells[1] or names(cells[1], flag, name)):
             when.append(f"- **You want {cells[0]}.** {cells[2][:1].upper()}{cells[2][1:]}.")
-        elif len(head) > 3 and (quoted in cells[0] or names(cells[0], flag, name)):
+        elif "its paper claims" in head and (quoted in cells[0] or names(cells[0], flag, name)):
             cost += [f"- {title}: {value}" for title, value in zip(head[1:], cells[1:]) if value != "–"]
     for head, cells in tables("methods.md"):
         first = quoted in cells[0] and flag == "--perturbation"
-        if len(head) == 5 and (first or names(" ".join(cells[2:]), flag, name)):
+        if "what is implemented" in head and (first or names(" ".join(cells[2:]), flag, name)):
             differs += [f"**{title[:1].upper()}{title[1:]}.** {value}." for title, value in zip(head[2:], cells[2:])]
     found = {
         "When to use it": "\n".join(when),

@@ -66,6 +66,7 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
         assert "```text" in page, "a picture"
     if kept.kind not in ("gate", "replay buffer"):
         assert "Implemented, and what differs" in heads, f"a row of docs/methods.md for {name}"
+        assert "**What is implemented.**" in page and "**Token in the text.**" not in page, "of the right table"
     if kept is registry.perturbations and name != "none":
         assert "When to use it" in heads and "What it changes and costs" in heads, "rows of docs/choosing.md"
         assert "https://arxiv.org/abs/" in page
