@@ -60,8 +60,15 @@ def commands() -> list[Command]:
 
 
 def _lines(text: str) -> Iterator[str]:
+    values: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         bare = re.sub(r"\s+#\s.*$", "", line).strip()
+        loop = re.fullmatch(r"for (\w+) in (\S+).*; do", bare)
+        if loop:  # its body stands for all of them, with the first
+            values[loop[1]] = loop[2]
+        if loop or bare == "done":
+            continue
+        bare = re.sub(r"\$(\w+)", lambda match: values.get(match[1], match[0]), bare)
         if bare and not bare.startswith("#"):
             # [WORDS] of a usage line are what may be left out.
             yield re.sub(r"\s+", " ", re.sub(r"\s\[[^\]]*\.\.\.\]|\s\[[A-Z_]+\]", "", bare))
