@@ -71,8 +71,8 @@ def test_entropy_bonus() -> None:
 # Four answers of 1, 2, 3 and 2 tokens to one prompt, and two of 1 and 2 to another.
 ANSWERS, GROUPS = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5], [0] * 8 + [1] * 3
 OF_ANSWERS = torch.tensor([0.5, 0.5, 0.5, 0.7, 0.7, 0.7, -1.7, -1.7, -1.0, -0.5, -0.5])
-# Means −3, −1, −2, −.1, −.1, −.2: of those with A > 0 the second answer is the likeliest, though its sum is not.
-LOG_PROBS = [-3.0, -1.5, -0.5, -2.0, -3.0, -1.0, -0.1, -0.1, -0.1, -0.1, -0.3]
+# Means −1.5, −1, −2, −.1, −.1, −.2: of those with A > 0 the second answer is the likeliest, though its sum is not.
+LOG_PROBS = [-1.5, -1.5, -0.5, -2.0, -3.0, -1.0, -0.1, -0.1, -0.1, -0.1, -0.3]
 
 
 def test_first_token() -> None:
