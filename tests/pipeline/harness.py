@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -67,3 +70,21 @@ def steps_of(folder: Path, smollm2: str, *flags: str, program: Sequence[str] = P
     steps = json.loads((folder / "summary.json").read_text())["steps"]
     assert len(steps) == 2
     return steps
+
+
+def assert_nothing_runs(folder: Path) -> None:
+    """No process of a run in this folder is left soon after its end, also none of its engines."""
+
+    def named(process: psutil.Process) -> bool:
+        # vLLM's processes have other names than their command's, but the variables that the run gave them.
+        words = (*(process.info["cmdline"] or ()), *(process.info["environ"] or {}).values())
+        return any(str(folder) in word for word in words)
+
+    until = time.monotonic() + 60  # an engine clears up its memory first, which takes long beside other programs
+    while True:
+        everyone = psutil.process_iter(["cmdline", "environ"])
+        left = [p.info["cmdline"] for p in everyone if p.pid != os.getpid() and named(p)]
+        if not left:
+            return
+        assert time.monotonic() < until, left
+        time.sleep(0.5)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.pipeline.harness import start, train
+from tests.pipeline.harness import assert_nothing_runs, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -67,27 +66,36 @@ def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
     assert_nothing_runs(tmp_path)
 
 
+@pytest.fixture
+def two_nodes() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes on this machine; vLLM loads no plugin of ours on the second."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_gpus": 1, "object_store_memory": 128 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 2})
+    cluster.add_node(**node, num_cpus=1, env_vars={"VLLM_PLUGINS": "some_other_plugin"})
+    yield cluster.address
+    cluster.shutdown()
+
+
+def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: str, two_nodes: str) -> None:
+    """Each node has a rank of the actor and an engine; that one engine of two is perturbed is not enough."""
+    flags = ["--train.colocate_all", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"]
+    flags += ["--algo.kl.init_coef", "0"]
+    result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"RAY_ADDRESS": two_nodes})
+    assert result.returncode == 1
+    end = result.stdout[-4000:]
+    assert "training failed" in end and "vLLM worker 0 runs unperturbed" in end and "pip install ngrpo" in end
+    assert "Global step" not in result.stdout
+    assert_nothing_runs(tmp_path)
+
+
 def test_a_full_disk_at_the_checkpoint(tmp_path: Path, smollm2: str, small_disk: Callable[[str], Path]) -> None:
     result = train(tmp_path / "run", smollm2, *FLAGS, "--ckpt.path", str(small_disk("200m")))
     assert result.returncode == 1
     assert "training failed" in result.stdout[-3000:]
     assert "disk" in result.stdout[-3000:].lower() or "space" in result.stdout[-3000:].lower()
     assert_nothing_runs(tmp_path)
-
-
-def assert_nothing_runs(folder: Path) -> None:
-    """No process of the run is left a few seconds after its end."""
-    until = time.monotonic() + 15
-    while True:
-        left = [
-            p.info["cmdline"]
-            for p in psutil.process_iter(["cmdline", "pid"])
-            if p.info["pid"] != os.getpid() and str(folder) in " ".join(p.info["cmdline"] or ())
-        ]
-        if not left:
-            return
-        assert time.monotonic() < until, left
-        time.sleep(0.5)
 
 
 @contextmanager

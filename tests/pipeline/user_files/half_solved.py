@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward by number: half the answers to a problem are right, whatever they say; none where it cannot be solved.
+
+DAPO's filter keeps the former problems and replaces the latter. Each engine that asks leaves a file beside this one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+_asked: defaultdict[str, count] = defaultdict(count)
+
+
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
+    """OpenRLHF asks for one answer at a time, in the process of the engine that gave it."""
+    Path(__file__).with_name(f"engine-{os.getpid()}").touch()
+    right = float(labels[0] != "no answer" and next(_asked[prompts[0]]) % 2 == 0)
+    return {"rewards": right, "scores": right}

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replay buffer that hands each perturbed input over for another position: a replay that must not pass for exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from perturbations.registry import register_buffer
+from perturbations.replay.buffers.base import FinishedTrajectory
+from perturbations.replay.buffers.memory import MemoryBuffer
+
+
+@register_buffer("mixed_up")
+@dataclass(frozen=True, kw_only=True)
+class MixedUp(MemoryBuffer):
+    """The memory buffer, with the candidates of each position moved to the next perturbed one."""
+
+    def take(self, name: str) -> FinishedTrajectory:
+        finished = super().take(name)
+        moved = {part: np.roll(getattr(finished.record, part), 1, axis=0) for part in ("ids", "weights")}
+        return dataclasses.replace(finished, record=dataclasses.replace(finished.record, **moved))
