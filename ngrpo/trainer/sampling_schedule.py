@@ -9,7 +9,7 @@ the next step's requests, by what the rollouts of the steps before were.
 from __future__ import annotations
 
 from dataclasses import astuple
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 from ngrpo.sampling_schedules.base import PastStep, Run
@@ -43,7 +43,7 @@ def scheduled_trainer(plain: type) -> type:
             factor = self.samples_generator.temperature_factor
             status, global_step = super().train_step(rollout_samples, global_step)
             if current_run().sampling_schedule.follows_training:
-                status["sampling/temperature"] = self.run.temperature * factor
+                status["sampling/temperature"] = run_of(self).temperature * factor
                 self.past = (*self.past, PastStep(factor, self.experience_maker.rollout_entropy))
                 self.choose_temperature()
             return status, global_step
@@ -52,17 +52,19 @@ def scheduled_trainer(plain: type) -> type:
             """Sets what the requests of the next step's rollouts multiply their temperature with."""
             schedule = current_run().sampling_schedule
             if schedule.follows_training:
-                self.samples_generator.temperature_factor = schedule.factor_of_step(self.past, self.run)
-
-        @cached_property
-        def run(self) -> Run:
-            """What the schedule knows of the run."""
-            steps = steps_of_run(self.args, len(self.prompts_dataloader))
-            return Run(steps, self.args.rollout.temperature, vocabulary(self.args.actor.model_name_or_path))
+                self.samples_generator.temperature_factor = schedule.factor_of_step(self.past, run_of(self))
 
     return ScheduledTrainer
 
 
+def run_of(trainer: Any) -> Run:
+    """What a schedule knows of the run of OpenRLHF's trainer."""
+    args = trainer.args
+    steps = steps_of_run(args, len(trainer.prompts_dataloader))
+    return Run(steps, args.rollout.temperature, vocabulary(args.actor.model_name_or_path))
+
+
+@lru_cache(maxsize=1)
 def vocabulary(model: str) -> int:
     """V of a model, as its configuration says."""
     from transformers import AutoConfig

@@ -200,13 +200,26 @@ def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer = sampling_schedule.scheduled_trainer(Trainer)({"global_step": 0}, entropies)
     trainer.fit()
     # Ten steps in all; the target begins to fall after the sixth.
-    assert trainer.run == Run(10, 0.5, 151936)
+    assert sampling_schedule.run_of(trainer) == Run(10, 0.5, 151936)
     third = 0.5 * (1 + 0.5 * 0.048101)
     assert trainer.temperatures == pytest.approx([0.5, 0.5, third], abs=1e-6)
     assert trainer.samples_generator.temperature_factor == pytest.approx(third / 0.5, abs=1e-6)
     resumed = sampling_schedule.scheduled_trainer(Trainer)(pickle.loads(pickle.dumps(trainer.saved[1])), entropies)
     resumed.fit()
     assert resumed.temperatures == trainer.temperatures[2:] and resumed.past == trainer.past
+
+
+def test_ray_can_pickle_the_trainer() -> None:
+    """By value, as it does with actors; a cached property holds a lock in Python 3.10 and 3.11."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    for module in (sampling_schedule, rollout_requests):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        made = [sampling_schedule.scheduled_trainer(object), rollout_requests.numbered_requests(object)]
+        assert len(cloudpickle.dumps(made)) > 1000
+    finally:
+        for module in (sampling_schedule, rollout_requests):
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
