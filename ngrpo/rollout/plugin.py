@@ -188,10 +188,24 @@ def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         from ngrpo.rollout.request_check import checked
+        from perturbations.errors import UsageError
 
-        return original(self, request_id, prompt, checked(params, self.model_config), *args, **kwargs)
+        try:
+            params = checked(params, self.model_config)
+        except UsageError as error:
+            raise _request_error()(str(error)) from None
+        return original(self, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs
+
+
+@functools.cache
+def _request_error() -> type[Exception]:
+    """An error of bad input that vLLM's server answers with status 400, as it does an error of its own kind alone."""
+    from perturbations.errors import UsageError
+
+    known = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+    return UsageError if known is None else type("RequestError", (known, UsageError), {})
 
 
 def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
