@@ -39,13 +39,14 @@ def step_metrics(
         gate's draw and schedule select; what looks at logits or tokens (``until``, entropy, ``protect``) and what the
         request's sampling excludes can make ``rate`` smaller, never larger. ``anchor_agreement``: share of perturbed
         positions whose token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of
-        tokens predicted right after a perturbed input; ``gap_plain_*``: of all others. ``record_bytes_per_token``:
-        serialised size. ``dropped_edits``: see `ngrpo.trainer.turns`, where there were any. ``prefix_hit_rate``: share
-        of the prompts' tokens that the engines found in their prefix caches.
+        tokens predicted right after a perturbed input; ``gap_plain_*``: of all others; ``gap_before_*``: of those
+        that no perturbed input of their answer comes before, which a wrong replay leaves as they are.
+        ``record_bytes_per_token``: serialised size. ``dropped_edits``: see `ngrpo.trainer.turns`, where there were any.
+        ``prefix_hit_rate``: share of the prompts' tokens that the engines found in their prefix caches.
         A value that has no token to speak of is left out.
     """
     generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
-    after, elsewhere = [], []
+    after, elsewhere, before = [], [], []
     for kept, trainer in zip(records, log_probs):
         if kept is None:
             continue
@@ -56,6 +57,7 @@ def step_metrics(
         follows = np.isin(tokens - 1, record.positions)
         after.append(gap[follows])
         elsewhere.append(gap[~follows])
+        before.append(gap if not len(record) else gap[tokens <= record.positions[0]])
         generated += len(tokens)
         if perturbation is not None:
             at = Positions(np.full(len(tokens), record.seed, np.int64), _turn_starts(rollout)[tokens], tokens)
@@ -75,7 +77,7 @@ def step_metrics(
         metrics["dropped_edits"] = float(dropped)
     if perturbed:
         metrics["anchor_agreement"] = agreed / perturbed
-    for name, parts in (("gap_perturbed", after), ("gap_plain", elsewhere)):
+    for name, parts in (("gap_perturbed", after), ("gap_plain", elsewhere), ("gap_before", before)):
         gap = np.concatenate(parts)
         if len(gap):
             metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gap.mean()), float(gap.max())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def test_measures_by_hand() -> None:
     assert metrics["perturbation/gap_perturbed_max"] == pytest.approx(0.4, abs=1e-6)
     assert metrics["perturbation/gap_plain_mean"] == pytest.approx((0.1 + 0.0) / 2, abs=1e-6)
     assert metrics["perturbation/gap_plain_max"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["perturbation/gap_before_mean"] == pytest.approx(0.1, abs=1e-6), "token 2 alone, not token 4"
 
 
 def test_nothing_perturbed_and_nothing_there() -> None:
@@ -141,6 +143,23 @@ def test_a_gap_that_is_too_large(perturbed: float | None, plain: float | None, l
         return
     with pytest.raises(ReplayGap, match=rf"differ by {perturbed:.2g} .*\n  1\. The replay does not reach the model"):
         check_gap(measures(perturbed, plain), limit, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("perturbed", "plain", "before", "expected"),
+    [
+        (5.9, 1.0, 0.04, True),  # a wrong replay: what is plain sees wrong inputs as well
+        (0.3, 0.04, 1e-4, False),  # a few certain tokens say nothing: they count as 2^-5
+        (0.3, 1e-4, 1e-4, False),  # and at rate 1 there are no others
+        (0.32, 1e-4, 1e-4, True),
+        (0.3, 0.02, 0.04, True),
+        (4.0, 1.0, 1.0, False),  # other weights, by design: noise on the policy
+    ],
+)
+def test_what_a_wrong_replay_leaves_as_it_is(perturbed: float, plain: float, before: float, expected: bool) -> None:
+    given = measures(perturbed, plain) | {"perturbation/gap_before_mean": before}
+    with pytest.raises(ReplayGap) if expected else contextlib.nullcontext():
+        check_gap(given, 10.0, strict=True)
 
 
 def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
