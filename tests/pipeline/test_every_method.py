@@ -53,7 +53,7 @@ def test_advantage(advantage: str, tmp_path: Path, smollm2: str) -> None:
 
 @pytest.mark.parametrize("credit", sorted(credits.available()))
 def test_credit(credit: str, tmp_path: Path, smollm2: str) -> None:
-    check(tmp_path, smollm2, "--perturbation", "neighbor", "--credit", credit, "--preset", "dapo")
+    check(tmp_path, smollm2, "--perturbation", "neighbor", "--credit", credit, "--preset", "grpo")
 
 
 @pytest.mark.parametrize("noise", sorted(policy_noises.available()))

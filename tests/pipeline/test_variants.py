@@ -65,7 +65,7 @@ def first_ratio(summary: dict[str, Any]) -> float:
 
 def test_a_replay_that_is_wrong_is_noticed(tmp_path: Path, smollm2: str) -> None:
     buffer = ["--perturbation.replay_buffer", f"{USER_FILES / 'mixed_up.py'}:MixedUp"]
-    result = train(tmp_path, smollm2, *LOUD, *NEIGHBOR, *NO_REFERENCE, *STRICT, *buffer)
+    result = train(tmp_path, smollm2, *LOUD, *NEIGHBOR, *NO_REFERENCE, "--perturbation.strict", *buffer)
     assert result.returncode == 1
     end = result.stdout[-4000:]
     assert "training failed" in end and "log-probabilities of rollout and trainer differ" in end
