@@ -61,6 +61,7 @@ ELSEWHERE = {
     r"export CUDA_HOME=.*": (GPU, "tests/fast/test_cuda_toolkit.py"),
     r"ln -s libcudart\.so\.13 .*": (GPU, "tests/fast/test_cuda_toolkit.py"),
 }
+OPTIONAL = ("trl",)  # packages that examples need and `make` does not set up
 COMMANDS = list(dict.fromkeys(commands()))
 HERE = [each for each in COMMANDS if not any(re.fullmatch(pattern, each.line) for pattern in ELSEWHERE)]
 
@@ -223,7 +224,11 @@ def test_python_blocks_parse_and_import_what_is_there() -> None:
                     "perturbations",
                     "ngrpo",
                 ):
-                    module = __import__(str(node.module), fromlist=["_"])
+                    try:
+                        module = __import__(str(node.module), fromlist=["_"])
+                    except ModuleNotFoundError as error:
+                        assert error.name in OPTIONAL, f"{page.name}: {ast.unparse(node)}"
+                        continue
                     names = [alias.name for alias in node.names]
                 for name in names:
                     checked += 1
