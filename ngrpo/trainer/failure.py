@@ -15,6 +15,8 @@ _GRACE_SECONDS = 5.0
 _MOST_SHOWN = 5
 # Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
 _MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
+# What Python says on a node that has not this project, or an older one.
+_PROJECT = re.compile(r"No module named '(ngrpo|perturbations)(\.\w+)*'")
 # What Python says of OpenRLHF's import, and transformers 5.15 of an attention that is not there.
 _FLASH_ATTN = re.compile(r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used")
 # torch 2.13 does not pass on the system's word where it writes a checkpoint.
@@ -40,7 +42,7 @@ def root_cause(error: BaseException) -> str:
 
 def explanation(error: BaseException) -> str | None:
     """What an error means for the user, in one paragraph, where it is one that is known; None for any other."""
-    return memory_ran_out(error) or flash_attn_missing(error) or disk_full(error)
+    return memory_ran_out(error) or project_missing(error) or flash_attn_missing(error) or disk_full(error)
 
 
 def memory_ran_out(error: BaseException) -> str | None:
@@ -58,6 +60,17 @@ def memory_ran_out(error: BaseException) -> str | None:
         f" a process of this run.{most} End other programs, or ask for less: a smaller --train.micro_batch_size,"
         " --rollout.batch_size or --rollout.max_new_tokens, less memory for vLLM (--vllm.gpu_memory_utilization; on a"
         " CPU VLLM_CPU_KVCACHE_SPACE), or a smaller model."
+    )
+
+
+def project_missing(error: BaseException) -> str | None:
+    """What an error means where a node of a cluster is without this project; None for any other error."""
+    found = _matching(error, _PROJECT)
+    if found is None:
+        return None
+    return (
+        "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
+        f" (docs/install.md). The node said: {found}"
     )
 
 

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 import pytest
 
 from ngrpo.trainer import failure
-from ngrpo.trainer.failure import RUN_ID, disk_full, end_processes, flash_attn_missing, memory_ran_out, root_cause
+from ngrpo.trainer.failure import (
+    RUN_ID,
+    disk_full,
+    end_processes,
+    flash_attn_missing,
+    memory_ran_out,
+    project_missing,
+    root_cause,
+)
 
 TABLE = "PID\tMEM(GB)\tCOMMAND\n" + "".join(
     f"{100 + i}\t{9.5 - i:.2f}\t{command}\n"
@@ -77,6 +85,14 @@ def test_a_node_without_flash_attn_is_named(words: str) -> None:
     explained = flash_attn_missing(outer)
     assert explained is not None and "on every node" in explained and "sdpa" in explained and words in explained
     assert flash_attn_missing(ImportError("No module named 'flask'")) is None
+
+
+def test_a_node_without_the_project_is_named() -> None:
+    outer = RuntimeError("The actor died")
+    outer.__cause__ = ModuleNotFoundError("No module named 'ngrpo.trainer'")
+    said = project_missing(outer)
+    assert said is not None and "without ngrpo" in said and said.endswith("No module named 'ngrpo.trainer'")
+    assert project_missing(ImportError("No module named 'ngrpolite'")) is None
 
 
 def test_root_cause_of_nested_ray_errors() -> None:

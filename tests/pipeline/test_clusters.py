@@ -48,9 +48,19 @@ class Damp(Perturbation):
 
 
 @contextmanager
-def node(*flags: str, within: Sequence[str] = ()) -> Iterator[str]:
+def node(*flags: str, gpus: int = 1, within: Sequence[str] = ()) -> Iterator[str]:
     """A node as `ray start` makes it; its output, up to where it runs."""
-    words = [*within, str(BIN / "ray"), "start", "--block", "--num-cpus", "3", "--num-gpus", "1", *flags]
+    words = [
+        *within,
+        str(BIN / "ray"),
+        "start",
+        "--block",
+        "--num-cpus",
+        str(2 + gpus),
+        "--num-gpus",
+        str(gpus),
+        *flags,
+    ]
     env = {**os.environ, "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]), "RAY_DISABLE_IMPORT_WARNING": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         assert process.stdout is not None
@@ -68,12 +78,12 @@ def node(*flags: str, within: Sequence[str] = ()) -> Iterator[str]:
 
 
 @contextmanager
-def head() -> Iterator[str]:
+def head(gpus: int = 1) -> Iterator[str]:
     """The first node; its address."""
     known = Path("/tmp/ray/ray_current_cluster")
     try:
         flags = ["--head", "--port", "0", "--dashboard-port", "0", "--include-dashboard", "true"]
-        with node(*flags, "--object-store-memory", str(1 << 28)):
+        with node(*flags, "--object-store-memory", str(1 << 28), gpus=gpus):
             yield known.read_text().strip()
     finally:
         known.unlink(missing_ok=True)
@@ -93,41 +103,57 @@ def dashboard(address: str) -> str:
         ray.shutdown()
 
 
-def test_a_job_on_two_nodes_with_a_file_of_ones_own(tmp_path: Path, smollm2: str) -> None:
-    """Handed over by examples/clusters/ray_job.sh; the file of the perturbation travels, and both nodes take part."""
-    folder, run = tmp_path / "project", tmp_path / "run"
+def own(folder: Path, smollm2: str) -> list[str]:
+    """The words of a small run with a perturbation of one's own, which lies in the folder."""
     folder.mkdir()
     (folder / "damp.py").write_text(DAMP)
     small = [word for pair in SMALL.items() for word in pair]
     words = ["--perturbation", "./damp.py:Damp", "--perturbation.rate", "0.5", "--perturbation.share", "0.4"]
-    words += ["--hardware", "cpu", "--model", smollm2, *small, "--algo.kl.init_coef", "0", "--perturbation.strict"]
-    with head() as address, second(address):
-        done = subprocess.run(
-            ["bash", str(ROOT / "examples" / "clusters" / "ray_job.sh"), *words],
-            cwd=folder,
-            env={
-                **os.environ,
-                "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
-                "RAY_API_SERVER_ADDRESS": dashboard(address),
-                "RUN_DIR": str(run),
-            },
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
-    summary = json.loads((run / "summary.json").read_text())
+    words += ["--hardware", "cpu", "--model", smollm2, *small, "--algo.kl.init_coef", "0"]
+    return [*words, "--perturbation.strict", "--run-dir", str(folder / "run")]
+
+
+def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["perturbation"]["share"] == 0.4 and len(summary["steps"]) == 2
     for step in summary["steps"]:
         assert 0.3 < step["rate"] < 0.7 and step["gap_perturbed_mean"] <= 0.1
-    assert "succeeded" in output.lower()
+
+
+def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    whole = {**os.environ, "PATH": path, **env}
+    return subprocess.run(words, cwd=folder, env=whole, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_two_nodes_and_a_file_of_ones_own(tmp_path: Path, smollm2: str) -> None:
+    """Plugin, file and configuration reach trainer and engine, of which each node has one."""
+    folder = tmp_path / "project"
+    words = own(folder, smollm2)
+    with head() as address, second(address):
+        check(folder, run(folder, str(BIN / "ngrpo"), "train", *words, RAY_ADDRESS=address))
+
+
+def test_a_job(tmp_path: Path, smollm2: str) -> None:
+    """By examples/clusters/ray_job.sh: the folder with the file travels. One node: two would share its copy here."""
+    folder = tmp_path / "project"
+    words = own(folder, smollm2)
+    with head(gpus=2) as address:
+        script = str(ROOT / "examples" / "clusters" / "ray_job.sh")
+        place = {"RAY_API_SERVER_ADDRESS": dashboard(address), "RUN_DIR": words.pop()}
+        done = run(folder, "bash", script, *words[:-1], **place)
+    check(folder, done)
+    assert "succeeded" in (done.stdout + done.stderr).lower()
 
 
 def test_a_node_without_the_project(tmp_path: Path, smollm2: str) -> None:
     """On the second node the project's folders are empty, which a mount of its own shows it alone."""
-    hide = " && ".join(f"mount -t tmpfs none {ROOT / name}" for name in ("ngrpo", "perturbations"))
+    found = "import ngrpo; print(ngrpo.__file__)"
+    installed = subprocess.run([sys.executable, "-I", "-c", found], capture_output=True, text=True, check=False)
+    folders = {ROOT, *(Path(line).parents[1] for line in installed.stdout.split())}
+    hidden = [folder / name for folder in folders for name in ("ngrpo", "perturbations")]
+    hide = " && ".join(f"mount -t tmpfs none {folder}" for folder in hidden)
     allowed = subprocess.run(["unshare", "--mount", "sh", "-c", hide], capture_output=True, check=False)
     if allowed.returncode:
         pytest.skip("needs the right to mount in a namespace of its own (unshare --mount)")
@@ -137,6 +163,6 @@ def test_a_node_without_the_project(tmp_path: Path, smollm2: str) -> None:
         env = {"RAY_ADDRESS": address}
         result = train(tmp_path, smollm2, "--perturbation", "neighbor", "--algo.kl.init_coef", "0", env=env)
     assert result.returncode == 1 and time.monotonic() - began < 300, result.stdout[-6000:]
-    last = result.stdout.strip().splitlines()[-1]
-    assert re.search(r"training failed: .*a node .* without ngrpo", last), result.stdout[-3000:]
-    assert "install" in last
+    said = re.search(r"training failed: a node of the cluster is without ngrpo.*", result.stdout)
+    assert said is not None and "on every node (docs/install.md)" in said[0], result.stdout[-3000:]
+    assert "Traceback" not in result.stdout[said.start() :]
