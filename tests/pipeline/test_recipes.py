@@ -13,8 +13,6 @@ import pytest
 
 from tests.pipeline.harness import ROOT
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("name", "perturbation"),
