@@ -5,29 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 RANK, PORT, TARGET = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, RANK=str(RANK), WORLD_SIZE="2")
 os.environ.update(LOCAL_RANK="0", OMP_NUM_THREADS="1")
-
-
-@contextmanager
-def gathered(module: Any, stage: int, **how: Any) -> Iterator[None]:
-    """The module's parameters, whole on every rank, one after the other.
-
-    DeepSpeed 0.19.6 waits for the last of several gathers alone, and gloo finishes them in any order: of three that
-    were gathered at once the second was read too early, once in about ten runs.
-    """
-    import deepspeed
-
-    with ExitStack() as stack:
-        for parameter in module.parameters():
-            stack.enter_context(deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3, **how))
-        yield
 
 
 def train(stage: int) -> None:
@@ -88,7 +72,7 @@ def train(stage: int) -> None:
             logits = engine(tokens, attention_mask=torch.ones_like(tokens)).logits.float()
             engine.backward(-logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).mean())
         engine.step()
-        with gathered(module, stage):
+        with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
             seen.append({name: p.detach().float().clone() for name, p in module.named_parameters()})
     # Adam's first step is of the rate's size.
     assert abs(seen[0]["lambda_shift"].abs().mean().item() - 1.0) < 0.1
@@ -98,11 +82,11 @@ def train(stage: int) -> None:
     torch.distributed.all_gather(both, sums)
     assert torch.equal(*both), "the ranks have drifted apart"
     engine.save_checkpoint(os.path.join(TARGET, f"resume-{stage}"))
-    with gathered(module, stage, modifier_rank=0):
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0, enabled=stage == 3):
         for parameter in module.parameters():
             parameter.data.zero_()
     engine.load_checkpoint(os.path.join(TARGET, f"resume-{stage}"))
-    with gathered(module, stage):
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
         wrong = {n: (p.float() - seen[-1][n]).abs().max().item() for n, p in module.named_parameters()}
         assert not any(wrong.values()), f"stage {stage}, rank {RANK}: off by {wrong} after its checkpoint was loaded"
     state = engine._consolidated_16bit_state_dict() if stage == 3 else model.state_dict()
@@ -116,12 +100,26 @@ def train(stage: int) -> None:
     del kept
 
 
+def waiting(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed 0.19.6 waits for the last of several gathers alone, and gloo finishes them in any order."""
+
+    def all_gather_into_tensor(*args: Any, **kwargs: Any) -> Any:
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    return all_gather_into_tensor
+
+
 def main() -> None:
     import torch
 
     # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without. The attribute
     # deepspeed.comm.torch is torch itself, so the module of that name is looked up.
-    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    backend = import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+    backend.TorchBackend.all_gather_into_tensor = waiting(backend.TorchBackend.all_gather_into_tensor)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for stage in (2, 3):
