@@ -36,7 +36,7 @@ MODEL_FLAG = "model_name_or_path"
 _MODEL_NAMES = ("--model", f"--actor.{MODEL_FLAG}")
 # A setting of the run, which is also taken where the options of the perturbation stand.
 _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
-# Flags with options after a dot, and how each is written.
+# Flags that may be given once, some with options after a dot, and how each is written. Longer ones go first.
 _ROOTS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
@@ -45,6 +45,7 @@ _ROOTS = {
     SCHEDULE: f"{SCHEDULE} NAME and {SCHEDULE}.<option> VALUE",
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SCHEDULE} NAME",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
+    EVAL_AT_START: f"{EVAL_AT_START} or {EVAL_AT_START} false",
 }
 _NEEDS = {
     PERTURBATION: "a perturbation's name (see: ngrpo list)",
@@ -225,7 +226,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     rest: list[str] = []
     for flag in Flags(words):
         name, root = _OTHER_NAMES.get(flag.name, flag.name), _root_of(flag.name)
-        if root not in _ROOTS and name not in (*_OURS, EVAL_AT_START, "--model"):
+        if root not in _ROOTS and name not in (*_OURS, "--model"):
             if not name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
@@ -234,7 +235,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         value = flag.values[0] if flag.values else None
         if len(flag.values) > 1:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
-        if (root in _ROOTS or name == EVAL_AT_START) and name in ours:
+        if root in _ROOTS and name in ours:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
@@ -247,8 +248,8 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _root_of(name: str) -> str:
-    """The flag that an option belongs to: what stands before its dot, except for that of ``--sampling.schedule``."""
-    return SCHEDULE if name == SCHEDULE or name.startswith(f"{SCHEDULE}.") else name.partition(".")[0]
+    """The flag that an option belongs to: the first of ours that it is or begins with, else what is before its dot."""
+    return next((root for root in _ROOTS if f"{name}.".startswith(f"{root}.")), name.partition(".")[0])
 
 
 def _options(ours: dict[str, Any], root: str) -> dict[str, Any]:

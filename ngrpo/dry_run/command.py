@@ -80,6 +80,7 @@ def configuration(args: Mapping[str, Any], settings: RunSettings) -> list[str]:
         "replay_buffer": settings.replay_buffer_spec,
         "sampling": settings.sampling or None,
         "reproducible": settings.reproducible or None,
+        "eval.at_start": settings.eval_at_start or None,
     }
     lines = []
     for name, value in ours.items():

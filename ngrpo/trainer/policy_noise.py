@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
+from ngrpo.trainer.checkpoint_states import keeping
 from ngrpo.trainer.model_actors import model_of
 from ngrpo.trainer.run_settings import current_run
 
@@ -47,21 +49,16 @@ def noisy_trainer(plain: type) -> type:
     A subclass, as `ngrpo.trainer.metrics.reporting_trainer`.
     """
 
-    class NoisyTrainer(plain):  # type: ignore[misc, valid-type]
+    class NoisyTrainer(keeping(plain, _CHOSEN, attrgetter("chosen"), _restore)):  # type: ignore[misc]
         # The training step whose rollouts come next, and the step and σ that the engines' noise was last chosen for.
         noise_step, chosen = 0, (-1, None)
 
         def init_checkpoint_states(self) -> Any:
             states = super().init_checkpoint_states()
-            self.noise_step, self.chosen = states["global_step"], states.get(_CHOSEN, self.chosen)
+            self.noise_step = states["global_step"]
             if not self.noise_step:
                 self.broadcast_to_vllm()  # the first rollout's weights have noise as well; a resumed run sends its own
             return states
-
-        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-            if client_states is not None:
-                client_states[_CHOSEN] = self.chosen
-            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
 
         def train_step(self, rollout_samples: Any, global_step: int) -> Any:
             rolled_out = self.chosen[1]
@@ -93,6 +90,10 @@ def noisy_trainer(plain: type) -> type:
             super().broadcast_to_vllm()
 
     return NoisyTrainer
+
+
+def _restore(trainer: Any, chosen: Any) -> None:
+    trainer.chosen = chosen
 
 
 def steps_of_run(args: Any, prompts: int) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ngrpo.trainer.checkpoint_states import keeping
+
 _KEY = "ngrpo"
 
 
@@ -18,22 +20,17 @@ def resuming_trainer(plain: type) -> type:
     A subclass, as `ngrpo.trainer.metrics.reporting_trainer`.
     """
 
-    class ResumingTrainer(plain):  # type: ignore[misc, valid-type]
-        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-            if client_states is not None:  # the best checkpoint is then saved with the same ones
-                client_states[_KEY] = {
-                    "rollout_round": getattr(self.samples_generator, "rollout_round", 0),
-                    "visits": getattr(self.experience_maker, "visits", None),
-                }
-            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+    return keeping(plain, _KEY, _state, _restore)
 
-        def init_checkpoint_states(self) -> Any:
-            states = super().init_checkpoint_states()
-            ours = states.get(_KEY)
-            if ours is not None:
-                self.samples_generator.rollout_round = ours["rollout_round"]
-                if ours["visits"] is not None:
-                    self.experience_maker.visits = ours["visits"]
-            return states
 
-    return ResumingTrainer
+def _state(trainer: Any) -> dict[str, Any]:
+    return {
+        "rollout_round": getattr(trainer.samples_generator, "rollout_round", 0),
+        "visits": getattr(trainer.experience_maker, "visits", None),
+    }
+
+
+def _restore(trainer: Any, state: dict[str, Any]) -> None:
+    trainer.samples_generator.rollout_round = state["rollout_round"]
+    if state["visits"] is not None:
+        trainer.experience_maker.visits = state["visits"]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from ngrpo.sampling_schedules.base import PastStep, Run
+from ngrpo.trainer.checkpoint_states import keeping
 from ngrpo.trainer.policy_noise import steps_of_run
 from ngrpo.trainer.run_settings import current_run
 
@@ -25,19 +26,13 @@ def scheduled_trainer(plain: type) -> type:
     A subclass, as `ngrpo.trainer.metrics.reporting_trainer`.
     """
 
-    class ScheduledTrainer(plain):  # type: ignore[misc, valid-type]
+    class ScheduledTrainer(keeping(plain, _PAST, _state, _restore)):  # type: ignore[misc]
         past: tuple[PastStep, ...] = ()
 
         def init_checkpoint_states(self) -> Any:
             states = super().init_checkpoint_states()
-            self.past = tuple(PastStep(*each) for each in states.get(_PAST, ()))
             self.choose_temperature()
             return states
-
-        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-            if client_states is not None:
-                client_states[_PAST] = [astuple(each) for each in self.past]
-            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
 
         def train_step(self, rollout_samples: Any, global_step: int) -> Any:
             factor = self.samples_generator.temperature_factor
@@ -55,6 +50,14 @@ def scheduled_trainer(plain: type) -> type:
                 self.samples_generator.temperature_factor = schedule.factor_of_step(self.past, run_of(self))
 
     return ScheduledTrainer
+
+
+def _state(trainer: Any) -> list[tuple[float, ...]]:
+    return [astuple(each) for each in trainer.past]
+
+
+def _restore(trainer: Any, past: list[tuple[float, ...]]) -> None:
+    trainer.past = tuple(PastStep(*each) for each in past)
 
 
 def run_of(trainer: Any) -> Run:
