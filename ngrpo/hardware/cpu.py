@@ -198,6 +198,23 @@ def engine_of_processes(plain: type) -> type:
     return EngineOfProcesses
 
 
+def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of DeepSpeed's, finished when it returns, asked for asynchronously or not.
+
+    Of several that it starts, DeepSpeed 0.19.6 waits for the last, which on a CUDA stream is the end of all. gloo
+    finishes them in any order, so that a parameter of ZeRO-3 could be read before it was gathered.
+    """
+
+    @wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    return collective
+
+
 def shared_memory_op(original: Callable[[], Any]) -> Callable[[], Any]:
     """DeepSpeed's shared-memory all-reduce: compiled on first use, so only where it has a use."""
 

@@ -86,6 +86,9 @@ SEAMS: tuple[Seam, ...] = (
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
     _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:shared_memory_op", "cpu", "()",
         "compiles an all-reduce kernel for half a minute, also for a group of one process", "deepspeed 0.19.6"),
+    _seam("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
+        "(self, output_tensor, input_tensor, group, async_op)",
+        "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
     _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_of_processes", "cpu", "sha:6bda23ee4983",
         "asks for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
     # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------

@@ -55,7 +55,7 @@ SCHEDULES = [
     *of_file(
         "ngrpo/trainer/sampling_schedule.py",
         "test_sampling_schedules_run.py",
-        ("client_states[_PAST] = ", "_ = ", "a resumed run forgets the first step's entropy"),
+        ("[astuple(each) for each in trainer.past]", "[]", "a resumed run forgets the first step's entropy"),
     ),
     *of_file(
         "ngrpo/trainer/importance.py",

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 RANK, PORT, TARGET = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, RANK=str(RANK), WORLD_SIZE="2")
@@ -100,26 +98,16 @@ def train(stage: int) -> None:
     del kept
 
 
-def waiting(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed 0.19.6 waits for the last of several gathers alone, and gloo finishes them in any order."""
-
-    def all_gather_into_tensor(*args: Any, **kwargs: Any) -> Any:
-        work = gather(*args, **kwargs)
-        if work is not None:
-            work.wait()
-        return work
-
-    return all_gather_into_tensor
-
-
 def main() -> None:
     import torch
+
+    from ngrpo.hardware.cpu import waited_for
 
     # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without. The attribute
     # deepspeed.comm.torch is torch itself, so the module of that name is looked up.
     backend = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
-    backend.TorchBackend.all_gather_into_tensor = waiting(backend.TorchBackend.all_gather_into_tensor)
+    backend.TorchBackend.all_gather_into_tensor = waited_for(backend.TorchBackend.all_gather_into_tensor)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for stage in (2, 3):
