@@ -4,26 +4,36 @@
 #   nohup bash examples/study/run.sh [FOLDER] [more words of ngrpo compare ...] > runs/study.log 2>&1 &
 #
 # Killed, or with runs that failed, the same command goes on: what has finished is kept. More words reach both
-# comparisons, e.g. --seeds 0,1 for a rehearsal; another number of steps (STEPS=2) needs another FOLDER.
+# comparisons, e.g. --seeds 0,1 for a rehearsal; another number of steps (STEPS=2) needs another FOLDER. TASKS=sums or
+# TASKS=basic3 runs one of the two, so that both can run side by side; with 24 GB of memory they fit.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 out=${1:-runs/study}
 shift || true
 second=${SECOND:-basic3}
+tasks=${TASKS:-sums $second}
 
-python examples/study/problems.py "$second" "$out-problems"
-compare() {  # TASK, then its words. A failed run (1) does not keep the other task waiting.
-  local name=$1
-  shift
-  ngrpo compare --config "${CONFIG:-examples/study/study.yaml}" --out "$out/$name" --data.max_samples $((8 * ${STEPS:-24})) "$@" ||
+compare() {  # TASK, STEPS, then its words. A failed run (1) does not keep the other task waiting.
+  local name=$1 steps=${STEPS:-$2}
+  shift 2
+  ngrpo compare --config "${CONFIG:-examples/study/study.yaml}" --out "$out/$name" --data.max_samples $((8 * steps)) "$@" ||
     { status=$?; [ $status = 1 ] || exit $status; }
 }
 status=0
-compare sums --task arithmetic "$@"
-compare "$second" --task "math:$out-problems/$second-train.jsonl" \
-  --eval.dataset "$out-problems/$second-eval.jsonl" \
-  --eval.data "$out-problems/$second-eval.jsonl" --eval.scorer math \
-  --diagnose.data "$out-problems/$second-eval.jsonl" --diagnose.scorer math "$@"
-python -m benchmarks.study "$out" --out "${RESULTS:-docs/results}"
+for task in $tasks; do
+  if [ "$task" = sums ]; then  # the four strategies of study.yaml, and these
+    compare sums 8 --task arithmetic \
+      --strategy "neighbor" \
+      --strategy "gaussian sigma_of=vector" \
+      --strategy "gumbel" "$@"
+  else
+    python examples/study/problems.py "$task" "$out-problems"
+    compare "$task" 12 --task "math:$out-problems/$task-train.jsonl" \
+      --eval.dataset "$out-problems/$task-eval.jsonl" \
+      --eval.data "$out-problems/$task-eval.jsonl" --eval.scorer math \
+      --diagnose.data "$out-problems/$task-eval.jsonl" --diagnose.scorer math "$@"
+  fi
+done
+[ -n "${TASKS:-}" ] || python -m benchmarks.study "$out" --out "${RESULTS:-docs/results}"
 exit $status
