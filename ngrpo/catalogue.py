@@ -31,24 +31,40 @@ KINDS = {
 }
 
 
-def listing() -> str:
-    """One table of all perturbations, gates, replay buffers, advantages, credits and so on, a line for each."""
+def listing(width: int | None = None) -> str:
+    """One table of all perturbations, gates, replay buffers, advantages, credits and so on.
+
+    Args:
+        width: columns of the terminal; where a line would be longer, what each one does stands below it. None: a line
+            for each, as `grep` likes it.
+    """
     rows: list[tuple[str, ...]] = []
+    about: list[str] = []
+    heads: list[int] = []
     for kept in KINDS:
+        heads.append(len(rows))
         paper = "paper" if hasattr(kept.base_class(), "paper") else ""
         rate = "rate" if kept is registry.perturbations else ""
-        rows += [(), (kept.kind, rate, "source", paper, "")]
+        rows.append((kept.kind, rate, "source", paper))
+        about.append("")
         for name, address in kept.available().items():
             source = _source(kept, name, address)
             try:
                 cls = kept.get(name)
             except UsageError as error:
-                rows.append((name, "", source, "cannot be loaded", str(error)))
+                rows.append((name, "", source, "cannot be loaded"))
+                about.append(str(error))
                 continue
             rate = f"{cls.rate:g}" if kept is registry.perturbations else ""
-            rows.append((name, rate, source, getattr(cls, "paper", ""), _first_line(cls)))
-    lines = iter(aligned([row for row in rows if row], left=5))
-    return "\n".join(next(lines) if row else "" for row in rows[1:]) + "\n\nOne of them in full: ngrpo list NAME"
+            rows.append((name, rate, source, getattr(cls, "paper", "")))
+            about.append(_first_line(cls))
+    lines = aligned([(*row, text) for row, text in zip(rows, about)], left=5)
+    if width is not None and max(map(len, lines)) > width:
+        indent = " " * 4
+        below = [textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent) for text in about]
+        lines = [f"{line}\n{text}" if text else line for line, text in zip(aligned(rows, left=4), below)]
+    parts = [f"\n{line}" if i in heads[1:] else line for i, line in enumerate(lines)]
+    return "\n".join(parts) + "\n\nOne of them in full: ngrpo list NAME"
 
 
 def described(name: str) -> str:

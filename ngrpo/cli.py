@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -142,7 +143,8 @@ def _list(words: list[str]) -> int:
         raise UsageError(f"ngrpo list takes one name at most, got {' '.join(words)!r}.")
     from ngrpo.catalogue import described, listing
 
-    print(described(words[0]) if words else listing())
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(described(words[0]) if words else listing(width))
     return 0
 
 

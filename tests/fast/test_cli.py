@@ -228,6 +228,11 @@ class TestMain:
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
         assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
 
+    def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
+        wide, narrow = catalogue.listing(), catalogue.listing(80)
+        assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+        assert narrow.split() == wide.split() and catalogue.listing(400) == wide
+
     @pytest.mark.parametrize("name", sorted({each for kept in catalogue.KINDS for each in kept.in_tree()}))
     def test_list_describes_each(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["list", name]) == 0

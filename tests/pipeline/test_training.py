@@ -61,7 +61,9 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm
 
 
 def test_gspo_with_gumbel(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
+    """Also the attention that a run has where none is given."""
     flags = ["--perturbation", "gumbel", "--actor.policy_loss_type", "gspo", "--algo.kl.init_coef", "0"]
+    flags += ["--ds.attn_implementation", "sdpa"]
     check(steps_of(tmp_path, smollm2, *LOUD, *flags), plain_gap, rate=1.0)
 
 
