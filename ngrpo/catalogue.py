@@ -60,8 +60,8 @@ def listing(width: int | None = None) -> str:
             about.append(_first_line(cls))
     lines = aligned([(*row, text) for row, text in zip(rows, about)], left=5)
     if width is not None and max(map(len, lines)) > width:
-        indent = " " * 4
-        below = [textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent) for text in about]
+        wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        below = [wrap.fill(text) for text in about]
         lines = [f"{line}\n{text}" if text else line for line, text in zip(aligned(rows, left=4), below)]
     parts = [f"\n{line}" if i in heads[1:] else line for i, line in enumerate(lines)]
     return "\n".join(parts) + "\n\nOne of them in full: ngrpo list NAME"
