@@ -155,11 +155,13 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     earlier = folder.read("results.json") or {}
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
-    waiting = [one for one in everything if folder.status(one, runs.identity(plan, one))["status"] != "done"]
+    known = [folder.status(one, runs.identity(plan, one)) for one in everything]
+    waiting = [one for one, record in zip(everything, known) if record["status"] != "done"]
+    took = [record["seconds"] for record in known if record["status"] == "done"]
     batch = "--rollout.batch_size"
-    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]))
-    if len(waiting) < len(everything):
-        view.note(f"{len(everything) - len(waiting)} of {len(everything)} runs are finished and kept")
+    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
+    if took:
+        view.note(f"{len(took)} of {len(everything)} runs are finished and kept")
     model = models.resolve(plan.model, report=report)
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
     _before(plan, folder, model, view)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.compare.plan import Run
@@ -15,37 +15,43 @@ from ngrpo.text_table import aligned
 class Screen:
     """Prints one line per event; a comparison may run for hours in a log file, so nothing is overwritten."""
 
-    def __init__(self, total: int, batch: int) -> None:
+    def __init__(self, total: int, batch: int, took: Sequence[float] = ()) -> None:
         """
         Args:
             total: runs of the comparison, finished ones included.
             batch: prompts of a training step.
+            took: seconds that each finished run took.
         """
         self._total, self._batch = total, batch
-        self._took: list[float] = []
+        self._took = list(took)
         self._began = time.monotonic()
         self._head = ""
-        self._after = 0
 
     def begin(self, number: int, run: Run) -> None:
         """A run starts; ``number`` counts from 1."""
         self._began = time.monotonic()
         self._head = f"[{number}/{self._total}] {run.arm.id}, seed {run.seed}"
-        self._after = self._total - number
         self._say("starts")
 
     def step(self, line: StepLine, prompts: int | None) -> None:
         """A training step of the run at hand."""
         steps = None if prompts is None else max(line.step, -(-prompts // self._batch))
-        left = None
-        if steps is not None:
-            passed = time.monotonic() - self._began
-            run = max([passed * steps / line.step, *self._took])
-            left = max(0.0, run - passed) + self._after * run
         of = f"/{steps}" if steps else ""
         took = "" if line.seconds is None else f", {line.seconds:.0f} s"
-        rest = "" if left is None else f", about {span(left)} left"
+        rest = "" if steps is None else f", about {span(self._left(line, steps))} left"
         self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{rest}")
+
+    def _left(self, line: StepLine, steps: int) -> float:
+        """Seconds until all runs have ended, as far as it can be told: as long for each as the finished ones took.
+
+        The first run has only its steps to go by, of which the first one waits for the engine.
+        """
+        passed = time.monotonic() - self._began
+        training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
+        if not self._took:
+            return training + (self._total - 1) * (passed + training)
+        run = sum(self._took) / len(self._took)
+        return max(training, run - passed) + (self._total - len(self._took) - 1) * run
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
         """The run at hand has ended."""
