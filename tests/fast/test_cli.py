@@ -230,7 +230,8 @@ class TestMain:
 
     def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
         """In a process of its own: other tests register names and sources of any length."""
-        program = "import json; from ngrpo.catalogue import listing; print(json.dumps([*map(listing, (None, 80, 400))]))"
+        calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
+        program = f"import json; from ngrpo.catalogue import listing; {calls}"
         done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
         wide, narrow, huge = json.loads(done.stdout)
         assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
