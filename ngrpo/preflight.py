@@ -131,6 +131,7 @@ _SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.bat
 
 
 _CORRECTION = "--algo.advantage.is_correction_level"
+_LOSS = "--actor.policy_loss_type"
 
 
 def _check_density(given: Flags, perturbation: Perturbation) -> None:
@@ -166,6 +167,29 @@ def _check_density(given: Flags, perturbation: Perturbation) -> None:
         refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {drawn}")
 
 
+def check_credit(given: Flags, settings: RunSettings) -> None:
+    """Raises ``UsageError`` for a loss in which the tokens of an answer cannot have advantages of their own."""
+    if settings.credit is not None and given.value(_LOSS) == "gspo":
+        raise UsageError(
+            f"--credit {settings.credit.name} cannot be used with {_LOSS} gspo: the ratio is of the whole answer, so"
+            " that each of its tokens is trained by the mean of their advantages. Leave one of them out; --preset grpo"
+            " has the ratio of each token."
+        )
+
+
+def _check_weights(given: Flags, asked: str, *, dispensable: bool) -> None:
+    """Raises ``UsageError`` for a loss that would not weigh answers by π / π_rollout, as the method asked for does."""
+    level = given.value(_CORRECTION)
+    if given.value(_LOSS) != "gspo" or level in (None, "off"):
+        return
+    off = f", or add {_CORRECTION} off, which trains without the weights" if dispensable else ""
+    raise UsageError(
+        f"{asked} cannot be used with {_LOSS} gspo and {_CORRECTION} {level}: GSPO then puts the rollout's policy in"
+        " the place of the old one, and its narrow clip would leave out nearly all answers with a negative advantage."
+        f" Leave one of them out{off}."
+    )
+
+
 def check_policy_noise(given: Flags, settings: RunSettings) -> None:
     """Raises ``UsageError`` for what a run with noise on the rollouts' weights cannot go with."""
     if settings.policy_noise is None:
@@ -179,7 +203,14 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
         if given.has(flag) and (harmless is None or given.value(flag) not in harmless):
             value = f" {given.value(flag)}" if given.value(flag) else ""
             raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
+    follows = settings.policy_noise.follows_divergence
+    _check_weights(given, asked, dispensable=not follows)
     correction = given.value(_CORRECTION)
+    if follows and correction in (None, "off"):
+        raise UsageError(
+            f"{asked} with these options follows the rollouts' log-probabilities, which {_CORRECTION} off does without."
+            f" Leave {_CORRECTION} at token."
+        )
     perturbation = settings.perturbation
     if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
         raise UsageError(
@@ -214,6 +245,7 @@ def check_sampling_schedule(given: Flags, settings: RunSettings) -> None:
             " temperature than the trainer's are weighted by the tokens' log-probabilities, which the density takes the"
             " place of. Add --perturbation.density token, or leave the schedule out."
         )
+    _check_weights(given, asked, dispensable=not schedule.follows_training)
     if schedule.evaluation and _number(given.value("--eval.temperature") or "1") == 0.0:
         raise UsageError(
             f"{asked} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is the"

@@ -66,8 +66,9 @@ the run
   --task NAME               dataset and reward where you give none: arithmetic,
                             math:FILE, reasoning_gym:DATASET
   --config FILE             YAML with any of these flags as keys, without dashes
-                            (examples/recipes); repeatable, a later one and any
-                            flag go before; 'false' takes a flag of OpenRLHF out
+                            (examples/recipes); repeatable; a later one
+                            overrides an earlier one, and a flag both; 'false'
+                            takes a flag of OpenRLHF out
   --dry-run [GIB]           print configuration, placement and memory (for a GPU
                             of so many GiB), check, and start nothing
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
@@ -173,9 +174,11 @@ def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
     given = given.with_defaults(flags.output_flags(folder))
     for part in (settings.policy_noise, settings.sampling_schedule):
         given = given if part is None else given.with_defaults(part.flags(given))
-    preflight.check_policy_noise(given, settings)
-    preflight.check_sampling_schedule(given, settings)
-    return presets.applied(given, command.preset, settings.advantage)
+    complete = presets.applied(given, command.preset, settings.advantage)
+    preflight.check_credit(complete, settings)
+    preflight.check_policy_noise(complete, settings)
+    preflight.check_sampling_schedule(complete, settings)
+    return complete
 
 
 def _of_hardware(command: flags.TrainCommand, complete: Flags) -> Flags:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ngrpo.advantages import register
 from ngrpo.advantages.base import AnnealedK
+from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import option
 
@@ -40,6 +41,11 @@ class PKPO(AnnealedK):
                 f"advantage pkpo: k={self.k} with variant=loo: must be below the group's {size} answers"
                 " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
             )
+
+    def flags(self, given: Flags) -> dict[str, Default]:
+        """Also a wider clip: an only right answer among many has k times its reward, and OpenRLHF's clip is ±10."""
+        bound = str(10 * max(self.k, self.k_end or 1))
+        return super().flags(given) | {"--reward.clip_range": (f"-{bound}", bound)}
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k answers, of the maximum of those that hold i, times the share that do.

@@ -48,6 +48,11 @@ class PolicyNoise(Options, ABC):
             σ ≥ 0; at 0 the weights are clean.
         """
 
+    @property
+    def follows_divergence(self) -> bool:
+        """Whether :meth:`scale` needs the divergence, and so the rollouts' log-probabilities."""
+        return False
+
     def flags(self, given: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         return {}

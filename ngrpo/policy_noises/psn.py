@@ -31,6 +31,11 @@ class PSN(PolicyNoise):
         """The weights of the MLPs."""
         return ".mlp." in name and name.endswith("weight")
 
+    @property
+    def follows_divergence(self) -> bool:
+        """Where σ is adaptive."""
+        return self.adaptive
+
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
         """σ; adaptive: the last one times the factor below the target and divided by it above, in [1e-6, 0.5]."""
         if not self.adaptive or last is None:

@@ -14,19 +14,21 @@ def importance_measures(experiences: Sequence[Any], args: Any) -> dict[str, floa
 
     Args:
         experiences: with the log-probabilities of rollout and trainer, (B, A) each.
-        args: OpenRLHF's ``algo.advantage``.
+        args: OpenRLHF's arguments.
 
     Returns:
         ``divergence``: the mean of log π_rollout − log π_trainer over the tokens. With the correction by the token's
         ratio also ``weight``: the mean weight of the loss, π_trainer / π_rollout within the bounds; and ``cut``: the
-        share of tokens at which it is beyond them. Empty where the rollouts' log-probabilities are not asked for.
+        share of tokens at which it is beyond them; GSPO's loss has no such weights. Empty where the rollouts'
+        log-probabilities are not asked for.
     """
+    loss, args = args.actor.policy_loss_type, args.algo.advantage
     if args.is_correction_level == "off" or any(e.rollout_log_probs is None for e in experiences):
         return {}
     parts = [(e.action_log_probs - e.rollout_log_probs)[e.action_mask.bool()].float().cpu() for e in experiences]
     ratio = torch.cat(parts)
     found = {"divergence": -ratio.mean().item()}
-    if args.is_correction_level == "token" and args.is_correction_gating == "ratio":
+    if loss == "ppo" and args.is_correction_level == "token" and args.is_correction_gating == "ratio":
         low, high = (float(bound) for bound in args.is_correction_threshold)
         weight = ratio.clamp(-20.0, 20.0).exp()
         beyond = (weight < low) | (weight > high)

@@ -114,7 +114,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
         if not self.strategy.args.vllm.enable_prefix_caching:
             measures.pop("perturbation/prefix_hit_rate", None)
         check_gap(measures, run.gap_limit, strict=run.strict)
-        measures |= importance_measures(experiences, self.strategy.args.algo.advantage)
+        measures |= importance_measures(experiences, self.strategy.args)
         note_measures(self, measures)
         return experiences
 
@@ -130,7 +130,7 @@ def measured_rollout_policy(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
-        found = importance_measures(experiences, self.strategy.args.algo.advantage)
+        found = importance_measures(experiences, self.strategy.args)
         self.rollout_divergence = found.get("importance/divergence")
         self.rollout_entropy = rollout_entropy(experiences)
         if current_run().sampling_schedule is not None and self.rollout_entropy is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import ceil
 from operator import attrgetter
 from typing import Any
 
@@ -97,5 +98,8 @@ def _restore(trainer: Any, chosen: Any) -> None:
 
 
 def steps_of_run(args: Any, prompts: int) -> int:
-    """Training steps of a run over so many prompts (fewer where prompts are filtered out)."""
-    return max(1, args.train.num_episodes * prompts // args.rollout.batch_size)
+    """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
+
+    Fewer where prompts are filtered out.
+    """
+    return max(1, args.train.num_episodes * ceil(prompts / args.rollout.batch_size))

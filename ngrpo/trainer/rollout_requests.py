@@ -39,7 +39,8 @@ class _EngineWithArguments:
 def numbered_requests(plain: type) -> type:
     """`SamplesGenerator` whose requests carry the round, and are not perturbed in an evaluation.
 
-    A round is one batch of training prompts; a checkpoint holds its number. Evaluation rollouts are perturbed where
+    A round is one batch of training prompts, from 1 on; a checkpoint holds its number. Where the prompts end with a
+    batch, OpenRLHF asks for one more of none, which is no round. Evaluation rollouts are perturbed where
     ``perturb_eval`` asks for it, and follow a sampling schedule where its ``evaluation`` does.
     """
 
@@ -47,6 +48,7 @@ def numbered_requests(plain: type) -> type:
         rollout_round = 0
         temperature_factor = 1.0  # of the sampling schedule; ngrpo.trainer.sampling_schedule sets it
         _evaluating = False
+        _in_round = False
 
         def generate_eval_samples(self, **kwargs: Any) -> Any:
             self._evaluating = True
@@ -56,10 +58,15 @@ def numbered_requests(plain: type) -> type:
                 self._evaluating = False
 
         def _generate_vllm(self, *args: Any, **kwargs: Any) -> Any:
-            self.rollout_round += not self._evaluating
+            self._in_round = False
             return super()._generate_vllm(*args, **kwargs)
 
         def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
+            if not (
+                self._in_round or self._evaluating
+            ):  # prompts that take the place of filtered ones are of the round
+                self._in_round = True
+                self.rollout_round += 1
             perturbation = current_run().perturbation
             arguments: dict[str, Any] = {"round": self.rollout_round}
             if self._evaluating and perturbation is not None and not perturbation.perturb_eval:

@@ -121,6 +121,15 @@ def test_pkpo_is_the_gradient_of_the_expected_best_of_k(variant: str, k: int) ->
     torch.testing.assert_close(found, true)
 
 
+def test_pkpo_is_not_clipped_where_right_answers_are_rare() -> None:
+    """One right answer of 32 has k = 16 times its reward, beyond OpenRLHF's clip of ±10."""
+    made, right = advantages.create("pkpo", k=16), torch.eye(32)[:1]
+    assert made.compute(right).max().item() == pytest.approx(16.0)
+    given = Flags(["--rollout.n_samples_per_prompt", "32"])
+    assert made.flags(given)["--reward.clip_range"] == ("-160", "160")
+    assert advantages.create("pkpo", k=2, k_end=8).flags(given)["--reward.clip_range"] == ("-80", "80")
+
+
 def test_pkpo_equal_rewards_give_exactly_nothing() -> None:
     assert advantage("pkpo", [0.3] * 8, k=3) == [0.0] * 8
 

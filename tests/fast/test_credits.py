@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import catalogue, credits, flags, summary
+from ngrpo import catalogue, credits, flags, summary, train
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainer import credit_seams
 from ngrpo.trainer.run_settings import RunSettings
@@ -104,6 +106,20 @@ def test_the_command_line() -> None:
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.")):
             flags.parse(words)
+    complete = [
+        "--model",
+        "m",
+        "--task",
+        "arithmetic",
+        "--rollout.n_samples_per_prompt",
+        "4",
+        "--credit",
+        "top_entropy",
+        "--preset",
+    ]
+    for preset, refused in (("grpo", False), ("gspo", True)):
+        with pytest.raises(UsageError, match="the ratio is of the whole answer") if refused else nullcontext():
+            train.checked_flags(flags.parse([*complete, preset]), Path("runs/never-written"))
     assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import flags, policy_noises, preflight
+from ngrpo import flags, policy_noises, preflight, train
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import policy_noise
 from ngrpo.trainer.importance import importance_measures
@@ -139,22 +140,26 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
     experience = SimpleNamespace(
         action_log_probs=old, rollout_log_probs=torch.tensor([[-3.5, -2.0]]), action_mask=torch.ones(1, 2)
     )
-    args = SimpleNamespace(
+    correction = SimpleNamespace(
         is_correction_level=level,
         is_correction_mode=mode,
         is_correction_gating="ratio",
         is_correction_threshold=bounds,
     )
+    args = SimpleNamespace(algo=SimpleNamespace(advantage=correction), actor=SimpleNamespace(policy_loss_type="ppo"))
     assert importance_measures([experience], args) == {
         "importance/divergence": pytest.approx(-1.75),
         "importance/weight": pytest.approx((10.0 + math.e) / 2),
         "importance/cut": pytest.approx(0.5),
     }
-    args.is_correction_mode = "mask"  # OpenRLHF's default: a token beyond the bounds is dropped
-    assert importance_measures([experience], args)["importance/weight"] == pytest.approx(math.e / 2)
-    args.is_correction_level = "seq"
+    args.actor.policy_loss_type = "gspo"  # whose loss is not weighed by it
     assert importance_measures([experience], args) == {"importance/divergence": pytest.approx(-1.75)}
-    args.is_correction_level = "off"
+    args.actor.policy_loss_type = "ppo"
+    correction.is_correction_mode = "mask"  # OpenRLHF's default: a token beyond the bounds is dropped
+    assert importance_measures([experience], args)["importance/weight"] == pytest.approx(math.e / 2)
+    correction.is_correction_level = "seq"
+    assert importance_measures([experience], args) == {"importance/divergence": pytest.approx(-1.75)}
+    correction.is_correction_level = "off"
     assert importance_measures([experience], args) == {}
 
 
@@ -292,6 +297,33 @@ def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
     preflight.check_policy_noise(
         Flags(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"]), settings
     )
+
+
+def test_gspo_has_no_weights_of_tokens() -> None:
+    """Its narrow clip would leave out whatever the rollout's noise moved, in the direction of negative advantages."""
+
+    def complete(*words: str) -> Flags:
+        line = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4", "--policy_noise", "psn"]
+        command = flags.parse([*line, *words])
+        return train.checked_flags(command, Path("runs/never-written"))
+
+    assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
+    for words in (["--preset", "gspo"], ["--actor.policy_loss_type", "gspo"]):
+        with pytest.raises(UsageError, match=r"--policy_noise psn cannot be used with --actor\.policy_loss_type gspo"):
+            complete(*words)
+        assert complete(*words, "--algo.advantage.is_correction_level", "off").has("--actor.policy_loss_type")
+
+
+def test_an_adaptive_noise_needs_the_rollouts_log_probabilities() -> None:
+    words, settings = ["--algo.advantage.is_correction_level", "off"], policy_noises.create("psn", adaptive=True).spec()
+    with pytest.raises(UsageError, match=r"Leave --algo\.advantage\.is_correction_level at token"):
+        preflight.check_policy_noise(Flags(words), RunSettings(policy_noise_spec=settings))
+
+
+def test_steps_of_a_run_count_the_smaller_batches() -> None:
+    """Ten prompts in batches of four are three steps in each of four episodes."""
+    args = SimpleNamespace(train=SimpleNamespace(num_episodes=4), rollout=SimpleNamespace(batch_size=4))
+    assert [policy_noise.steps_of_run(args, prompts) for prompts in (10, 8, 1)] == [12, 8, 4]
 
 
 def test_a_switch_may_stand_alone() -> None:

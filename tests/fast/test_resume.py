@@ -7,7 +7,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-from ngrpo.trainer.resume import resuming_trainer
+from ngrpo.trainer.resume import resuming_generator, resuming_trainer
 from ngrpo.trainer.visits import Visits
 
 
@@ -36,6 +36,36 @@ def test_round_and_counts_go_on() -> None:
     assert states["global_step"] == 7 and second.samples_generator.rollout_round == 7
     assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
     assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
+
+
+def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
+    """The generator runs in a process of its own, whose dataloader's state OpenRLHF takes and gives back."""
+
+    class GenerateSamplesActor:
+        def __init__(self) -> None:
+            self.prompts_dataloader = SimpleNamespace(state_dict=lambda: {"at": 5})
+            self.samples_generator, self.loaded = SimpleNamespace(rollout_round=0), None
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.loaded = state_dict
+
+    first, second = (resuming_generator(GenerateSamplesActor)() for _ in range(2))
+    first.samples_generator.rollout_round = 7
+    state = first.prompts_dataloader.state_dict()
+    assert state["at"] == 5
+    second.load_state_dict(state)
+    assert second.samples_generator.rollout_round == 7 and second.loaded == {"at": 5}
+    second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF
+    assert second.loaded == {"at": 6}
+    trainer = resuming_trainer(Trainer)()
+    del trainer.samples_generator  # TrainingActor has none
+    trainer.experience_maker.visits = Visits()
+    trainer.experience_maker.visits.visit(["p"], ["1"])
+    trainer.save_logs_and_checkpoints(7, {}, {"global_step": 7})
+    resumed = resuming_trainer(Trainer)()
+    del resumed.samples_generator
+    resumed.init_checkpoint_states()
+    assert len(resumed.experience_maker.visits) == 1
 
 
 def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:

@@ -106,10 +106,11 @@ def test_the_weight_of_a_token_drawn_hotter() -> None:
     assert own[0].item() == pytest.approx(-2.407606, abs=1e-6)
     assert rollout[0].item() == pytest.approx(-2.172464, abs=1e-6)
     default = sampling_schedules.create("ead").flags(Flags())
-    args = SimpleNamespace(
+    correction = SimpleNamespace(
         is_correction_gating="ratio",
         **{name.rpartition(".")[2]: value for name, value in default.items()},
     )
+    args = SimpleNamespace(algo=SimpleNamespace(advantage=correction), actor=SimpleNamespace(policy_loss_type="ppo"))
 
     def weight(at: int) -> float:
         experience = SimpleNamespace(

@@ -158,6 +158,28 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert [arguments["training_step"] for _, arguments in asked] == [0, 3, 3] and asked[2][0] == 0.6
 
 
+def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenRLHF asks for one more batch where an episode's prompts have ended with one, and for single prompts in the
+    place of filtered ones."""
+    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ead").spec())
+
+    class Batches(Generator):
+        batches = ([["a"], ["b"]], [["a"]], [], [["a"]])
+
+        def _generate_vllm(self, at: int) -> None:
+            for prompts in self.batches[at]:
+                self._dispatch_prompts_to_vllm(prompts)
+
+        def generate_samples(self, at: int) -> None:
+            self._generate_vllm(at)
+
+    asked: list[Any] = []
+    generator = rollout_requests.numbered_requests(Batches)(asked)
+    for at in range(4):
+        generator.generate_samples(at)
+    assert [(sent["round"], sent["training_step"]) for _, sent in asked] == [(1, 0), (1, 0), (2, 1), (3, 2)]
+
+
 class Trainer:
     """As OpenRLHF's, with three training steps whose entropies are given."""
 
@@ -233,7 +255,8 @@ def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatc
         is_correction_level="token", is_correction_mode="clip", is_correction_gating="ratio",
         is_correction_threshold=[0.0, 10.0],
     )  # fmt: skip
-    maker = SimpleNamespace(strategy=SimpleNamespace(args=SimpleNamespace(algo=SimpleNamespace(advantage=advantage))))
+    args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
+    maker = SimpleNamespace(strategy=SimpleNamespace(args=args))
     measured = metrics.measured_rollout_policy(lambda maker, samples: samples)
     measured(maker, [experience])
     assert maker.rollout_entropy == 2.0 and maker.step_measures["sampling/entropy"] == 2.0
@@ -297,6 +320,8 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
     [
         ("ead", [], True, "--sampling.schedule ead cannot be used with the density of --perturbation gumbel"),
         ("ead", ["--eval.temperature", "0"], False, "cannot be used with --eval.temperature 0"),
+        ("ead", ["--actor.policy_loss_type", "gspo"], False, "or add --algo.advantage.is_correction_level off"),
+        ("e3", ["--actor.policy_loss_type", "gspo"], False, "negative advantage. Leave one of them out."),
         ("e3", ["--train.async_enable"], False, "--train.async_enable cannot be used with --sampling.schedule e3"),
         ("e3", ["--algo.advantage.is_correction_level", "off"], False, "needs the rollouts' log-probabilities"),
     ],
