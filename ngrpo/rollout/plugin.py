@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
-# Answers of an engine whose records nobody takes; no training step is this large.
-_LENGTHS_KEPT = 1 << 16
+# Answers of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
+_LENGTHS_KEPT = 1 << 20
 
 
 def register() -> None:
@@ -192,6 +192,8 @@ def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             params = checked(params, self.model_config)
+            if kwargs.get("resumable") and _perturbed(self):
+                raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
         except UsageError as error:
             raise _request_error()(str(error)) from None
         return original(self, request_id, prompt, params, *args, **kwargs)

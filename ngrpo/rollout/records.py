@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,9 +52,26 @@ def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dic
     front = llm.llm_engine.output_processor
     unfinished = list(front.request_states)
     wanted = None if request_ids is None else list(request_ids)
-    taken = _ask(llm, "take", wanted, unfinished)
+    return of_answers(front, _ask(llm, "take", wanted, unfinished))
+
+
+def of_answers(front: Any, taken: Mapping[str, Sequence[bytes]]) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
+    """Records and log-probabilities that end where their answers do.
+
+    Args:
+        front: the engine's ``output_processor``, which knows how long an answer is; a worker may have computed more.
+        taken: internal request id to what a worker sent.
+
+    Returns:
+        Key, as of :func:`take_records`, to record and (generated,) float32.
+    """
     lengths = vars(front).get(LENGTHS, {})
     return {external_id(name): parse(pair, lengths.pop(name, None)) for name, pair in taken.items()}
+
+
+def of_all_workers(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the workers of an engine handed over: tensor-parallel ranks all the same, data-parallel ones their own."""
+    return {name: parts for taken in answers for name, parts in taken.items()}
 
 
 def parse(pair: Sequence[bytes], generated: int | None = None) -> tuple[ReplayRecord, np.ndarray]:

@@ -12,12 +12,14 @@ from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
 
 _WHERE = f"SamplingParams.extra_args[{KEY!r}]"
+# What travels to a worker, whose arrays are int64.
+_INTEGER = (int, "an integer from 0 to 9223372036854775807")
 _ALLOWED = {
-    "seed": (int, "an integer"),
-    "sample": (int, "an integer"),
+    "seed": _INTEGER,
+    "sample": _INTEGER,
     "enabled": (bool, "True or False"),
     "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes()"),
-    "training_step": (int, "an integer"),
+    "training_step": _INTEGER,
     "scheduled": (bool, "True or False"),
 }
 
@@ -46,9 +48,14 @@ def checked(params: Any, model_config: Any) -> Any:
         if name not in _ALLOWED:
             raise UsageError(f"{_WHERE}[{name!r}] is unknown. Known: {', '.join(_ALLOWED)}.")
         kind, allowed = _ALLOWED[name]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= value < 1 << 63)):
             raise UsageError(f"{_WHERE}[{name!r}]={value!r}: must be {allowed}.")
     if arguments.get("record"):
+        if (getattr(params, "n", None) or 1) > 1:
+            raise UsageError(
+                f"{_WHERE}['record'] with n={params.n}: answers that go on with one record have its seed, and would all"
+                " be the same. Ask for one answer."
+            )
         try:
             ReplayRecord.from_bytes(arguments["record"]).check_model(*_embedding_shape(model_config))
         except ValueError as error:

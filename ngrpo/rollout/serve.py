@@ -19,10 +19,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import numpy as np
-
-from ngrpo.rollout.records import check_installed
-from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
 from ngrpo.rollout.settings import KEY
 
 Message = MutableMapping[str, Any]
@@ -75,14 +72,15 @@ async def _with_records(answer: dict[str, Any], engine: Any) -> bytes:
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
     names = _request_ids(answer, len(choices))
-    found = (await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None)))[0]
-    taken = {external_id(name): parts for name, parts in found.items()}
+    found = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
+    taken = of_answers(engine.output_processor, of_all_workers(found))
     for choice in choices:
-        parts = next((taken[name] for name in names[choice["index"]] if name in taken), None)
-        if parts is None:
+        name = next((name for name in names[choice["index"]] if name in taken), None)
+        if name is None:
             raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
-        choice["perturbation_record"] = base64.b64encode(parts[0]).decode()
-        choice["perturbation_log_probs"] = np.frombuffer(parts[1], dtype=np.float32).tolist()
+        record, log_probs = taken[name]
+        choice["perturbation_record"] = base64.b64encode(record.to_bytes()).decode()
+        choice["perturbation_log_probs"] = log_probs.tolist()
     return json.dumps(answer).encode()
 
 

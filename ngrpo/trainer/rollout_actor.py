@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.rollout.records import check_installed
+from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import (
     KEY,
@@ -111,7 +111,7 @@ class PickUps:
             asked, self._asked = self._asked, {}
             try:
                 answers = await self._llm.collective_rpc("perturbation_take", args=(list(asked), None))
-                taken = {external_id(name): parts for name, parts in answers[0].items()}
+                taken = {external_id(name): parts for name, parts in of_all_workers(answers).items()}
                 results = {name: taken.get(name, _gone(name)) for name in asked}
             except Exception as error:
                 results = dict.fromkeys(asked, error)
@@ -143,8 +143,9 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
         # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
         arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), **arguments, **conversation.arguments}
         conversation.go_on(prompt)
-        if conversation.record is not None:
-            arguments["record"] = conversation.record.replay.to_bytes()
+        earlier = conversation.earlier(prompt)
+        if earlier is not None:
+            arguments["record"] = earlier.to_bytes()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
         output = partial

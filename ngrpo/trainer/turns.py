@@ -9,6 +9,7 @@ neither the engine nor the trainer may put an old edit on another token.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 
 from ngrpo.rollout.records import parse, sampling_mask
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from perturbations.replay import ReplayRecord
+from perturbations.streams import trajectory_seed
 
 
 class Conversation:
@@ -30,6 +33,7 @@ class Conversation:
         self.arguments = arguments
         self.record: TrajectoryRecord | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
+        self._asked: Counter[bytes] = Counter()
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """Keeps what was recorded of the tokens that are still there.
@@ -43,6 +47,25 @@ class Conversation:
         both = min(len(now), len(self._tokens))
         changed = np.flatnonzero(now[:both] != self._tokens[:both])
         self._keep(int(changed[0]) if len(changed) else both)
+
+    def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
+        """The record that a request for the next turn has in its arguments; :meth:`go_on` was told its prompt.
+
+        A prompt that is asked again, as by an agent that wants another answer, has draws of its own. (Not where noise
+        of earlier turns is replayed, whose seed is the record's.)
+
+        Args:
+            prompt: token ids.
+        """
+        asked = np.asarray(prompt, dtype=np.int64).tobytes()
+        again = self._asked[asked]
+        self._asked[asked] += 1
+        if self.record is None:
+            return None
+        kept = self.record.replay
+        if again and (kept.sigma is None or not len(kept)):
+            return dataclasses.replace(kept, seed=trajectory_seed(kept.seed, again))
+        return kept
 
     def add(self, taken: Sequence[bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Takes in a turn; :meth:`go_on` was told its prompt.

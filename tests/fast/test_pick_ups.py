@@ -53,6 +53,15 @@ def test_one_record_that_is_gone_does_not_take_the_others_with_it() -> None:
     assert isinstance(answers[1], RuntimeError) and "request b is gone" in str(answers[1])
 
 
+def test_each_data_parallel_rank_hands_over_its_own() -> None:
+    class Ranks(Engine):
+        async def collective_rpc(self, method: str, args: Any) -> Any:
+            (all_of_them,) = await super().collective_rpc(method, args)
+            return [dict(list(all_of_them.items())[rank::2]) for rank in range(2)]
+
+    assert [answer[0] for answer in asyncio.run(taken(Ranks(), ["a", "b", "c"]))] == [b"a", b"b", b"c"]
+
+
 def test_an_error_reaches_all_that_waited_for_the_call() -> None:
     answers = asyncio.run(taken(Engine(fails=1), ["a", "b"]))
     assert [type(answer) for answer in answers] == [ValueError, ValueError]

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngrpo.rollout import plugin
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
+from ngrpo.rollout.settings import LENGTHS
 from perturbations import ReplayRecord
 from perturbations.errors import UsageError
 from perturbations.replay.record import model_fingerprint
@@ -70,6 +72,8 @@ def test_arguments_pass_and_text_is_read() -> None:
         ({"sed": 3}, "'sed'] is unknown. Known: seed, sample, enabled, record"),
         ({"seed": "3"}, "must be an integer"),
         ({"seed": True}, "must be an integer"),
+        ({"seed": -1}, "must be an integer from 0 to"),
+        ({"training_step": 1 << 63}, "must be an integer from 0 to 9223372036854775807"),
         ({"enabled": 1}, "must be True or False"),
         ({"record": "text"}, "must be the bytes of a record"),
         ({"record": RECORD[:-1]}, "is damaged"),
@@ -84,12 +88,35 @@ def test_bad_arguments_are_refused(arguments: Any, said: str) -> None:
     assert said in str(error.value)
 
 
-class Server:
-    """What stands behind the middleware: keeps what arrives, and answers."""
+def test_a_record_is_for_one_answer() -> None:
+    given = Params(extra_args={"perturbation": {"record": RECORD}}, n=2)
+    with pytest.raises(UsageError, match=r"'record'.*with n=2: .* would all be the same"):
+        checked(given, MODEL)
+    given.n = 1
+    assert checked(given, MODEL) is given
 
-    def __init__(self, answer: dict[str, Any], held: dict[str, Any]) -> None:
+
+def test_a_prompt_in_parts_is_refused() -> None:
+    """vLLM's streaming input goes on with a request by another prompt, and drops a token that was drawn."""
+    perturbed = {"perturbation": {"name": "neighbor"}}
+    for config, refused in ((perturbed, True), ({}, False)):
+        processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), model_config=MODEL)
+        process = plugin._checked_request(lambda self, *args, **kwargs: kwargs)
+        if refused:
+            with pytest.raises(UsageError, match="Give the whole prompt"):
+                process(processor, "a", [1], Params(extra_args=None), resumable=True)
+        else:
+            assert process(processor, "a", [1], Params(extra_args=None), resumable=True) == {"resumable": True}
+        assert process(processor, "a", [1], Params(extra_args=None), resumable=False) == {"resumable": False}
+
+
+class Server:
+    """What stands behind the middleware: keeps what arrives, and answers. Each of its two ranks holds half of all."""
+
+    def __init__(self, answer: dict[str, Any], held: dict[str, Any], lengths: dict[str, int] | None = None) -> None:
         self.answer, self.held, self.got = answer, held, None
         self.state = SimpleNamespace(engine_client=self)
+        self.output_processor = SimpleNamespace(**{LENGTHS: lengths or {}})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.got = json.loads((await receive())["body"])
@@ -102,7 +129,8 @@ class Server:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "perturbation_fingerprint":
             return ["abc"]
-        return [{name: self.held[name] for name in self.held if name.rpartition("-")[0] in args[0]}]
+        asked = [name for name in self.held if name.rpartition("-")[0] in args[0]]
+        return [{name: self.held[name] for name in asked[rank::2]} for rank in range(2)]
 
 
 def ask(server: Server, request: Any, path: str = "/v1/completions") -> tuple[int, Any]:
@@ -143,14 +171,27 @@ LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32).tobytes()
     ],
 )
 def test_each_choice_has_its_record(path: str, answer: dict[str, Any], names: list[str]) -> None:
-    held = {f"{name}-12345678": (str(i).encode(), LOG_PROBS, b"") for i, name in enumerate(names)}
+    kept = [dataclasses.replace(KEPT, seed=i).to_bytes() for i in range(len(names))]
+    held = {f"{name}-12345678": (kept[i], LOG_PROBS, b"") for i, name in enumerate(names)}
     server = Server(answer, held)
     status, found = ask(server, {"prompt": "a", "perturbation": {"seed": 3, "return_record": True}}, path)
     assert status == 200
     for choice in found["choices"]:
-        assert base64.b64decode(choice["perturbation_record"]) == str(choice["index"]).encode()
+        assert base64.b64decode(choice["perturbation_record"]) == kept[choice["index"]]
         assert choice["perturbation_log_probs"] == [-0.5, -1.0]
     assert server.got == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3}'}}
+
+
+def test_a_record_ends_where_its_answer_does() -> None:
+    """At a stop string the worker is already further: here by one of two tokens, which the edit at 3 was fed for."""
+    further = dataclasses.replace(KEPT, positions=np.array([3])).to_bytes()
+    answer = {"id": "cmpl-1", "choices": [{"index": 0}]}
+    server = Server(answer, {"cmpl-1-0-12345678": (further, LOG_PROBS, b"")}, {"cmpl-1-0-12345678": 1})
+    _, found = ask(server, {"prompt": "a", "stop": ["b"], "perturbation": {"return_record": True}})
+    (choice,) = found["choices"]
+    record = ReplayRecord.from_bytes(base64.b64decode(choice["perturbation_record"]))
+    assert (record.num_tokens, len(record), choice["perturbation_log_probs"]) == (3, 0, [-0.5])
+    assert not vars(server.output_processor)[LENGTHS]
 
 
 def test_other_requests_go_by() -> None:

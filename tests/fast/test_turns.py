@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,34 @@ def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: lis
     conversation.go_on(prompt)
     assert conversation.record.replay.positions.tolist() == positions
     assert conversation.record.dropped == dropped
+
+
+def noisy(conversation: Conversation) -> Conversation:
+    """The same with noise at each edit, which is drawn anew from the record's seed."""
+    kept = conversation.record.replay
+    replay = dataclasses.replace(kept, sigma=np.full(len(kept), 0.5, np.float32))
+    conversation.record = dataclasses.replace(conversation.record, replay=replay)
+    return conversation
+
+
+def test_a_prompt_that_is_asked_again_has_other_draws() -> None:
+    """Also in a later turn, whose replayed edits keep their place; a template's next turn is no second attempt."""
+    conversation = Conversation({})
+    conversation.go_on(FIRST)
+    assert conversation.earlier(FIRST) is None
+    conversation.add(taken([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, ANSWER)
+    seeds = []
+    for prompt in (FIRST, FIRST, FIRST + ANSWER):
+        conversation.go_on(prompt)
+        seeds.append(conversation.earlier(prompt).seed)
+    assert len({9, *seeds[:2]}) == 3, "the second and the third attempt"
+    turns, prompt = first_turn(), FIRST + ANSWER + TOOL
+    turns.go_on(prompt)
+    once, again = turns.earlier(prompt), turns.earlier(prompt)
+    assert once.seed == 9 != again.seed and again.positions.tolist() == [3, 4, 6]
+    turns = noisy(first_turn())
+    turns.go_on(prompt)
+    assert turns.earlier(prompt).seed == turns.earlier(prompt).seed == 9, "the noise of earlier turns is the seed's"
 
 
 def test_the_prefix_cache_is_counted_over_all_turns() -> None:

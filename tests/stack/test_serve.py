@@ -80,16 +80,16 @@ def test_records_replay(client: Any, smollm2: str, hf_model: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Seven plus five is")]
 
-    def ask(prompts: list[list[int]], **perturbation: Any) -> list[Rollout]:
+    def ask(prompts: list[list[int]], n: int = 2, **perturbation: Any) -> list[Rollout]:
         extra = {"perturbation": {"return_record": True, **perturbation}, "return_token_ids": True, "ignore_eos": True}
         answer = client.completions.create(
-            model=smollm2, prompt=prompts, n=2, max_tokens=16, temperature=1.0, extra_body=extra
+            model=smollm2, prompt=prompts, n=n, max_tokens=16, temperature=1.0, extra_body=extra
         )
         found = []
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
             record = ReplayRecord.from_bytes(base64.b64decode(choice.perturbation_record))
             log_probs = np.array(choice.perturbation_log_probs, dtype=np.float32)
-            found.append(Rollout(prompts[choice.index // 2], choice.token_ids, record, log_probs, []))
+            found.append(Rollout(prompts[choice.index // n], choice.token_ids, record, log_probs, []))
         return found
 
     first = ask(prompts, seed=3)
@@ -97,17 +97,29 @@ def test_records_replay(client: Any, smollm2: str, hf_model: Any) -> None:
     assert gaps(hf_model, first).max() <= 1e-4 < 1e-2 < gaps(hf_model, first, replay=False).max()
     assert [rollout.tokens for rollout in ask(prompts, seed=3)] == [rollout.tokens for rollout in first]
     earlier = base64.b64encode(first[0].record.to_bytes()).decode()
-    second = ask([first[0].sequence + tokenizer.encode(" And then")], record=earlier)
+    second = ask([first[0].sequence + tokenizer.encode(" And then")], n=1, record=earlier)
     assert second[0].record.truncate(len(first[0].sequence)).positions.tolist() == first[0].record.positions.tolist()
     assert gaps(hf_model, second).max() <= 1e-4
     plain = ask(prompts[:1], enabled=False)
     assert all(len(rollout.record) == 0 for rollout in plain) and gaps(hf_model, plain).max() <= 1e-4
 
 
+def test_a_record_ends_at_the_stop_string(client: Any, smollm2: str) -> None:
+    extra = {"perturbation": {"return_record": True, "seed": 3}, "return_token_ids": True}
+    (choice,) = client.completions.create(
+        model=smollm2, prompt="1, 2, 3,", max_tokens=64, temperature=0.0, stop=[" 8"], extra_body=extra
+    ).choices
+    record = ReplayRecord.from_bytes(base64.b64decode(choice.perturbation_record))
+    assert choice.finish_reason == "stop" and len(choice.token_ids) < 60
+    assert record.num_tokens == record.prompt_tokens + len(choice.token_ids)
+    assert len(choice.perturbation_log_probs) == len(choice.token_ids)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"seed": "three"}, "must be an integer"),
+        ({"training_step": 1 << 63}, "must be an integer from 0 to"),
         ({"sed": 3}, "Known: seed, sample, enabled, record"),
         ({"record": "AAAA"}, "record"),
         (3, "must be a dictionary"),
