@@ -26,7 +26,11 @@ for task in $tasks; do
     compare sums 8 --task arithmetic \
       --strategy "neighbor" \
       --strategy "gaussian sigma_of=vector" \
-      --strategy "gumbel" "$@"
+      --strategy "gumbel" \
+      --strategy "soft" \
+      --strategy "multiplex" \
+      --strategy "neighbor variant=released skip_same_word=true" \
+      --strategy "none --rollout.temperature=0.75" "$@"
   else
     python examples/study/problems.py "$task" "$out-problems"
     compare "$task" 12 --task "math:$out-problems/$task-train.jsonl" \

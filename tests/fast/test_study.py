@@ -116,7 +116,7 @@ def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
         steps = {"sums": 8, "basic3": 12}[out.name]
         assert ("--data.max_samples", str(8 * steps)) in zip(plan.shared, plan.shared[1:])
         ids = [arm.id for arm in plan.arms]
-        assert len(ids) == {"sums": 7, "basic3": 4}[out.name]
+        assert len(ids) == {"sums": 11, "basic3": 4}[out.name]
         assert all(f"| `{arm}` |" in design or "temperature" in arm for arm in ids)
     assert "holds no comparison" in done.stderr, "the last step is the publication"
 
