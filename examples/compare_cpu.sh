@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Four strategies on a CPU: SmolLM2-135M learns sums of two digits; results.json, results.csv and report.html.
 #
-#   bash examples/compare_cpu.sh [OUT_DIR] [more words of ngrpo compare ...]
+#   bash examples/compare_cpu.sh [OUT_DIR] [more arguments of ngrpo compare ...]
 #
 # SEEDS=0,1,2 repeats each with other data order and draws, STEPS=16 trains for longer.
 set -euo pipefail

@@ -28,6 +28,7 @@ _USE = {
     "gate": "--perturbation NAME --perturbation.gate",
     "advantage": "--advantage",
 }
+_TESTED_ONLY = ("credit", "policy_noise", "sampling_schedule", "replay_buffer")
 # What a title says before the name of the step that it is about.
 _STEP = re.compile("^(proposals for|open rows for|advantages of) ")
 
@@ -48,6 +49,11 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     if not words or "-h" in words or "--help" in words:
         print(__doc__, end="")
         return 0 if words else 2
+    if words[0] in _TESTED_ONLY and len(words) > 1:
+        raise UsageError(
+            f"ngrpo check {words[0]}: there is no conformance suite for this kind, but for {', '.join(_USE)}. Run the"
+            " test that ngrpo new wrote beside the file."
+        )
     named = words[0] in _USE and len(words) > 1
     kind, (name, *given) = (words[0], words[1:]) if named else ("perturbation", words)
     if kind == "advantage":

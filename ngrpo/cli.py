@@ -7,14 +7,14 @@ commands
             and a report
   eval      sample, check and count: Mean@n and Pass@k
   diagnose  before any training: how diverse and how valid are the rollouts
-  report    make report.html again from results.json or diagnosis.json
+  report    make the report again from a result of train, compare or diagnose
   data      problems from the hub or a file as the JSONL that train and eval
             read
-  list      perturbations, gates, replay buffers, advantages, credits; list
-            NAME: its options and what it does
+  list      what is registered: perturbations, gates, advantages and the rest;
+            list NAME: its options and what it does
   check     does a perturbation, gate or advantage of yours keep its contract
-  new       a perturbation, gate or advantage of your own to start from, with
-            its test
+  new       a file of your own to start from, with its test: a perturbation, a
+            gate, an advantage, ...
   doctor    is everything in place: releases, CUDA, what is replaced upstream,
             the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its
@@ -52,9 +52,9 @@ ngrpo: maintainers, with the lines above, the command and the block that ends th
 _LIST_HELP = """\
 usage: ngrpo list [NAME]
 
-All perturbations, gates, replay buffers, advantages, credits and policy noises:
-in the tree, of installed packages, and their papers. With a name: its options
-with ranges and defaults, and a picture of what it does.
+All perturbations, gates, replay buffers, advantages, credits, policy noises and
+sampling schedules: in the tree, of installed packages, and their papers. With a
+name: its options with ranges and defaults, and a picture of what it does.
 
 examples
   ngrpo list

@@ -2,7 +2,7 @@
 """usage: ngrpo doctor [--model NAME] [--no-self-test]
 
 Looks at everything that a perturbed training rests on, and says of each thing
-that is wrong how to mend it: releases, CUDA and its toolkit, flash-attn, what
+that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, what
 is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
 rollout of the packaged model, perturbed, and its replay. Ends with a block for
 a bug report.
@@ -86,7 +86,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
             print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
     wrong = [finding for finding in findings if finding.fix is not None]
     print("\n" + _for_a_report(findings))
-    report("all is well" if not wrong else f"{len(wrong)} of {len(findings)} findings need mending")
+    report("all is well" if not wrong else f"{len(wrong)} of {len(findings)} findings need fixing")
     return int(bool(wrong))
 
 

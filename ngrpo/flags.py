@@ -300,7 +300,7 @@ def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
 
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
-    """The replay buffer's spec, taken out of the options; a flag goes before the same line of the file."""
+    """The replay buffer's spec, taken out of the options; a flag overrides the same line of the file."""
     given: dict[str, Any] = {}
     for source, prefix in ((options, REPLAY_BUFFER.removeprefix(f"{PERTURBATION}.")), (ours, REPLAY_BUFFER)):
         found = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
@@ -333,7 +333,7 @@ def _gap_limit(value: str) -> float:
 def _perturbation(
     ours: dict[str, Any], options: dict[str, Any], config: str | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The perturbation's spec, with the warnings about it; a flag goes before the same line of the file."""
+    """The perturbation's spec, with the warnings about it; a flag overrides the same line of the file."""
     name = ours.get(PERTURBATION, options.pop("name", None))
     given = _options(ours, PERTURBATION)
     options = {**options, **given}

@@ -3,7 +3,7 @@
 #
 #   ray start --head --port 6379                     # on the first node
 #   ray start --address FIRST_NODE:6379              # on each further node
-#   bash examples/clusters/ray_job.sh --config RECIPE --config PLACEMENT [any words of ngrpo train ...]
+#   bash examples/clusters/ray_job.sh --config RECIPE --config PLACEMENT [any arguments of ngrpo train ...]
 #
 # The current folder travels to the cluster with the job, and with it recipes, data, reward functions and perturbations
 # of your own. Results stay on the head node, in RUN_DIR. The project must be installed on every node (docs/install.md).

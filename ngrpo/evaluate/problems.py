@@ -130,7 +130,7 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
     hub = _HUB.fullmatch(BENCHMARKS.get(short, source))
     if hub is None:
         raise UsageError(
-            f"--data {source!r} is unknown: it is neither a benchmark nor a file nor a hub name."
+            f"{source!r} names no problems: it is neither a benchmark nor a file nor a hub name."
             f"{nearest(source, BENCHMARKS)} Give {', '.join(BENCHMARKS)}, a file ending in {', '.join(ENDINGS)}, or a"
             " hub name like owner/name, owner/name@split or owner/name:config@split."
         )

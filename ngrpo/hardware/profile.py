@@ -55,7 +55,7 @@ def profile_for(hardware: str) -> Profile:
     if hardware == "auto":
         hardware = detect()
     if hardware not in HARDWARE:
-        near = difflib.get_close_matches(str(hardware), (*HARDWARE, "auto"), n=1)
+        near = ["cuda"] if hardware == "gpu" else difflib.get_close_matches(str(hardware), (*HARDWARE, "auto"), n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UsageError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
     return import_module(f"ngrpo.hardware.{hardware}").PROFILE
