@@ -11,6 +11,7 @@ from torch import Tensor
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.options import option
+from perturbations.replay.record import MOST_CANDIDATES
 
 
 def truncated(logits: Tensor, k: int, top_p: float) -> tuple[Tensor, Tensor]:
@@ -35,9 +36,22 @@ def truncated(logits: Tensor, k: int, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
-    """Raises ``UsageError`` where more tokens are asked for than there are; ``low`` is the option's lower limit."""
-    if k > vocabulary:
-        raise UsageError(f"perturbation option k={k}: must be in [{low}, {vocabulary}], the model's vocabulary.")
+    """Checks how many tokens are mixed. A record may hold the sampled token in front of them.
+
+    Args:
+        k: the option's value.
+        vocabulary: V.
+        low: the option's lower limit.
+
+    Raises:
+        UsageError: where there are fewer tokens, or where a record could not hold so many.
+    """
+    most = min(vocabulary, MOST_CANDIDATES - 1)
+    if k > most:
+        why = "the model's vocabulary"
+        if most < vocabulary:
+            why = f"since a record holds at most {MOST_CANDIDATES} candidates of a position. Mix fewer tokens"
+        raise UsageError(f"perturbation option k={k}: must be in [{low}, {most}], {why}.")
 
 
 @dataclass(frozen=True, kw_only=True)

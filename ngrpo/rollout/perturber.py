@@ -30,6 +30,8 @@ from perturbations.step import Positions, Step
 
 # Their keys are computed on the host for all gated rows at once: on the device each takes three dozen small operations.
 _STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
+# Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
+_AT_ONCE = 1024
 
 
 class RolloutPerturber:
@@ -58,6 +60,7 @@ class RolloutPerturber:
         self._edits: Edits | None = None
         self._notes: deque[Note] = deque()
         self._batch: Batch | None = None
+        self._at_once = _AT_ONCE
         self.noted = self.written = 0  # notes taken so far, and how many of them are in the store
 
     # --- before the forward -------------------------------------------------------------------------------------
@@ -111,14 +114,18 @@ class RolloutPerturber:
         if not found:
             return
         positions = found["positions"].astype(np.int64)
-        parts = (found.get(name) for name in ("weights", "sigma", "vectors"))
-        edit = InputEdit(
-            self._upload(found["ids"].astype(np.int64)),
-            *(None if part is None else self._upload(part) for part in parts),
-        )
+        rows = last_row - (start + count - 1) + positions
         noise = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
-        vectors = realise(edit, self._override.lookup, self._upload(noise), self._module)
-        self._override.put(self._upload(last_row - (start + count - 1) + positions), vectors)
+        # A chunk has many times the rows that vLLM measured its memory with. Noise takes as much as four candidates.
+        size = max(self._at_once // max(found["ids"].shape[1], 4), 1)
+        for block in (slice(first, first + size) for first in range(0, len(rows), size)):
+            parts = (found.get(name) for name in ("weights", "sigma", "vectors"))
+            edit = InputEdit(
+                self._upload(found["ids"][block].astype(np.int64)),
+                *(None if part is None else self._upload(part[block]) for part in parts),
+            )
+            vectors = realise(edit, self._override.lookup, self._upload(noise[block]), self._module)
+            self._override.put(self._upload(rows[block]), vectors)
 
     # --- after the logits ---------------------------------------------------------------------------------------
 
@@ -154,6 +161,7 @@ class RolloutPerturber:
         if self._perturbation.active:
             edit = self._perturbation.propose(step).edit
             self._realise(edit, step)
+            self._at_once = max(self._at_once, edit.ids.numel())
         if not self._gate.always_open:
             self._gate.open(torch.zeros_like(rows), step, rows)
         if self._masks is not None:

@@ -14,11 +14,15 @@ from perturbations.replay import packing
 from perturbations.streams import SEED_BYTES
 
 # First byte: version in the two high bits, flags in the others. Then K, the model, the seed, and three lengths as
-# varints: a short answer's record is mostly header, so every byte counts.
+# varints: a short answer's record is mostly header, so every byte counts. A K that is no byte is 0 there, and a varint
+# in front of the lengths.
 _VERSION = 4
 _HEADER = struct.Struct("<BBH6s")
 _HAS_WEIGHTS, _HAS_SIGMA, _ONE_SIGMA, _WIDE_IDS, _HAS_VECTORS, _HAS_NORMALIZER = (1 << bit for bit in range(6))
 _WHAT = "replay record"
+
+# Candidates of a position. They take as much memory as the vector of a dense edit in a large model, and no more.
+MOST_CANDIDATES = 4096
 
 
 def model_fingerprint(vocabulary: int, hidden: int) -> int:
@@ -113,11 +117,16 @@ class ReplayRecord:
         The last four bytes are a checksum of all others.
 
         Raises:
-            ValueError: for a token id of 2^24 or more, or a seed outside [0, 2^48).
+            ValueError: for more than 4096 candidates, a token id of 2^24 or more, or a seed outside [0, 2^48).
         """
         if not 0 <= self.seed < 1 << 8 * SEED_BYTES:
             raise ValueError(f"replay record: seed {self.seed} must be in [0, 2^48); take one of trajectory_seed().")
         count, width = self.ids.shape
+        if width > MOST_CANDIDATES:
+            raise ValueError(
+                f"replay record: {width} candidates of a position; there may be 1 to {MOST_CANDIDATES}. Mix fewer"
+                " tokens: most perturbations call their number k."
+            )
         largest = int(self.ids.max(initial=0))
         if largest >= 1 << 24:
             raise ValueError(f"replay record: token id {largest} is too large; ids below {1 << 24} are supported.")
@@ -141,8 +150,10 @@ class ReplayRecord:
             flags |= _HAS_VECTORS
             parts.append(packing.varint(self.vectors.shape[1]) + packing.floats(self.vectors))
         seed = self.seed.to_bytes(SEED_BYTES, "little")
-        header = _HEADER.pack(_VERSION % 4 << 6 | flags, width, self.model, seed)
-        lengths = map(packing.varint, (self.prompt_tokens, self.num_tokens - self.prompt_tokens, count))
+        narrow = 0 < width < 256
+        header = _HEADER.pack(_VERSION % 4 << 6 | flags, width if narrow else 0, self.model, seed)
+        numbers = (self.prompt_tokens, self.num_tokens - self.prompt_tokens, count)
+        lengths = map(packing.varint, numbers if narrow else (width, *numbers))
         return packing.sealed([header, *lengths, *parts], _VERSION)
 
     @classmethod
@@ -159,13 +170,16 @@ class ReplayRecord:
             )
         reader = packing.unsealed(data, _VERSION, _WHAT)
         flags, width, model, seed = _HEADER.unpack(reader.take(_HEADER.size))
+        width = width or reader.varint()
         prompt, generated, count = reader.varint(), reader.varint(), reader.varint()
         length = prompt + generated
         positions, agreed = reader.gaps(count, prompt)
         if not length < 1 << 31 or (count and not positions[-1] < length):
             raise ValueError(f"replay record: {prompt} prompt tokens of {length}, and positions outside of them.")
-        if count and not width:
-            raise ValueError(f"replay record: {count} positions without a candidate.")
+        if width > MOST_CANDIDATES or (count and not width):
+            raise ValueError(
+                f"replay record: {count} positions with {width} candidates each; there are 1 to {MOST_CANDIDATES}."
+            )
         ids = reader.ids(count * width, 3 if flags & _WIDE_IDS else 2).reshape(count, width)
         if flags & _HAS_WEIGHTS:
             weights = reader.floats(count * width).reshape(count, width)

@@ -12,7 +12,9 @@ from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
+from perturbations.replay.record import MOST_CANDIDATES
 from perturbations.step import Step
+from perturbations.top_tokens import check_top_k
 
 
 @register("multiplex")
@@ -56,3 +58,7 @@ class Multiplex(Perturbation):
         """
         scores = replayed.at(replayed.edit.ids)
         return scores.sum(dim=-1) + self.k * (replayed.token_log_probs - scores[:, 0])
+
+    def check_model(self, vocabulary: int) -> None:
+        """k may exceed the vocabulary, since a token may be drawn again; but not what a record holds."""
+        check_top_k(self.k, max(vocabulary, MOST_CANDIDATES))

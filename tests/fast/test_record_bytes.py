@@ -14,9 +14,9 @@ from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.trajectories import TrajectoryStore
 from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
-from perturbations import ReplayRecord, replaying
+from perturbations import ReplayRecord, UsageError, check_perturbation, create, replaying
 from perturbations.replay import packing
-from perturbations.replay.record import model_fingerprint
+from perturbations.replay.record import MOST_CANDIDATES, model_fingerprint
 from tests.fast.test_replay import Embedder, a_record, small
 
 CASES = {
@@ -30,6 +30,8 @@ CASES = {
     "earlier turns": a_record(positions=np.array([0, 20, 299, 300], np.int32)),
     "vectors": a_record(vectors=np.ones((4, 5), np.float32), normalizer=np.ones(4, np.float32)),
     "of a model": a_record(model=model_fingerprint(49152, 576)),
+    "256 candidates": a_record(0, 256),
+    "no candidate": a_record(0, 0),
 }
 
 
@@ -52,6 +54,43 @@ def test_at_most_three_bytes_per_token(answer: int) -> None:
     ids, weights = np.full((count, 3), 49151, np.int32), np.full((count, 3), 1 / 3, np.float32)
     record = ReplayRecord(1, 60, 60 + answer, positions, ids, weights, None, np.ones(count, bool))
     assert len(record.to_bytes()) <= 3 * answer
+
+
+@pytest.mark.parametrize("width", [1, 127, 128, 254, 255, 256, 257, 1001, MOST_CANDIDATES])
+@pytest.mark.parametrize("count", [0, 4])
+def test_any_number_of_candidates_is_kept(width: int, count: int) -> None:
+    """More than one byte can say takes two bytes more, whatever the number of positions."""
+    record = a_record(count, width)
+    again = ReplayRecord.from_bytes(record.to_bytes())
+    assert again == record and again.ids.shape == again.weights.shape == (count, width)
+    most = min(width, 255)
+    narrow = dataclasses.replace(record, ids=record.ids[:, :most], weights=record.weights[:, :most])
+    assert len(record.to_bytes()) - len(narrow.to_bytes()) == 6 * (width - most) * count + (2 if width > 255 else 0)
+
+
+def test_records_of_up_to_255_candidates_have_the_bytes_they_always_had() -> None:
+    """The width is the second byte, as before wider records could be written."""
+    for width in (1, 3, 128, 255):
+        data = a_record(1, width, ids=np.zeros((1, width), np.int32)).to_bytes()
+        assert data[1] == width and len(data) == 10 + 2 + 2 + 1 + 1 + 2 * width + 4 * width + 4
+
+
+def test_too_many_candidates_are_refused_by_the_writer_and_by_the_options() -> None:
+    with pytest.raises(ValueError, match=r"4097 candidates.*1 to 4096.*Mix fewer"):
+        a_record(1, MOST_CANDIDATES + 1).to_bytes()
+    for name in ("hrpo", "soft", "neighbor", "moi", "multiplex"):
+        create(name, k=1000).check_model(49152)
+        create(name, k=MOST_CANDIDATES - 1).check_model(49152)
+        with pytest.raises(UsageError, match=r"k=4096: must be in \[[12], 4095\].*record"):
+            create(name, k=MOST_CANDIDATES).check_model(49152)
+    with pytest.raises(UsageError, match=r"k=1000: must be in \[1, 100\], the model's vocabulary"):
+        create("hrpo", k=1000).check_model(100)
+    create("multiplex", k=1000).check_model(100)  # draws may repeat
+
+
+def test_every_token_of_a_small_vocabulary_can_be_mixed() -> None:
+    """What `--perturbation hrpo --perturbation.k 1000` proposes can be written and read again."""
+    check_perturbation("hrpo", k=1000)
 
 
 def test_any_altered_byte_and_any_cut_is_refused() -> None:
@@ -95,8 +134,10 @@ def test_a_record_of_another_version_says_so() -> None:
 def hostile(**lengths: int) -> bytes:
     """The bytes of a record with a right checksum and lengths that are none."""
     fields = {"prompt": 3, "generated": 9, "count": 1, "flags": 0, "width": 1, "size": 2, **lengths}
-    header = bytes([fields["flags"], fields["width"], 0, 0]) + bytes(6)
-    numbers = b"".join(packing.varint(fields[name]) for name in ("prompt", "generated", "count"))
+    narrow = 0 < fields["width"] < 256
+    header = bytes([fields["flags"], fields["width"] if narrow else 0, 0, 0]) + bytes(6)
+    names = ("prompt", "generated", "count") if narrow else ("width", "prompt", "generated", "count")
+    numbers = b"".join(packing.varint(fields[name]) for name in names)
     return packing.sealed([header, numbers, bytes([2, 7, 0]), packing.varint(fields["size"]), bytes(8)], version=4)
 
 
@@ -112,6 +153,14 @@ def hostile(**lengths: int) -> bytes:
         {"flags": 16, "count": 0, "size": 1 << 62},
         {"width": 0},
         {"width": 255},
+        {"width": 256},
+        {"width": MOST_CANDIDATES},
+        {"width": MOST_CANDIDATES + 1},
+        {"width": 1 << 62},
+        {"width": 1 << 62, "count": 0},
+        {"width": MOST_CANDIDATES + 1, "count": 0},
+        {"width": MOST_CANDIDATES, "count": 1 << 31},
+        {"width": MOST_CANDIDATES, "count": 1 << 62, "flags": 1},
     ],
     ids=str,
 )

@@ -6,15 +6,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pickle
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from perturbations import FinishedTrajectory, ReplayRecord, UsageError, registry, replaying
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import FinishedTrajectory, ReplayBuffer, ReplayRecord, UsageError, registry, replaying
+from perturbations.replay.buffers.base import OVERHEAD
 from perturbations.replay.scope import ReplayScope, flat_rows
 from perturbations.streams import Stream, keys, normal
 
@@ -62,7 +66,7 @@ def test_a_buffer_hands_over_once_and_drops() -> None:
 
 def test_a_full_buffer_drops_the_oldest_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     one = finished(4)
-    assert one.size == 4 * (4 + 3 * 4 + 3 * 4 + 1) + 40
+    assert one.size == 4 * (4 + 3 * 4 + 3 * 4 + 1) + 40 + OVERHEAD  # the arrays, and what holds them
     buffer = registry.buffers.create("memory", max_bytes=3 * one.size)
     for i in range(9):
         buffer.add(str(i), finished(4))
@@ -71,6 +75,82 @@ def test_a_full_buffer_drops_the_oldest_and_warns_once(caplog: pytest.LogCapture
     assert len(caplog.records) == 1 and "max_bytes" in caplog.text
     buffer.add("large", FinishedTrajectory(a_record(4), np.zeros(1000, np.float32)))
     assert buffer.names() == ["large"], "the newest is kept in any case"
+
+
+def test_short_answers_count_what_they_take() -> None:
+    """Three tokens and no edit: 12 bytes of numbers, and a hundred times as much in objects that hold them."""
+    store, held = TrajectoryStore(1, 64, (100, 4)), {}
+
+    def hold(number: int) -> int:
+        name = f"chatcmpl-{number:032x}-{number:08x}"
+        trajectory = store.open(name, (1 << 47) + number, 2, True)
+        for position in (2, 3, 4):
+            store.write_tokens(np.array([trajectory.slot]), np.array([position]), np.zeros(1, np.float32))
+        held[name] = FinishedTrajectory(*store.record(name))
+        store.close(name)
+        return held[name].size
+
+    for number in range(1000):
+        hold(number)
+    held.clear()
+    tracemalloc.start()
+    try:
+        counted = sum(hold(number) for number in range(1000))
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < counted < 2 * taken
+
+
+class Counted(dict):
+    """A dictionary that counts how often it is gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.walks += 1
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.walks += 1
+        return super().keys()
+
+
+def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
+    """With 100,000 trajectories held, each further one cost the worker's step a millisecond and a half."""
+    buffer, one = registry.buffers.create("memory"), finished(1)
+    held = Counted({str(i): one for i in range(1000)})
+    object.__setattr__(buffer, "_held", held)
+    object.__setattr__(buffer, "_bytes", 1000 * one.size)
+    buffer.add("new", one)
+    buffer.add("7", one)
+    buffer.drop(["8", "never there"])
+    assert buffer.take("9") is one
+    assert held.walks == 0
+    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._bytes == 999 * one.size
+
+
+def test_dropping_asks_a_users_buffer_for_the_names_alone() -> None:
+    """Its :meth:`take` says which of them it holds; listing them is not needed."""
+
+    class Own(ReplayBuffer):
+        held: ClassVar[dict[str, FinishedTrajectory]] = {}
+
+        def add(self, name: str, finished: FinishedTrajectory) -> None:
+            self.held[name] = finished
+
+        def names(self) -> list[str]:
+            raise AssertionError("listed")
+
+        def take(self, name: str) -> FinishedTrajectory:
+            return self.held.pop(name)
+
+    buffer = Own()
+    for name in "abc":
+        buffer.add(name, finished(1))
+    buffer.drop(name for name in ("b", "x", "b"))
+    buffer.drop(buffer.held)
+    assert not buffer.held
 
 
 BUFFER = """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ import numpy as np
 from perturbations.options import Options
 from perturbations.registry import buffers
 from perturbations.replay.record import ReplayRecord
+
+# Bytes that a trajectory takes beside its numbers: its name, its objects and those of its arrays. Measured with Python
+# 3.11 and numpy 2 as the growth of a process that holds 50,000 answers of three tokens: 1,300 each.
+OVERHEAD = 1300
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +36,8 @@ class FinishedTrajectory:
 
     @property
     def size(self) -> int:
-        """Bytes held."""
-        return self.record.size + self.log_probs.nbytes + len(self.sampling_mask)
+        """Bytes of memory that holding it takes."""
+        return OVERHEAD + self.record.size + self.log_probs.nbytes + len(self.sampling_mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,5 +65,6 @@ class ReplayBuffer(Options, ABC):
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets what is held of these names."""
-        for name in set(names).intersection(self.names()):
-            self.take(name)
+        for name in dict.fromkeys(names):
+            with contextlib.suppress(KeyError):  # by which take() says that it is not held
+                self.take(name)

@@ -28,7 +28,8 @@ class MemoryBuffer(ReplayBuffer):
 
     def add(self, name: str, finished: FinishedTrajectory) -> None:
         """See :meth:`ReplayBuffer.add`."""
-        self.drop([name])
+        if name in self._held:
+            self.take(name)
         self._held[name] = finished
         object.__setattr__(self, "_bytes", self._bytes + finished.size)
         while self._bytes > self.max_bytes and len(self._held) > 1:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits that are computed again, after a preemption or on the prompt of a further turn: in blocks, and bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import ReplayRecord, create, streams
+from perturbations.edit import InputEdit, realise
+from perturbations.embeddings import matrix_embeddings
+from perturbations.gates.default import BoundGate
+
+V, D, ROWS, BLOCK = 64, 16, 4096, 1024
+_DRAWS = np.random.default_rng(0)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that is made, and how many embeddings are looked up at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.looked_up = self.lookups = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            self.looked_up, self.lookups = max(self.looked_up, len(made)), self.lookups + 1
+        if isinstance(made, Tensor) and not func._schema.is_mutable:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def a_record(count: int, k: int, **parts: np.ndarray) -> ReplayRecord:
+    """All but the first position are perturbed."""
+    ids, weights = _DRAWS.integers(0, V, (count, k), dtype=np.int32), _DRAWS.random((count, k), dtype=np.float32)
+    positions = np.arange(1, count + 1, dtype=np.int32)
+    agreed = np.ones(count, dtype=bool)
+    plain = ReplayRecord(77, count + 1, count + 1, positions, ids, weights, None, agreed)
+    return dataclasses.replace(plain, **parts)
+
+
+def perturber_for(record: ReplayRecord, name: str = "gaussian") -> tuple[RolloutPerturber, nn.Module]:
+    """A perturber with two requests: one of a single plain token, and one whose prompt the record covers."""
+    perturbation, device = create(name, rate=1.0), torch.device("cpu")
+    torch.manual_seed(0)
+    embedding = nn.Embedding(V, D).requires_grad_(False)
+    store = TrajectoryStore(2, ROWS, (V, D))
+    gate = BoundGate(perturbation, lambda _: [1], lambda: ["a"] * V, V, store.slots, device)
+    override = InputOverride(embedding, ROWS, D, torch.float32, device)
+    module = perturbation.module(D)
+    if module is not None:
+        module.requires_grad_(False)
+    embeddings = matrix_embeddings(embedding.weight)
+    perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
+    store.open("plain", 1, 4, True)
+    store.load(store.open("edited", record.seed, record.prompt_tokens, True), record)
+    for request in ("plain", "edited"):
+        perturber.opened(request)
+    return perturber, embedding
+
+
+def computed_again(record: ReplayRecord, name: str = "gaussian", at_once: int | None = None) -> tuple[Tensor, Largest]:
+    """What the prompt's rows are replaced with, (positions, D), where the first is plain; and what that took."""
+    perturber, embedding = perturber_for(record, name)
+    if at_once is not None:
+        perturber._at_once = at_once
+    starts, counts = np.array([0, 0]), np.array([4, record.prompt_tokens])
+    with torch.inference_mode(), Largest() as largest:
+        perturber.begin(["plain", "edited"], starts, counts, np.zeros(2, dtype=bool))
+    assert embedding.overridden[:, 0].nonzero()[:, 0].tolist() == (4 + record.positions).tolist()
+    return embedding.override[4 : 4 + record.prompt_tokens].clone(), largest
+
+
+def in_one_go(record: ReplayRecord) -> Tensor:
+    """The same vectors, realised without blocks, (N, D)."""
+    torch.manual_seed(0)
+    table = nn.Embedding(V, D).requires_grad_(False)
+    parts = [None if part is None else torch.from_numpy(part) for part in (record.sigma, record.vectors)]
+    edit = InputEdit(torch.from_numpy(record.ids.astype(np.int64)), torch.from_numpy(record.weights), *parts)
+    positions = record.positions.astype(np.int64)
+    noise = streams.keys(np.full_like(positions, record.seed), positions, streams.Stream.NOISE)
+    return realise(edit, table, torch.from_numpy(noise))
+
+
+RECORDS = {
+    "one candidate": lambda n: a_record(n, 1),
+    "three candidates": lambda n: a_record(n, 3),
+    "300 candidates": lambda n: a_record(n // 10, 300),
+    "noise": lambda n: a_record(n, 3, sigma=_DRAWS.random(n, dtype=np.float32)),
+    "vectors": lambda n: a_record(n, 1, vectors=_DRAWS.random((n, D), dtype=np.float32)),
+}
+
+
+@pytest.mark.parametrize("made", RECORDS.values(), ids=RECORDS)
+def test_blocks_of_any_size_give_the_same_bits(made: Any) -> None:
+    record = made(300)
+    want = in_one_go(record)
+    for at_once in (None, 1, 29, 700, 1 << 40):
+        found, _ = computed_again(record, at_once=at_once)
+        assert torch.equal(found[1:], want), at_once
+        assert not found[0].any()
+
+
+@pytest.mark.parametrize("made", RECORDS.values(), ids=RECORDS)
+def test_a_long_chunk_takes_the_memory_of_a_short_one(made: Any) -> None:
+    """Without blocks, 3,000 rows of three candidates made a tensor of 9,000 · D elements, twice."""
+    _, largest = computed_again(made(3000))
+    assert largest.looked_up <= BLOCK
+    assert largest.elements <= BLOCK * D
+
+
+def test_what_was_rehearsed_may_be_had_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM measured its memory with 3,000 rows of five candidates: so there is room for as many."""
+    perturber, _ = perturber_for(a_record(10, 3), "soft")
+    monkeypatch.setattr(perturber, "compile", lambda logits: torch.zeros(len(logits), dtype=torch.int64))
+    assert perturber._at_once == BLOCK
+    with torch.inference_mode():
+        perturber.rehearse(torch.zeros(3000, V))
+        assert perturber._at_once == 3000 * 5
+        perturber.rehearse(torch.zeros(2, V))
+    assert perturber._at_once == 3000 * 5, "the smaller batches of a warm-up leave it as it is"
+
+
+def test_rows_that_fit_into_a_block_are_looked_up_once() -> None:
+    assert computed_again(a_record(BLOCK // 4, 3))[1].lookups == 1
+    assert computed_again(a_record(BLOCK // 4 + 1, 3))[1].lookups == 2
+
+
+def test_a_perturbations_module_sees_every_row() -> None:
+    """Its matrix products may round with their number of rows, as they do from one decode step to the next."""
+    record = a_record(50, 3)
+    whole, parts = (computed_again(record, "hrpo", at_once)[0] for at_once in (1 << 40, 28))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    assert whole[1:].any(dim=1).all()
