@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.settings import LENGTHS
 from perturbations import registry

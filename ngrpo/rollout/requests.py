@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.request_names import RequestNames
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations.base import Perturbation
@@ -19,6 +21,9 @@ from perturbations.streams import trajectory_seed
 
 # The record, the log-probabilities, and the tokens that sampling left, empty where these are not recorded.
 Taken = tuple[bytes, bytes, bytes]
+
+# Prompts of which it is known how often they were asked without a seed; of a server's the oldest are forgotten.
+_PROMPTS_KNOWN = 1 << 20
 
 
 class RunningRequests:
@@ -38,7 +43,9 @@ class RunningRequests:
         self._dropped: set[str] = set()
         # Finished, with the number of notes that may hold something of them; their slots are not free yet.
         self._finished: dict[str, int] = {}
-        self._seen: Counter[int] = Counter()
+        self._seen: OrderedDict[int, int] = OrderedDict()
+        # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
+        self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
     @property
     def running(self) -> int:
@@ -74,6 +81,10 @@ class RunningRequests:
         trajectory = self._store.open(new.req_id, seed, len(prompt), bool(given.get("enabled", True)), step)
         if earlier is not None:
             self._store.load(trajectory, earlier)
+        self._names.add(new.req_id)
+        if len(self._names) > self._names_most:
+            self._names = RequestNames([*self._buffer.names(), *self._store.live])
+            self._names_most = 2 * len(self._names) + 1024
         self._perturber.opened(new.req_id)
 
     def _seed(self, given: dict[str, Any], params: Any, prompt: list[int]) -> int:
@@ -87,13 +98,16 @@ class RunningRequests:
             return trajectory_seed(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
         tokens = np.asarray(prompt, dtype=np.int64).tobytes()
         asked = trajectory_seed(tokens)
-        self._seen[asked] += 1
-        return trajectory_seed(self._perturbation.seed, asked, self._first + self._seen[asked])
+        times = self._seen[asked] = self._seen.pop(asked, 0) + 1
+        if len(self._seen) > _PROMPTS_KNOWN:
+            self._seen.popitem(last=False)
+        return trajectory_seed(self._perturbation.seed, asked, self._first + times)
 
     def _finish(self, name: str) -> None:
         slot = self._store.live[name].slot
         if name in self._dropped:
             self._dropped.discard(name)
+            self._names.discard(name)
         else:
             self._buffer.add(name, self._extract(name))
         self._store.close(name)
@@ -102,15 +116,6 @@ class RunningRequests:
     def _extract(self, name: str) -> FinishedTrajectory:
         mask = self._perturber.sampling_mask(self._store.live[name].slot)
         return FinishedTrajectory(*self._store.record(name), b"" if mask is None else mask.to_bytes())
-
-    def _here(self) -> Iterable[str]:
-        """The internal request ids of all held or alive."""
-        return dict.fromkeys([*self._buffer.names(), *self._store.live])
-
-    def _matching(self, names: list[str]) -> list[str]:
-        """Those held or alive whose internal or external request id is among the names."""
-        wanted = set(names)
-        return [name for name in self._here() if name in wanted or external_id(name) in wanted]
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, Taken]:
         """Hands over records, once.
@@ -123,37 +128,37 @@ class RunningRequests:
             Internal request id to the bytes of the record, of the rollout's log-probabilities (float32), and of its
             :class:`SamplingMask`.
         """
-        self._settle(self._finished if names is None else self._matching(names))
-        running, held = set(unfinished or ()), set(self._buffer.names())
-        if names is None:
-            names = [*held, *self._store.live]
-        taken = {}
-        for name in self._matching(names):
-            if name in running or (name in self._dropped and name not in held):
-                continue
-            if name in held:
-                finished = self._buffer.take(name)
-            else:
-                # The scheduler tells of the end only with the next step; the record must not come a second time.
-                self._dropped.add(name)
-                self._perturber.drain(until=self._perturber.noted)
-                finished = self._extract(name)
-            taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes(), finished.sampling_mask
+        asked = None if names is None else list(self._names.matching(names))
+        self._settle(self._finished if asked is None else asked)
+        if asked is None:
+            asked = [*self._buffer.names(), *self._store.live]
+        running, taken = set(unfinished or ()), {}
+        for name in dict.fromkeys(asked):
+            finished = None if name in running else self._finished_or_ending(name)
+            if finished is not None:
+                taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes(), finished.sampling_mask
         return taken
 
+    def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
+        """What is handed over of a request; None where its record has been, or is dropped."""
+        with suppress(KeyError):
+            finished = self._buffer.take(name)
+            if name not in self._store.live:
+                self._names.discard(name)
+            return finished
+        if name in self._dropped or name not in self._store.live:
+            return None
+        # The scheduler tells of the end only with the next step; the record must not come a second time.
+        self._dropped.add(name)
+        self._perturber.drain(until=self._perturber.noted)
+        return self._extract(name)
+
     def drop(self, names: list[str]) -> None:
-        """Forgets the records of aborted requests; names as in :meth:`take`.
-
-        The samples of one request go together: vLLM calls them ``0_<its internal id>``, ``1_...``.
-        """
-        parents = {name.partition("_")[2] for name in names} - {""}
-        samples = (name for name in self._here() if name.partition("_")[2] in parents)
-        matching = {*self._matching(names), *samples}
+        """Forgets the records of aborted requests, all samples of each; names as in :meth:`take`."""
+        matching = list(self._names.with_samples(names))
         self._buffer.drop(matching)
-        self._dropped.update(name for name in matching if name in self._store.live)
-
-
-def external_id(name: str) -> str:
-    """The request id that the caller knows: vLLM appends '-' and eight characters to it inside the engine."""
-    stem, _, suffix = name.rpartition("-")
-    return stem if len(suffix) == 8 and stem else name
+        for name in matching:
+            if name in self._store.live:
+                self._dropped.add(name)
+            else:
+                self._names.discard(name)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.records import check_installed, of_all_workers
-from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
     KEY,
     REPLAY_BUFFER,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pipeline.harness import LOUD, start, train
 
 FLAGS = [
-    *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--advantage", "copo", "--reproducible"],
+    *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--advantage", "copo"],
     *["--ckpt.save_steps", "1", "--ckpt.max_num", "1", "--train.num_episodes", "2"],
 ]
 # Wall-clock times differ from run to run, and so do sizes that depend on them.
@@ -41,21 +42,40 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 400.0) -> N
 @pytest.mark.slow
 def test_killed_in_a_step_and_resumed(tmp_path: Path, smollm2: str) -> None:
     """Four steps over two epochs, so that prompts come again; the trainer is killed once step 2 is saved."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = train(whole, smollm2, *LOUD, *FLAGS)
+    whole, killed, flags = tmp_path / "whole", tmp_path / "killed", [*LOUD, *FLAGS, "--reproducible"]
+    result = train(whole, smollm2, *flags)
     assert result.returncode == 0, result.stdout[-4000:]
-    log = tmp_path / "log"
-    with start(killed, smollm2, *LOUD, *FLAGS, "--log-file", str(log)) as process:
+    resumed = killed_and_resumed(killed, smollm2, *flags)
+    assert [same(step) for step in resumed] == [same(step) for step in steps(whole)[2:]]
+
+
+@pytest.mark.slow
+def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smollm2: str) -> None:
+    """Its rollouts are a step ahead of the training, so it is no copy of a whole run; what it counts goes on."""
+    resumed = killed_and_resumed(tmp_path, smollm2, *LOUD, *FLAGS, "--train.async_enable")
+    # Two steps of 16 answers in the second epoch alone would know at most 32 outcomes, and none of the first one's.
+    checkpoint = tmp_path / "checkpoints" / "_actor" / "global_step4"
+    (states,) = checkpoint.glob("mp_rank_*_model_states.pt")
+    kept = torch.load(states, weights_only=False)
+    assert kept["data_loader_state_dict"]["ngrpo_round"] == 4
+    assert len(kept["ngrpo"]["visits"]) == resumed[-1]["advantage/outcomes"]
+    second = torch.load(next(checkpoint.with_name("global_step2").glob("mp_rank_*_model_states.pt")), weights_only=False)
+    assert resumed[0]["advantage/outcomes"] >= len(second["ngrpo"]["visits"]) > 0
+
+
+def killed_and_resumed(folder: Path, smollm2: str, *flags: str) -> list[dict[str, Any]]:
+    """The steps after the second of a run that is killed once that one is saved, and then goes on."""
+    with start(folder, smollm2, *flags, "--log-file", str(folder.with_suffix(".log"))) as process:
         # The file that names the newest checkpoint is written last; by then the next rollout has begun.
-        latest = killed / "checkpoints" / "_actor" / "latest"
+        latest = folder / "checkpoints" / "_actor" / "latest"
         wait_for(latest, process)
         while latest.read_text() != "global_step2":
             assert process.poll() is None
             time.sleep(0.05)
         time.sleep(1.0)
         os.kill(process.pid, signal.SIGKILL)
-    result = train(killed, smollm2, *LOUD, *FLAGS, "--ckpt.load_enable")
+    result = train(folder, smollm2, *flags, "--ckpt.load_enable")
     assert result.returncode == 0, result.stdout[-4000:]
-    resumed = [step for step in steps(killed) if step["step"] > 2]
+    resumed = [step for step in steps(folder) if step["step"] > 2]
     assert [step["step"] for step in resumed] == [3, 4]
-    assert [same(step) for step in resumed] == [same(step) for step in steps(whole)[2:]]
+    return resumed

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ngrpo.rollout.records import parse, sampling_mask
-from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.sampling_mask import SamplingMask
 from perturbations import ReplayRecord, replaying
 

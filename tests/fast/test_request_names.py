@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests are found by what their callers know, and what nobody asks for is forgotten."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngrpo.rollout import requests as rollout_requests
+from ngrpo.rollout.request_names import RequestNames, external_id
+from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import ReplayRecord, create
+from perturbations.registry import buffers
+from perturbations.replay.buffers.base import FinishedTrajectory
+
+ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-12345678"]
+
+
+def test_by_internal_and_external_id() -> None:
+    names = RequestNames([ONE, OTHER, *SAMPLES, "a-87654321", "bare"])
+    assert list(names.matching(["a", ONE, "b_c", "x", "bare"])) == [ONE, "a-87654321", OTHER, "bare"]
+    assert list(names.matching(["0_d", SAMPLES[1]])) == SAMPLES
+    assert [external_id(name) for name in (ONE, SAMPLES[0], "bare", "-12345678")] == ["a", "0_d", "bare", "-12345678"]
+    names.discard(ONE)
+    names.discard("never there")
+    assert list(names.matching(["a"])) == ["a-87654321"] and len(names) == 5
+
+
+def test_the_samples_of_a_request_go_together() -> None:
+    """vLLM aborts one sample, or, where a client goes away, the request by the internal id that it gave it."""
+    names = RequestNames([ONE, OTHER, *SAMPLES, "0_e-12345678"])
+    assert list(names.with_samples([SAMPLES[1]])) == [SAMPLES[1], SAMPLES[0]]
+    assert list(names.with_samples(["d-12345678"])) == SAMPLES
+    assert list(names.with_samples(["a", "x"])) == [ONE]
+
+
+class Books:
+    """Requests of a worker without an engine: each is of one token, and finished as soon as the next one comes."""
+
+    def __init__(self) -> None:
+        self.store = TrajectoryStore(4, 64)
+        perturber = SimpleNamespace(
+            opened=lambda name: None, closed=lambda slot: None, drain=lambda **kwargs: None, noted=0, written=0,
+            sampling_mask=lambda slot: None,
+        )  # fmt: skip
+        self.buffer = buffers.create("memory")
+        self.requests = RunningRequests(create("gumbel", seed=3), self.store, perturber, self.buffer)
+
+    def run(self, *names: str, prompt: int = 5) -> None:
+        params = SimpleNamespace(seed=None, extra_args=None)
+        new = [SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[prompt, 6]) for name in names]
+        self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
+
+    def end(self, *names: str) -> None:
+        self.requests.update(SimpleNamespace(finished_req_ids=set(names), scheduled_new_reqs=[]))
+
+
+def test_records_are_handed_over_once_and_dropped_with_all_samples() -> None:
+    books = Books()
+    books.run(ONE, *SAMPLES)
+    assert list(books.requests.take(["a"])) == [ONE] and books.requests.take(["a"]) == {}
+    books.end(ONE, SAMPLES[0])
+    assert books.buffer.names() == [SAMPLES[0]] and len(books.requests._names) == 2
+    books.requests.drop(["d-12345678"])
+    books.end(SAMPLES[1])
+    assert not books.buffer.names() and not books.store.live and not books.requests._dropped
+    assert len(books.requests._names) == 0
+
+
+def test_what_the_buffer_has_dropped_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    books = Books()
+    object.__setattr__(books.buffer, "max_bytes", 20_000)
+    for i in range(3000):
+        books.run(f"{i}-12345678")
+        books.end(f"{i}-12345678")
+    assert 5 < len(books.buffer) < 20
+    assert len(books.requests._names) <= 2 * 20 + 1024
+    assert list(books.requests.take(["2999"])) == ["2999-12345678"]
+    # An engine that is given another perturbation keeps its buffer.
+    again = RunningRequests(create("gumbel"), books.store, books.requests._perturber, books.buffer)
+    assert list(again.take(["2998"])) == ["2998-12345678"]
+
+
+def test_no_call_walks_through_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    books, empty = Books(), np.zeros((0, 1), np.int32)
+    record = ReplayRecord(7, 2, 3, np.zeros(0, np.int32), empty, empty.astype(np.float32), None, np.zeros(0, bool))
+    for i in range(100):
+        books.buffer.add(f"{i}-12345678", FinishedTrajectory(record, np.zeros(1, np.float32)))
+    requests = RunningRequests(create("gumbel"), books.store, books.requests._perturber, books.buffer)
+
+    def walked(self: Any) -> Any:
+        raise AssertionError("all that is held was listed")
+
+    monkeypatch.setattr(type(books.buffer), "names", walked)
+    assert list(requests.take(["7", "x"])) == ["7-12345678"]
+    requests.drop(["8"])
+    assert len(books.buffer) == 98
+
+
+def test_prompts_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_requests, "_PROMPTS_KNOWN", 2)
+    books, seeds = Books(), []
+    for number, prompt in enumerate((1, 2, 1, 3, 1, 2)):
+        name = f"{number}-12345678"
+        books.run(name, prompt=prompt)
+        seeds.append(books.store.live[name].seed)
+        books.end(name)
+    assert len(books.requests._seen) == 2
+    assert len(set(seeds[:5])) == 5, "the prompt that is asked again and again stays known"
+    assert seeds[5] == seeds[1], "the one that was forgotten is asked for the first time again"
