@@ -5,13 +5,13 @@
 #
 # Killed, or with runs that failed, the same command goes on: what has finished is kept. More words reach both
 # comparisons, e.g. --seeds 0,1 for a rehearsal; another number of steps (STEPS=2) needs another FOLDER. TASKS=sums or
-# TASKS=basic3 runs one of the two, so that both can run side by side; with 24 GB of memory they fit.
+# TASKS=basic runs one of the two, so that both can run side by side; with 24 GB of memory they fit.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 out=${1:-runs/study}
 shift || true
-second=${SECOND:-basic3}
+second=${SECOND:-basic}
 tasks=${TASKS:-sums $second}
 
 compare() {  # TASK, STEPS, then its words. A failed run (1) does not keep the other task waiting.

@@ -25,6 +25,10 @@ _TAIL = 4000
 _BARE = 120
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 _PLAIN_WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
+_WORD_BEFORE_NUMBER = re.compile(r"(?<!\S)(?!(?:pi|sin|cos|tan|log|ln|sqrt|exp|max|min)\b)[A-Za-z]{2,}[.,:]?\s.*\d")
+# 3 \times 10^5, and all other operations but one fraction.
+_POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[*×·])\s*10\s*\^")
+_OPERATION = re.compile(r"[+*×·÷]|\\(?:times|cdot|div|pm)(?![A-Za-z])|[\d)}]\s*[-−–]|/.*/")
 # "x = 12,000": after an equals sign math-verify takes the comma for the next element of a list.
 _THOUSANDS = re.compile(r"=\s*-?\d{1,3}(?:,\d{3})+(?![\d,])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -36,7 +40,7 @@ def compare(answer: str, text: str) -> Verdict:
 
     gold, gold_canonical = _reference(answer)
     found = _parse(text)
-    if not found:
+    if not found or (_is_number(gold) and _unfinished(found)):
         return UNREADABLE
     extracted = canonical(found)
     same = extracted is not None and extracted == gold_canonical
@@ -51,6 +55,17 @@ def _reference(answer: str) -> tuple[list[Any], str | None]:
     inner = (last_boxed(answer) or answer).replace("\\mbox", "\\text").strip()
     parsed = _parse_boxed(inner)
     return parsed, canonical(parsed)
+
+
+def _is_number(gold: list[Any]) -> bool:
+    """Whether a reference is a number that is written out, such as 12, 0.5 or 3/4."""
+    return bool(gold) and bool(getattr(gold[0], "is_Rational", False)) and not _unfinished(gold)
+
+
+def _unfinished(parsed: list[Any]) -> bool:
+    """Whether an operation is left to be done, as where a text has the question's "2 + 3 * 4" and no answer to it."""
+    source = next((item for item in parsed if isinstance(item, str)), "")
+    return bool(_OPERATION.search(_POWER_OF_TEN.sub("e", source.rpartition("=")[2])))
 
 
 def _parse(text: str) -> list[Any]:
@@ -81,6 +96,8 @@ def _bare(candidate: str) -> str | None:
     # A name may be an answer, and a number may have a unit: "Evelyn", "12 square inches".
     allowed = 2 if any(c.isdigit() for c in candidate) else 1
     if not candidate or "\n" in candidate or len(candidate) > _BARE or len(words) > allowed:
+        return None
+    if _WORD_BEFORE_NUMBER.search(candidate):  # "It is 12."
         return None
     if _DELIMITED.search(candidate.replace("\\$", "")) and not money:
         return None

@@ -38,6 +38,29 @@ pytest.importorskip("math_verify")
         ("12", "The answer is **12**.<|im_end|>"),
         ("12", r"<think>Perhaps \boxed{3}</think>Therefore \boxed{12}"),
         (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
+        *(
+            ("12", text)
+            for text in (
+                "The sum is 12.",
+                "The result is 12",
+                "It is 12.",
+                "We get 12.",
+                "Result: 12",
+                "7 + 5 equals 12.",
+                "7 + 5 is 12.",
+                "7 + 5 = 12",
+                "The answer is: The sum is 12",
+                "So it is -3 + 15 = 12, that is 12.",
+                "USD 12",
+            )
+        ),
+        ("3/4", "The probability is 3/4."),
+        ("-22", "2 - -3 * -8 = -22"),
+        ("300000", r"\boxed{3\times 10^{5}}"),
+        ("0.001", r"\boxed{10^{-3}}"),
+        (r"\frac{3}{2}", r"\boxed{1\frac{1}{2}}"),
+        ("x+1", "x + 1"),
+        (r"2+3\sqrt{2}", r"\boxed{2 + 3\sqrt{2}}"),
     ],
 )
 def test_right(answer: str, text: str) -> None:
@@ -58,6 +81,14 @@ def test_right(answer: str, text: str) -> None:
         ("12", "I do not know"),
         ("12", ""),
         ("12", r"\boxed{}"),
+        # The question once more is no answer, though its value is the reference.
+        ("-22", "2 - -3 * -8"),
+        ("-22", r"\boxed{2 - -3 \cdot -8}"),
+        ("-15", "To calculate -5 * 9/3, follow these"),
+        ("-16", "The expression -8 + -5 - 3 is actually"),
+        ("21", "The product 3 × 7 is"),
+        ("6", "10 - 4"),
+        ("13", "It is 12."),
     ],
 )
 def test_wrong(answer: str, text: str) -> None:

@@ -109,14 +109,14 @@ def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
     words = ["bash", str(STUDY / "run.sh"), str(tmp_path / "out"), "--seeds", "0,1"]
     done = subprocess.run(words, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
     plans = [arguments.parse(json.loads(line)) for line in done.stdout.splitlines()]
-    assert [out.name for _, out in plans] == ["sums", "basic3"]
+    assert [out.name for _, out in plans] == ["sums", "basic"]
     design = (STUDY.parents[1] / "docs" / "study.md").read_text()
     for plan, out in plans:
         assert plan.seeds == (0, 1) and plan.evaluation is not None and not plan.keep_models
-        steps = {"sums": 8, "basic3": 12}[out.name]
+        steps = {"sums": 8, "basic": 12}[out.name]
         assert ("--data.max_samples", str(8 * steps)) in zip(plan.shared, plan.shared[1:])
         ids = [arm.id for arm in plan.arms]
-        assert len(ids) == {"sums": 11, "basic3": 4}[out.name]
+        assert len(ids) == {"sums": 11, "basic": 4}[out.name]
         assert all(f"| `{arm}` |" in design or "temperature" in arm for arm in ids)
     assert "holds no comparison" in done.stderr, "the last step is the publication"
 
