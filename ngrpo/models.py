@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from perturbations.options import nearest
 _RECIPE = "r1"
 _STALE_SECONDS = 3600
 HUB_SECONDS = 10
+_FINGERPRINT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,28 @@ def _is_hub_like(name: str) -> bool:
         return False
     owner, slash, _ = name.partition("/")
     return not (slash and Path(owner).is_dir())
+
+
+def fingerprint(model: str) -> str | None:
+    """Tells two models in one folder apart, such as before and after a training: sizes, and a part of each weight file.
+
+    Args:
+        model: a folder, or a hub name.
+
+    Returns:
+        A hash in hexadecimal; None for a hub name.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    found = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".json")):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            content.seek(max(0, size - _FINGERPRINT) // 2)
+            found.update(content.read(_FINGERPRINT))
+    return found.hexdigest()[:16]
 
 
 def folder_of(name: str) -> Path:

@@ -204,8 +204,11 @@ def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     if not options.has("--data", "--task"):
         options = options.with_defaults(_source(rest, "--data.prompt_dataset"))
-    longest = rest.value("--rollout.max_new_tokens")
-    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **({"--max-tokens": longest} if longest else {})})
+    # As the rollouts of the training are drawn.
+    alike = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
+    found = {ours: rest.value(f"--rollout.{theirs}") for ours, theirs in alike.items()}
+    drawn = {ours: value for ours, value in found.items() if value is not None}
+    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **drawn})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")

@@ -157,7 +157,14 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     earlier = folder.read("results.json") or {}
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
-    known = [folder.status(one, runs.identity(plan, one)) for one in everything]
+    known = [folder.status(one, runs.identity(plan, one), evaluated=plan.evaluation is not None) for one in everything]
+    others = [one.id for one, record in zip(everything, known) if record["status"] == "other"]
+    if others:
+        raise UsageError(
+            f"{len(others)} finished runs in {folder.path} are of other flags, other content of the files that they"
+            f" name, or other versions than now: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}. Give"
+            f" another --out, or delete their folders under {folder.path / 'runs'} to have them repeated."
+        )
     waiting = [one for one, record in zip(everything, known) if record["status"] != "done"]
     took = [record["seconds"] for record in known if record["status"] == "done"]
     batch = "--rollout.batch_size"

@@ -19,9 +19,25 @@ class ComparisonFolder(ResultFolder):
         """Where a run writes."""
         return self.path / "runs" / run.id
 
-    def status(self, run: Run, identity: str) -> dict[str, Any]:
-        """How a run ended; ``pending`` where it has not, or was another run under the same name."""
+    def status(self, run: Run, identity: str, *, evaluated: bool = False) -> dict[str, Any]:
+        """How a run ended.
+
+        Args:
+            run: the run.
+            identity: of the run as it is asked for now.
+            evaluated: whether it is only finished with an evaluation.
+
+        Returns:
+            The content of ``run.json``. ``{"status": "pending"}`` where the run has not ended, or a file of its results
+            is missing; ``{"status": "other"}`` where another one has finished under the same name.
+        """
         found = self.read(f"runs/{run.id}/run.json") or {}
+        if found.get("status") == "done":
+            if found.get("identity") != identity:
+                return {"status": "other"}
+            needed = ["summary.json", *(["evaluation/evaluation.json"] if evaluated else [])]
+            if not all((self.run_folder(run) / name).is_file() for name in needed):
+                return {"status": "pending"}
         return found if found.get("identity") == identity else {"status": "pending"}
 
     def finish(self, run: Run, record: Mapping[str, Any]) -> None:

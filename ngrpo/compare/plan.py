@@ -58,7 +58,13 @@ class Plan:
     def common(self) -> dict[str, Any]:
         """What all runs of one folder must share; arms and seeds may be added later."""
         evaluation = self.evaluation and list(self.evaluation)
-        return {"model": self.model, "task": self.task, "shared": list(self.shared), "evaluation": evaluation}
+        return {
+            "model": self.model,
+            "task": self.task,
+            "shared": list(self.shared),
+            "evaluation": evaluation,
+            "reproducible": self.reproducible,
+        }
 
 
 def _file_name(label: str) -> str:

@@ -132,12 +132,16 @@ def _strategy(arm: Arm) -> dict[str, Any]:
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the arms' names: it knows perturbations only, an arm has a base algorithm and flags too."""
+    """The diagnosis under the arms' names: it knows perturbations only, an arm has a base algorithm and flags too.
+
+    An arm whose rollouts are drawn in a way of its own, such as at another temperature, was not diagnosed.
+    """
     if diagnosis is None:
         return None
     names: dict[str, list[str]] = {}
     for arm in arms:
-        names.setdefault(arm.perturbation, []).append(arm.id)
+        if not any(key.startswith(("rollout.", "sampling.", "policy_noise")) for key in arm.training):
+            names.setdefault(arm.perturbation, []).append(arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
         return [{**row, key: names.get(row[key], [row[key]])[0]} for row in rows]
@@ -151,7 +155,8 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
 
 
 def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    state, path = folder.status(run, identity(plan, run)), f"runs/{run.id}"
+    state = folder.status(run, identity(plan, run), evaluated=plan.evaluation is not None)
+    path = f"runs/{run.id}"
     done = state["status"] == "done"
     summary = (folder.read(f"{path}/summary.json") if done else None) or {}
     return {

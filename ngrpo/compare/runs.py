@@ -21,6 +21,7 @@ from typing import Any
 from ngrpo.arms import Arm
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
+from ngrpo.datafiles import contents
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.progress import StepLine, follow, read_step, read_total
 from ngrpo.result_folder import writing
@@ -52,15 +53,18 @@ def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> 
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """What makes a finished run this one: every word of its commands, and the versions that ran them.
+    """What makes a finished run this one: every word of its commands, the files they name, and the versions.
 
-    vLLM's choice of a model runner is one of them where the user made it: no comparison has runs on either side of it.
+    A strategy of the user's own counts with its source, a dataset and a reward function with their content, and vLLM's
+    choice of a model runner where the user made it: no comparison has runs on either side of it.
     """
     from ngrpo.versions import versions
 
     chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
-    words = json.dumps([train_words(plan, run, Path()), plan.evaluation, chosen], sort_keys=True)
-    return hashlib.sha256(words.encode()).hexdigest()[:16]
+    words = train_words(plan, run, Path())
+    files = contents([*words, *(plan.evaluation or ())])
+    parts = json.dumps([words, plan.evaluation, run.arm.spec, files, chosen], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
         return f"was not compared with {baseline}: there is no evaluation, and rewards are of rollouts drawn otherwise"
     value, low, high = difference["value"], difference["low"], difference["high"]
     if value == 0.0 and (low in (None, 0.0)) and (high in (None, 0.0)):
-        return f"equal to {baseline} in {measure}, sample by sample"
+        return f"equal to {baseline} in {measure} with every seed"
     text = f"{measure} {value:+.3f}"
     if difference["over"] == "seeds" and difference["p"] is None:
         return f"{text} against {baseline} with each of {seeds} seeds: without a spread nothing can be tested"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo import models
+from ngrpo.datafiles import contents
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.outcome import checked_ks, summarise
@@ -77,10 +78,13 @@ def evaluate(
     settings = {
         "format": 1,
         "model": model if isinstance(model, str) else str(model.llm_engine.model_config.model),
+        "weights": models.fingerprint(model) if isinstance(model, str) else None,
+        "engine": dict(engine_options or {}),
         "dataset": dataset,
         "problems": len(problems),
         "digest": digest(problems),
         "scorer": ", ".join(sorted({problem.scorer for problem in problems})),
+        "scorer_files": contents(problem.scorer for problem in problems),
         "n": n,
         "sampling": asdict(sampling),
         "perturbation": None if perturbation is None else dict(perturbation),
@@ -144,6 +148,7 @@ def rescore(
         if scorer != "auto":
             problems = [replace(problem, scorer=scorer) for problem in problems]
             settings = {**settings, "scorer": scorer, "digest": digest(problems)}
+        settings = {**settings, "scorer_files": contents(problem.scorer for problem in problems)}
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
             sample.update(_verdict(by_id[sample["problem"]], sample["text"], sample["prompt"]))

@@ -42,8 +42,9 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         if not at:
             return None
         lines = [Line(one, _points(evaluated[one.name], "mean_at_n", [[s] for s in at])) for one in order]
+        xs = counted(sorted({*steps, *at}), *WIDE.across, count=7)
         return line_chart(
-            "learning-evaluation", lines, counted(steps, *WIDE.across, count=7), [f"step {s}" for s in at],
+            "learning-evaluation", lines, xs, [f"step {s}" for s in at],
             title="Evaluation while training, unperturbed, over training steps", x_title="training step",
             y_title="Mean@n", size=WIDE,
         )  # fmt: skip

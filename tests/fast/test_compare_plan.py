@@ -184,6 +184,29 @@ def test_a_run_is_another_when_any_word_of_it_changes() -> None:
     assert identity(one, runs[0]) == identity(same, runs[1]) != identity(other, runs[2])
 
 
+def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
+    """The reward function, a dataset, also one of several or behind a prefix, and a perturbation's own source."""
+    reward, first, second, held = (tmp_path / name for name in ("reward.py", "a.jsonl", "b.jsonl", "held.jsonl"))
+    own = tmp_path / "damp.py"
+    own.write_text(DAMP)
+    for file in (reward, first, second, held):
+        file.write_text("1")
+
+    def seen() -> str:
+        words = ["--reward.remote_url", str(reward), "--data.prompt_dataset", f"{first},{second}"]
+        made = plan("--strategy", f"{own}:Damp", "--strategy", "none", "--eval.data", str(held), *words)
+        return identity(made, made.runs()[0])
+
+    known = {seen()}
+    assert seen() in known
+    for file in (reward, first, second, held):
+        file.write_text("2")
+        assert seen() not in known, file
+        known.add(seen())
+    own.write_text(DAMP.replace("none", "another"))
+    assert seen() not in known
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

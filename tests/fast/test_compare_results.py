@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.compare import arguments, results, runs, screen
+from ngrpo.compare import arguments, command, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import identity
@@ -109,7 +109,8 @@ def test_evaluations_while_training_are_carried_by_step(
 
 def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
     """The rollouts of a perturbed strategy are drawn otherwise, so a reward of 0.9 beside 0.5 says nothing."""
-    made, folder = plan("--perturbations", "none,gumbel", "--seeds", "0,1,2"), empty(tmp_path / "out")
+    words = ("--perturbations", "none,gumbel", "--seeds", "0,1,2", "--eval.data", "none")
+    made, folder = plan(*words), empty(tmp_path / "out")
     for number, run in enumerate(made.runs()):
         reward = 0.5 if run.arm.id == "none" else 0.9 + number / 100
         leave(folder, made, number, [1], reward=reward, evaluated=False)
@@ -132,7 +133,7 @@ def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
     difference = twin["difference"]["mean_at_n"]
     assert (difference["value"], difference["low"], difference["high"], difference["p"]) == (0.0, 0.0, 0.0, 1.0)
     assert difference["within_noise"]
-    assert twin["verdict"] == "equal to none in Mean@4, sample by sample"
+    assert twin["verdict"] == "equal to none in Mean@4 with every seed"
 
 
 def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
@@ -155,11 +156,40 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(
     made, folder, _ = compared
     run = made.runs()[0]
     assert folder.status(run, identity(made, run))["status"] == "done"
-    assert folder.status(run, "another")["status"] == "pending"
+    assert folder.status(run, "another")["status"] == "other"
+    evaluation = folder.run_folder(run) / "evaluation" / "evaluation.json"
+    kept = evaluation.read_text()
+    evaluation.unlink()  # as the message of a damaged one says
+    assert folder.status(run, identity(made, run), evaluated=True)["status"] == "pending"
+    assert folder.status(run, identity(made, run))["status"] == "done"
+    evaluation.write_text(kept)
     # A kill while writing cannot leave this, and the run's folder must not be taken for an interrupted one's.
     (folder.run_folder(run) / "run.json").write_text('{"status": "do')
     with pytest.raises(UsageError, match=r"run\.json is damaged.*delete it"):
         folder.status(run, identity(made, run))
+
+
+def test_finished_runs_of_other_files_or_versions_are_not_thrown_away(
+    compared: tuple[Plan, ComparisonFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, folder, _ = compared
+    monkeypatch.setattr(runs, "identity", lambda plan, run: "of another release")
+    with pytest.raises(
+        UsageError, match=r"6 finished runs in .* are of .* other versions than now: none-seed0, .*\.\.\."
+    ):
+        command._work(made, folder, [], lambda line: None)
+    assert (folder.run_folder(made.runs()[0]) / "summary.json").is_file()
+
+
+def test_the_diagnosis_is_of_the_arms_that_roll_out_as_it_does() -> None:
+    """Of the sweep only the perturbation at its own temperature was diagnosed."""
+    rows = [{"name": "none"}, {"name": "gumbel"}]
+    for words, names in (
+        (["--perturbations", "none,gumbel", "--base", "grpo,gspo"], ["none base=grpo", "gumbel base=grpo"]),
+        (["--strategy", "none --rollout.temperature=0.5", "--strategy", "gumbel"], ["none", "gumbel"]),
+    ):
+        named = results._named({"strategies": rows, "samples": []}, plan(*words).arms)
+        assert [row["name"] for row in named["strategies"]] == names
 
 
 def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import json
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ngrpo import models
 from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.command import run
@@ -119,6 +121,32 @@ def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="digest"):
         evaluate(llm, [PROBLEMS[0], Problem("p2", PROBLEMS[1].messages, "5", "task:arithmetic")], out=tmp_path, n=3)
     assert lines(tmp_path) == before
+
+
+def test_another_scorer_s_source_or_engine_is_another_evaluation(llm: MadeUp, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0]}\n")
+    problems = [replace(problem, scorer=str(scorer)) for problem in PROBLEMS]
+    evaluate(llm, problems, out=tmp_path / "out", n=1)
+    with pytest.raises(UsageError, match=r"engine was \{\}, and is now .*float32"):
+        evaluate(llm, problems, out=tmp_path / "out", n=1, engine_options={"dtype": "float32"})
+    scorer.write_text(scorer.read_text().replace("1.0", "0.0"))
+    with pytest.raises(UsageError, match="scorer_files was"):
+        evaluate(llm, problems, out=tmp_path / "out", n=1)
+    rescore(tmp_path / "out")  # by the new source, which is the folder's from then on
+    evaluate(llm, problems, out=tmp_path / "out", n=1)
+
+
+def test_weights_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    before = models.fingerprint(str(tmp_path))
+    assert before == models.fingerprint(str(tmp_path)) and models.fingerprint("owner/name") is None
+    changed = bytearray(3 << 20)
+    changed[(3 << 20) // 2] = 1
+    weights.write_bytes(changed)
+    assert models.fingerprint(str(tmp_path)) != before
 
 
 def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:

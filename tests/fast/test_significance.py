@@ -65,7 +65,7 @@ def test_equal_tables_are_equal_and_not_different() -> None:
     significance.correct([result])
     assert (result["value"], result["low"], result["high"], result["p"]) == (0.0, 0.0, 0.0, 1.0)
     assert result["within_noise"]
-    assert verdicts.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8, sample by sample"
+    assert verdicts.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
 
 
 def test_a_difference_without_spread_is_not_judged() -> None:
