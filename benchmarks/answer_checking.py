@@ -81,6 +81,10 @@ def right_forms(answer: str) -> Iterator[tuple[str, str]]:
     yield "with a unit", f"\\boxed{{{plain}\\text{{ cm}}}}"
     yield "with a dollar sign", f"\\boxed{{\\${plain}}}"
     yield "x =", f"Hence $x = {plain}$."
+    if "\\" not in plain:
+        yield "The sum is", f"The sum is {plain}."
+        yield "It is", f"It is {plain}."
+        yield "Result:", f"Result: {plain}"
 
 
 def wrong_forms(answer: str, others: list[str], chance: random.Random) -> Iterator[tuple[str, str]]:
@@ -104,6 +108,9 @@ def wrong_forms(answer: str, others: list[str], chance: random.Random) -> Iterat
     yield "ten times", f"The answer is ${_latex(number * 10 if number else Fraction(10))}$."
     if number:
         yield "negated", f"\\boxed{{{_latex(-number)}}}"
+    if number.denominator == 1:
+        yield "the question again", f"{number - 7} + 7"
+        yield "the question again, in words", f"To calculate {number - 7} + 7, we take"
     if number.denominator > 1:
         yield "upside down", f"\\boxed{{{_latex(1 / number)}}}" if abs(number) != 1 else "\\boxed{}"
 

@@ -161,10 +161,15 @@ class SamplingMaskStore:
             counts: likewise, (N,).
         """
         cut = 2 * counts > self._size
-        sparse = np.where(cut[:, None], ~bits, bits)
-        rows, places = np.nonzero(sparse)
-        which, bit = np.nonzero(np.unpackbits(sparse[rows, places][:, None], axis=1, bitorder="little"))
-        rows, ids = rows[which], 8 * places[which] + bit
+        # Eight bytes at once: of a large vocabulary nearly all of them are 0.
+        words = np.zeros((len(bits), -(-bits.shape[1] // 8)), dtype=np.uint64)
+        sparse = words.view(np.uint8)
+        sparse[:, : bits.shape[1]] = bits
+        sparse[cut, : bits.shape[1]] ^= 0xFF
+        rows, places = np.nonzero(words)
+        found = sparse.reshape(*words.shape, 8)[rows, places]
+        which, bit = np.nonzero(np.unpackbits(found, axis=1, bitorder="little"))
+        rows, ids = rows[which], 64 * places[which] + bit
         inside = ids < self._size  # inverted, the last byte has bits beyond the vocabulary
         parts = np.split(ids[inside], np.searchsorted(rows[inside], np.arange(1, len(slots))))
         for slot, position, is_cut, part in zip(slots, positions, cut, parts):
