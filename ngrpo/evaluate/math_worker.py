@@ -29,6 +29,7 @@ _WORD_BEFORE_NUMBER = re.compile(r"(?<!\S)(?!(?:pi|sin|cos|tan|log|ln|sqrt|exp|m
 # 3 \times 10^5, and all other operations but one fraction.
 _POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[*×·])\s*10\s*\^")
 _OPERATION = re.compile(r"[+*×·÷]|\\(?:times|cdot|div|pm)(?![A-Za-z])|[\d)}]\s*[-−–]|/.*/")
+_BASE = re.compile(r"\d_\{?(\d+)")
 # "x = 12,000": after an equals sign math-verify takes the comma for the next element of a list.
 _THOUSANDS = re.compile(r"=\s*-?\d{1,3}(?:,\d{3})+(?![\d,])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -44,7 +45,7 @@ def compare(answer: str, text: str) -> Verdict:
         return UNREADABLE
     extracted = canonical(found)
     same = extracted is not None and extracted == gold_canonical
-    correct = bool(same or verify(gold, found, timeout_seconds=_SECONDS))
+    correct = _same_base(answer, _source(found)) and bool(same or verify(gold, found, timeout_seconds=_SECONDS))
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
     extracted = gold_canonical if correct and gold_canonical else extracted
     return Verdict(float(correct), correct, extracted, extracted is not None)
@@ -64,8 +65,18 @@ def _is_number(gold: list[Any]) -> bool:
 
 def _unfinished(parsed: list[Any]) -> bool:
     """Whether an operation is left to be done, as where a text has the question's "2 + 3 * 4" and no answer to it."""
-    source = next((item for item in parsed if isinstance(item, str)), "")
-    return bool(_OPERATION.search(_POWER_OF_TEN.sub("e", source.rpartition("=")[2])))
+    return bool(_OPERATION.search(_POWER_OF_TEN.sub("e", _source(parsed).rpartition("=")[2])))
+
+
+def _same_base(answer: str, source: str) -> bool:
+    """Whether two numbers such as 1011_2 have the same base, where both name one: math-verify does not look at it."""
+    bases = [base[1] for base in (_BASE.search(answer), _BASE.search(source)) if base]
+    return len(set(bases)) < 2
+
+
+def _source(parsed: list[Any]) -> str:
+    """What math-verify took an answer from."""
+    return next((item for item in parsed if isinstance(item, str)), "")
 
 
 def _parse(text: str) -> list[Any]:

@@ -55,6 +55,7 @@ pytest.importorskip("math_verify")
             )
         ),
         ("3/4", "The probability is 3/4."),
+        *(("1011_2", text) for text in ("1011_2", r"\boxed{1011_{2}}", "1011")),
         ("-22", "2 - -3 * -8 = -22"),
         ("300000", r"\boxed{3\times 10^{5}}"),
         ("0.001", r"\boxed{10^{-3}}"),
@@ -81,6 +82,8 @@ def test_right(answer: str, text: str) -> None:
         ("12", "I do not know"),
         ("12", ""),
         ("12", r"\boxed{}"),
+        ("1011_2", r"\boxed{1011_3}"),
+        ("11_5", "11_6"),
         # The question once more is no answer, though its value is the reference.
         ("-22", "2 - -3 * -8"),
         ("-22", r"\boxed{2 - -3 \cdot -8}"),
