@@ -177,17 +177,29 @@ def check_credit(given: Flags, settings: RunSettings) -> None:
         )
 
 
-def _check_weights(given: Flags, asked: str, *, dispensable: bool) -> None:
-    """Raises ``UsageError`` for a loss that would not weigh answers by π / π_rollout, as the method asked for does."""
+def _check_correction(given: Flags, asked: str, *, needed: bool) -> None:
+    """Raises ``UsageError`` where the loss would not weigh answers by π / π_rollout, as the method asked for does.
+
+    Args:
+        given: OpenRLHF's flags.
+        asked: the method's flag.
+        needed: whether it cannot do without, since it follows the rollouts' log-probabilities.
+    """
     level = given.value(_CORRECTION)
-    if given.value(_LOSS) != "gspo" or level in (None, "off"):
+    if level in (None, "off"):
+        if needed:
+            raise UsageError(
+                f"{asked} needs the rollouts' log-probabilities, which {_CORRECTION} off does without. Leave"
+                f" {_CORRECTION} at token, which it sets."
+            )
         return
-    off = f", or add {_CORRECTION} off, which trains without the weights" if dispensable else ""
-    raise UsageError(
-        f"{asked} cannot be used with {_LOSS} gspo and {_CORRECTION} {level}: GSPO then puts the rollout's policy in"
-        " the place of the old one, and its narrow clip would leave out nearly all answers with a negative advantage."
-        f" Leave one of them out{off}."
-    )
+    if given.value(_LOSS) == "gspo":
+        off = "" if needed else f", or add {_CORRECTION} off, which trains without the weights"
+        raise UsageError(
+            f"{asked} cannot be used with {_LOSS} gspo and {_CORRECTION} {level}: GSPO then puts the rollout's policy"
+            " in the place of the old one, and its narrow clip would leave out nearly all answers with a negative"
+            f" advantage. Leave one of them out{off}."
+        )
 
 
 def check_policy_noise(given: Flags, settings: RunSettings) -> None:
@@ -203,14 +215,8 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
         if given.has(flag) and (harmless is None or given.value(flag) not in harmless):
             value = f" {given.value(flag)}" if given.value(flag) else ""
             raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
-    follows = settings.policy_noise.follows_divergence
-    _check_weights(given, asked, dispensable=not follows)
+    _check_correction(given, asked, needed=settings.policy_noise.follows_divergence)
     correction = given.value(_CORRECTION)
-    if follows and correction in (None, "off"):
-        raise UsageError(
-            f"{asked} with these options follows the rollouts' log-probabilities, which {_CORRECTION} off does without."
-            f" Leave {_CORRECTION} at token."
-        )
     perturbation = settings.perturbation
     if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
         raise UsageError(
@@ -245,23 +251,16 @@ def check_sampling_schedule(given: Flags, settings: RunSettings) -> None:
             " temperature than the trainer's are weighted by the tokens' log-probabilities, which the density takes the"
             " place of. Add --perturbation.density token, or leave the schedule out."
         )
-    _check_weights(given, asked, dispensable=not schedule.follows_training)
+    _check_correction(given, asked, needed=schedule.follows_training)
     if schedule.evaluation and _number(given.value("--eval.temperature") or "1") == 0.0:
         raise UsageError(
             f"{asked} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is the"
             " likeliest does not depend on the temperature. Leave one of them out."
         )
-    if not schedule.follows_training:
-        return
-    if given.has("--train.async_enable"):
+    if schedule.follows_training and given.has("--train.async_enable"):
         raise UsageError(
             f"--train.async_enable cannot be used with {asked}: rollouts are drawn before the step that their"
             " temperature follows from. Leave one of them out."
-        )
-    if given.value(_CORRECTION) in (None, "off"):
-        raise UsageError(
-            f"{asked} needs the rollouts' log-probabilities, which {_CORRECTION} off does without. Leave"
-            f" {_CORRECTION} at token, which the schedule sets."
         )
 
 

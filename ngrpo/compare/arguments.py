@@ -196,19 +196,25 @@ def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
     """
     if not rest.has("--eval.steps"):
         return rest
-    alike = (("--eval.n_samples_per_prompt", "--n"), ("--eval.temperature", "--temperature"))
-    given = {ours: value for ours, theirs in alike if (value := evaluation.value(theirs)) is not None}
-    return rest.with_defaults({**given, "--ckpt.best_metric_key": "none"})
+    alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
+    return rest.with_defaults({**_values_of(evaluation, alike), "--ckpt.best_metric_key": "none"})
+
+
+def _values_of(given: Flags, alike: Mapping[str, str]) -> dict[str, str]:
+    """What flags are given as, under the names that the same settings have elsewhere: ``{there: here}``."""
+    return {there: value for there, here in alike.items() if (value := given.value(here)) is not None}
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     if not options.has("--data", "--task"):
         options = options.with_defaults(_source(rest, "--data.prompt_dataset"))
     # As the rollouts of the training are drawn.
-    alike = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
-    found = {ours: rest.value(f"--rollout.{theirs}") for ours, theirs in alike.items()}
-    drawn = {ours: value for ours, value in found.items() if value is not None}
-    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **drawn})
+    drawn = {
+        "--max-tokens": "--rollout.max_new_tokens",
+        "--temperature": "--rollout.temperature",
+        "--top-p": "--rollout.top_p",
+    }
+    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **_values_of(rest, drawn)})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
