@@ -157,7 +157,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     earlier = folder.read("results.json") or {}
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
-    known = [folder.status(one, runs.identity(plan, one), evaluated=plan.evaluation is not None) for one in everything]
+    known = [runs.status(plan, one, folder) for one in everything]
     others = [one.id for one, record in zip(everything, known) if record["status"] == "other"]
     if others:
         raise UsageError(

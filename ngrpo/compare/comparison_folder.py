@@ -32,13 +32,13 @@ class ComparisonFolder(ResultFolder):
             is missing; ``{"status": "other"}`` where another one has finished under the same name.
         """
         found = self.read(f"runs/{run.id}/run.json") or {}
-        if found.get("status") == "done":
-            if found.get("identity") != identity:
-                return {"status": "other"}
-            needed = ["summary.json", *(["evaluation/evaluation.json"] if evaluated else [])]
-            if not all((self.run_folder(run) / name).is_file() for name in needed):
-                return {"status": "pending"}
-        return found if found.get("identity") == identity else {"status": "pending"}
+        done = found.get("status") == "done"
+        if found.get("identity") != identity:
+            return {"status": "other" if done else "pending"}
+        needed = ["summary.json", *(["evaluation/evaluation.json"] if evaluated else [])]
+        if done and not all((self.run_folder(run) / name).is_file() for name in needed):
+            return {"status": "pending"}
+        return found
 
     def finish(self, run: Run, record: Mapping[str, Any]) -> None:
         """Writes how a run ended."""

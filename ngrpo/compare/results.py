@@ -16,7 +16,7 @@ from ngrpo.arms import Arm
 from ngrpo.compare import verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
-from ngrpo.compare.runs import identity
+from ngrpo.compare.runs import status
 from ngrpo.evaluate.estimators import pass_at_k
 from ngrpo.result_folder import write_text
 
@@ -155,8 +155,7 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
 
 
 def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    state = folder.status(run, identity(plan, run), evaluated=plan.evaluation is not None)
-    path = f"runs/{run.id}"
+    state, path = status(plan, run, folder), f"runs/{run.id}"
     done = state["status"] == "done"
     summary = (folder.read(f"{path}/summary.json") if done else None) or {}
     return {

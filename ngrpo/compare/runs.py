@@ -67,6 +67,11 @@ def identity(plan: Plan, run: Run) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
+def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
+    """How a run ended, as :meth:`ComparisonFolder.status` says it."""
+    return folder.status(run, identity(plan, run), evaluated=plan.evaluation is not None)
+
+
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
     """Trains and evaluates, and writes how it ended.
 

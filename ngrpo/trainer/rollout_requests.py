@@ -62,9 +62,8 @@ def numbered_requests(plain: type) -> type:
             return super()._generate_vllm(*args, **kwargs)
 
         def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
-            if not (
-                self._in_round or self._evaluating
-            ):  # prompts that take the place of filtered ones are of the round
+            # Prompts that take the place of filtered ones are of the same round.
+            if not (self._in_round or self._evaluating):
                 self._in_round = True
                 self.rollout_round += 1
             perturbation = current_run().perturbation
