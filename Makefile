@@ -1,5 +1,5 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
-# make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
+# make test   fast tests, then tests/stack (vLLM in one process) beside tests/pipeline (whole training runs)
 # make test-all adds what is marked slow, and the mutations of formulas (make mutations).
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
@@ -18,31 +18,31 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Errors only: pip's own lines would bury ours.
 PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
 
-# An engine keeps a GB or more after its test; a process for each file keeps the sum small. 5: nothing to run there.
-stack = status=0; for file in tests/stack/test_*.py; do \
-	  $(BIN)/python -m pytest -q $$file -m "$(1)" || [ $$? = 5 ] || status=1; \
-	done; exit $$status
+# How many test processes run at once. Two leave a machine of two cores with no idle time, and need 16 GB.
+JOBS ?= 2
+# An engine keeps a GB or more after its test; a process for each file keeps the sum small. The pipeline tests are one
+# process, the longest, and first. Ray looks for a cluster of this machine in its folder, so that they have their own.
+FILES := tests/pipeline $(sort $(wildcard tests/stack/test_*.py))
+files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline matrix browser lint format bench study gpu docs dist clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser lint format bench study gpu docs dist clean
 .DELETE_ON_ERROR:
+ifndef AT_ONCE
 .NOTPARALLEL:
+endif
 
 demo: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
-test: $(READY) browser
-	@echo "== fast tests"
-	@$(BIN)/python -m pytest tests/fast
-	@echo "== stack tests: vLLM and Hugging Face in one process, a new one for each file"
-	@$(call stack,not slow)
-	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
-	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
+test: $(READY) browser test-fast
+	@echo "== stack tests (vLLM and Hugging Face in one process, a new one for each file) beside pipeline tests (Ray,"
+	@echo "   DeepSpeed, OpenRLHF), $(JOBS) processes at once; each shows its result when it has ended"
+	@$(call files,not slow,$(FILES))
 
 test-all: test
 	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
-	@$(call stack,slow)
-	@$(BIN)/python -m pytest tests/pipeline -m slow
+	@$(call files,slow,$(FILES))
 	@echo "== mutations of formulas: each must make a test fail"
 	@$(BIN)/python -m tests.mutations
 
@@ -50,13 +50,20 @@ mutations: $(READY)
 	@$(BIN)/python -m tests.mutations
 
 test-fast: $(READY)
-	@$(BIN)/python -m pytest tests/fast
+	@echo "== fast tests"
+	@$(BIN)/python -m pytest tests/fast --numprocesses=$(JOBS) --dist=loadfile
 
 test-stack: $(READY)
-	@$(call stack,not slow)
+	@$(call files,not slow,$(filter-out tests/pipeline,$(FILES)))
 
 test-pipeline: $(READY) browser
-	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
+	@$(call files,not slow,tests/pipeline)
+
+# 5: none of its tests is of the kind that is asked for.
+$(FILES):
+	@echo "== $@"
+	@$(if $(filter tests/pipeline,$@),export RAY_TMPDIR=$$(mktemp -d /tmp/ray-XXXX) && trap 'rm -rf $$RAY_TMPDIR' EXIT;) \
+	  $(BIN)/python -m pytest -q $@ -m "$(or $(MARKED),not slow)" || [ $$? = 5 ]
 
 # Other releases of vLLM, each in an environment of its own in .matrix/ (4 GB, removed again). RELEASES="0.31.0 0.26.0"
 matrix: $(READY)

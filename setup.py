@@ -59,7 +59,7 @@ setup(
         "trl": ["trl==1.16.0"],  # ngrpo.trl
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
-        "test": ["pytest", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
     },
     classifiers=[
         "Development Status :: 4 - Beta",
