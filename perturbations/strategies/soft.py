@@ -26,3 +26,8 @@ class Soft(TopTokens):
         """w_i = p_i / Σ_j p_j over the k likeliest tokens, after top-p; the text keeps the sampled token."""
         ids, probabilities = self.top(step.logits)
         return Proposal(InputEdit(ids, probabilities), step.sampled)
+
+    @property
+    def samples_text(self) -> bool:
+        """Only the input is a mixture."""
+        return True
