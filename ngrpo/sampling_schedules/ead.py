@@ -33,7 +33,9 @@ class EAD(SamplingSchedule):
     c: int = option(10, "tokens at the beginning that are drawn at temperature 1", low=0)
     d_0: float | None = option(None, "how slowly it cools at s = 0; none: 500, or 25 as released", above=0.0)
     growth: float = option(5.0, "by which d grows from step to step", low=0.0)
-    variant: str = option("paper", "the exponent: t / d, or t / (20 d) as released, with s from 1", choices=("paper", "released"))
+    variant: str = option(
+        "paper", "the exponent: t / d, or t / (20 d) as released, with s from 1", choices=("paper", "released")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -110,7 +110,7 @@ class Gaussian(Perturbation):
     @property
     def samples_text(self) -> bool:
         """A fuzzy position's token is the argmax."""
-        return self.base != "fuzzy"
+        return self.draws_token
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

@@ -102,3 +102,5 @@ def test_pkpo_s_clip_is_beyond_all_that_its_rewards_come_to(variant: str) -> Non
         assert made.compute(rewards).abs().max().item() <= bound
         with pytest.raises(UsageError, match=r"a reward of 10001; rewards in \[-10000, 10000\] are needed.* Divide"):
             made.compute(rewards + 1.0)
+        with pytest.raises(UsageError, match="a reward of -10001;"):
+            made.compute(rewards - 1.0)

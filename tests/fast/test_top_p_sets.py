@@ -38,7 +38,7 @@ def test_the_releases_cut_by_the_share_of_the_k_likeliest(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_the_k_likeliest_do_not_hold_top_p_only_the_releases_cut_at_all(name: str) -> None:
-    """FIVE of k = 5: .24/.84 = .286, .524, .738, .881 before the fifth, so .85 cuts it; the vocabulary's .74 does not."""
+    """FIVE of k = 5: before the fifth .74/.84 = .881 of the five, so .85 cuts it; of the vocabulary .74."""
     k = {"k": 5, "top_p": 0.85}
     assert kept(FIVE, name=name, **k) == {0, 1, 2, 3}
     assert kept(FIVE, name=name, **k, top_p_of="vocabulary") == {0, 1, 2, 3, 4}
@@ -91,7 +91,8 @@ def test_latent_s_nucleus_has_the_same_bound(logits: list[float], top_p: float, 
     size, z, seeds = len(logits), torch.tensor([logits]), torch.full((1,), 7)
     nucleus = z.topk(size).indices[0, :count].tolist()
     for token in range(size):
-        step = Step(z, torch.zeros(1, dtype=torch.int64), torch.ones(1), seeds, seeds, matrix_embeddings(torch.eye(size)))
+        embeddings = matrix_embeddings(torch.eye(size))
+        step = Step(z, torch.zeros(1, dtype=torch.int64), torch.ones(1), seeds, seeds, embeddings)
         object.__setattr__(step, "noise", 3.0 * torch.nn.functional.one_hot(torch.tensor([token]), size).float())
         object.__setattr__(step, "gumbel", lambda ids, noise=step.noise: noise.gather(-1, ids) - 1.5)
         chosen = create("latent", k=1, top_p=top_p).propose(step).tokens.item()
