@@ -328,7 +328,7 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
 )
 def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
     schedule = sampling_schedules.create(name, evaluation=True)
-    spec = create("gumbel", density="gumbel" if density else "token").spec()
+    spec = (create("gumbel", density="gumbel") if density else create("soft")).spec()
     asked = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=spec)
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         preflight.check_sampling_schedule(Flags(words).with_defaults(schedule.flags(Flags())), asked)
