@@ -80,7 +80,7 @@ ADVANTAGES = [
         "ngrpo/advantages/ngrpo.py",
         '("0.16", "0.24")',
         '("0.24", "0.16")',
-        "test_advantages.py",
+        "test_advantages_flags.py",
         "ngrpo: the clip range the wrong way round",
     ),
     Mutation(
