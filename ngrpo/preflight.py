@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
@@ -202,6 +204,31 @@ def _check_correction(given: Flags, asked: str, *, needed: bool) -> None:
         )
 
 
+def _check_sampled_text(given: Flags, asked: str, perturbation: Perturbation, *, needed: bool) -> None:
+    """Raises ``UsageError`` where the loss would be weighed by π / π_rollout of tokens that were not drawn from it.
+
+    Args:
+        given: OpenRLHF's flags.
+        asked: the method's flag.
+        perturbation: one whose text is not sampled.
+        needed: whether the method cannot do without the weights.
+    """
+    level = given.value(_CORRECTION)
+    if level in (None, "off"):
+        return
+    ways = [] if needed else [f"add {_CORRECTION} off, which trains without the weights"]
+    for field in fields(perturbation):
+        for choice in field.metadata.get("choices") or ():
+            with suppress(UsageError):
+                if replace(perturbation, **{field.name: choice}).samples_text:
+                    ways.append(f"take --perturbation.{field.name} {choice}, under which the text is sampled")
+    raise UsageError(
+        f"{asked} cannot be used with --perturbation {perturbation.name} and {_CORRECTION} {level}: its text is not"
+        " drawn from the policy at the schedule's temperature, so that the importance weights π / π_rollout would be"
+        f" those of another distribution. Leave one of them out{''.join(f', or {way}' for way in ways)}."
+    )
+
+
 def check_policy_noise(given: Flags, settings: RunSettings) -> None:
     """Raises ``UsageError`` for what a run with noise on the rollouts' weights cannot go with."""
     if settings.policy_noise is None:
@@ -252,6 +279,8 @@ def check_sampling_schedule(given: Flags, settings: RunSettings) -> None:
             " place of. Add --perturbation.density token, or leave the schedule out."
         )
     _check_correction(given, asked, needed=schedule.follows_training)
+    if perturbation is not None and perturbation.active and not perturbation.samples_text:
+        _check_sampled_text(given, asked, perturbation, needed=schedule.follows_training)
     if schedule.evaluation and _number(given.value("--eval.temperature") or "1") == 0.0:
         raise UsageError(
             f"{asked} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is the"

@@ -159,6 +159,15 @@ class Perturbation(GateOptions, ABC):
         """Whether the token in the text is drawn beside the input: then its log-probability is added to the density."""
         return False
 
+    @property
+    def samples_text(self) -> bool:
+        """Whether the token in the text is ``step.sampled`` at every position, drawn from softmax(z̃) as without us.
+
+        Importance weights π / π_rollout of the tokens are right there alone: a likeliest token, or the largest of
+        noisy scores, was drawn from another distribution than the one that its recorded log-probability is of.
+        """
+        return False
+
     def log_density(self, replayed: Replayed) -> Tensor:
         """log π of the recorded inputs under the policy at hand, for old, new and reference policy alike.
 

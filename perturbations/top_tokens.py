@@ -14,22 +14,27 @@ from perturbations.options import option
 from perturbations.replay.record import MOST_CANDIDATES
 
 
-def truncated(logits: Tensor, k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def truncated(logits: Tensor, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
     """The k most likely tokens after top-p, with their probabilities renormalised.
 
     Args:
         logits: (B, V) float32, temperature-scaled.
         k: how many at most.
-        top_p: keep the smallest set of most likely tokens that holds this probability.
+        top_p: keep the smallest set of most likely tokens that holds this share: at least one, and no further token
+            once those before it hold exactly this much.
+        top_p_of: what it is a share of: ``top_k``, the probability of the k most likely tokens, or ``vocabulary``.
 
     Returns:
         ids (B, k), most likely first, and probabilities (B, k) that sum to 1. In the place of a token cut by top-p
         the first one stands again, with probability 0.
     """
     values, ids = logits.topk(k, dim=-1)
-    probabilities = (values - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
+    if top_p_of == "top_k":
+        probabilities = torch.softmax(values, dim=-1)
+    else:
+        probabilities = (values - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
     if top_p < 1.0:  # at 1 nothing is cut, though a float32 sum may reach 1 before the last token
-        before = probabilities.cumsum(dim=-1) - probabilities
+        before = torch.nn.functional.pad(probabilities[:, :-1].cumsum(dim=-1), (1, 0))
         kept = before < top_p
         probabilities, ids = torch.where(kept, probabilities, 0.0), torch.where(kept, ids, ids[:, :1])
     return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
@@ -59,11 +64,16 @@ class TopTokens(Perturbation):
     """Base of the perturbations that mix the k most likely tokens after top-p."""
 
     k: int = option(5, "number of tokens mixed at most", low=1)
-    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
+    top_p: float = option(0.95, "keep the most likely tokens that hold this share", above=0.0, high=1.0)
+    top_p_of: str = option(
+        "top_k",
+        "the share is of the k likeliest tokens' probability, as the releases cut, or of the whole vocabulary's",
+        choices=("top_k", "vocabulary"),
+    )
 
     def top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and probabilities as :func:`truncated` gives them."""
-        return truncated(logits, self.k, self.top_p)
+        return truncated(logits, self.k, self.top_p, self.top_p_of)
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

@@ -26,7 +26,7 @@ for task in $tasks; do
     compare sums 8 --task arithmetic \
       --strategy "neighbor" \
       --strategy "gaussian sigma_of=vector" \
-      --strategy "gumbel" \
+      --strategy "gumbel top_p_of=vocabulary" \
       --strategy "soft" \
       --strategy "multiplex" \
       --strategy "neighbor variant=released skip_same_word=true" \

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ngrpo.advantages import register
@@ -12,6 +13,11 @@ from ngrpo.advantages.base import ROUNDING, Advantage
 from ngrpo.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import option
+
+
+def _plain(number: float) -> str:
+    """Without an exponent, which argparse takes for a flag where the number is negative."""
+    return f"{number:.7f}".rstrip("0").rstrip(".")
 
 
 @register("ngrpo")
@@ -27,16 +33,22 @@ class NegativeEnhanced(Advantage):
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards above the maximum."""
         highest = float(rewards.max()) if rewards.numel() else self.max_reward
-        if highest > self.max_reward + ROUNDING:
+        if highest > self.max_reward + self._rounding:
             raise UsageError(
                 f"advantage ngrpo: a reward of {highest:g} is above the maximum reward {self.max_reward:g}. Give the"
                 " task's maximum with --advantage.max_reward."
             )
 
+    @property
+    def _rounding(self) -> float:
+        """How far float32 may be from the maximum: 0.7 is stored as 0.69999999, which is below 0.7."""
+        return ROUNDING * max(1.0, abs(self.max_reward))
+
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """(r − mean′) / (std′ + 1e-6), over the group and n virtual answers of the maximum reward."""
         # Measured from the maximum, so that the virtual answers are 0 and an all-correct group is exactly 0.
-        below = (rewards - self.max_reward).clamp(max=0.0)
+        below = rewards - self.max_reward
+        below = torch.where(below > -self._rounding, 0.0, below)
         size = rewards.shape[1] + self.n
         mean = below.sum(-1, keepdim=True) / size
         squares = (below - mean).square().sum(-1, keepdim=True) + self.n * mean.square()
@@ -48,7 +60,7 @@ class NegativeEnhanced(Advantage):
             **super().flags(given),
             "--algo.dynamic_filtering_enable": None,
             # OpenRLHF keeps min < mean score < max; argparse takes no "-inf" or "-1e6" for a value.
-            "--algo.dynamic_filtering_range": ("-1000000", f"{self.max_reward:g}"),
+            "--algo.dynamic_filtering_range": ("-1000000", _plain(self.max_reward - self._rounding)),
         }
         # The range is for ratios of tokens; GSPO's, of whole sequences, has another scale.
         if given.value("--actor.policy_loss_type") != "gspo":

@@ -17,6 +17,8 @@ from perturbations.errors import UsageError
 from perturbations.options import option
 
 _LEAST = {"s": 0, "loo": 1, "loo_minus_one": 0}
+# Rewards go up to this, and with them values up to 3 k times it: k for s, and for loo's baseline k n / (n − 1) more.
+_LARGEST = 10_000
 
 
 @register("pkpo")
@@ -43,9 +45,18 @@ class PKPO(AnnealedK):
             )
 
     def flags(self, given: Flags) -> dict[str, Default]:
-        """Also a wider clip: an only right answer among many has k times its reward, and OpenRLHF's clip is ±10."""
-        bound = str(10 * max(self.k, self.k_end or 1))
+        """Also a clip that cuts nothing: an only right answer has k times its reward, and OpenRLHF's clip is ±10."""
+        bound = str(3 * _LARGEST * max(self.k, self.k_end or 1))
         return super().flags(given) | {"--reward.clip_range": (f"-{bound}", bound)}
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Raises ``UsageError`` for rewards whose values the clip would cut."""
+        outside = rewards[rewards.abs() > _LARGEST]
+        if len(outside):
+            raise UsageError(
+                f"advantage pkpo: a reward of {float(outside[0]):g}; rewards in [-{_LARGEST}, {_LARGEST}] are needed,"
+                " since what they are multiplied to would be clipped beyond. Divide the rewards by a constant."
+            )
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k answers, of the maximum of those that hold i, times the share that do.

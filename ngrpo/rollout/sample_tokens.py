@@ -30,13 +30,15 @@ def _mix32(x: Tensor) -> Tensor:
 def exponentials(keys: Tensor, size: int) -> Tensor:
     """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32.
 
-    Small values, which decide who is drawn, are resolved to 2^-32.
+    Small values, which decide who is drawn, are resolved to 2^-32. All are finite and above 0, so that the only token
+    allowed at a position is drawn whatever its key.
     """
     first, second = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
     token = torch.arange(size, dtype=torch.int32, device=keys.device)
     bits = _mix32(_mix32(token ^ first) + second)
     unsigned = ((bits >> 16) & 0xFFFF).float() * 65536.0 + (bits & 0xFFFF).float()  # rounded once, as int64's would be
-    return -torch.log1p(-(unsigned + 0.5) * 2.0**-32)
+    # The 128 largest of 2^32 hashes round to a share of 1, whose exponential is infinite.
+    return -torch.log1p(-((unsigned + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24))
 
 
 def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

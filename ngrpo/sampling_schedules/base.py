@@ -32,9 +32,10 @@ class NextTokens:
     step: Tensor
 
     def entropies(self) -> Tensor:
-        """Of the model's own distribution, softmax(z), in nats: (B,) float32."""
+        """Of the model's own distribution, softmax(z), in nats: (B,) float32, 0 or above and never -0."""
         log_p = torch.log_softmax(self.logits * self.temperature.unsqueeze(-1), dim=-1)
-        return -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(dim=-1)
+        # abs() and not a minus: where one token is possible the sum is 0, and x / -0.0 would be -inf.
+        return (log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(dim=-1).abs()
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,11 @@ class E3(SamplingSchedule):
         change = run.temperature * past[-1].factor * math.log(target / last) / slowness
         return min(max(past[-1].factor * (1.0 + change), self.least), self.most)
 
-    def _share_of_first(self, step: int, steps: int) -> float:
+    def _share_of_first(self, past: int, steps: int) -> float:
         start = steps - int(self.share * steps)
-        if not self.annealing or step <= start:
+        # As in the release, the target that a step is compared with was set after the step before it.
+        since = past - 1 - start
+        if not self.annealing or since <= 0:
             return 1.0
-        x = min((step - start) / (steps - start), 1.0)
+        x = min(since / (steps - start), 1.0)
         return (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * x)) + self.end

@@ -25,5 +25,5 @@ class EDT(SamplingSchedule):
     least: float = option(0.1, "the lowest temperature", above=0.0)
 
     def factor(self, at: NextTokens) -> Tensor:
-        """max(T_0 · N^(θ / H), least), H the entropy of the model's distribution in nats."""
+        """max(T_0 · N^(θ / H), least), H the entropy of the model's distribution in nats; at H = 0, its limit."""
         return (self.t_0 * self.base ** (self.theta / at.entropies())).clamp_min(self.least)

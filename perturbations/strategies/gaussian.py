@@ -107,6 +107,11 @@ class Gaussian(Perturbation):
         """Ordinary sampling draws it, beside the noise; a fuzzy position's token is the argmax."""
         return self.base != "fuzzy"
 
+    @property
+    def samples_text(self) -> bool:
+        """A fuzzy position's token is the argmax."""
+        return self.draws_token
+
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""
         check_top_k(self.k if self.base == "soft" else 1, vocabulary)

@@ -56,6 +56,11 @@ class HRPO(Perturbation):
         """The gate learns faster than the policy, as in the paper's settings."""
         return self.lambda_lr if parameter == "lambda_shift" else self.gate_lr
 
+    @property
+    def samples_text(self) -> bool:
+        """Only the input is a mixture."""
+        return True
+
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""
         check_top_k(self.k, vocabulary)

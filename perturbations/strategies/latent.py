@@ -9,23 +9,24 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed
+from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
-from perturbations.top_tokens import TopTokens
+from perturbations.top_tokens import check_top_k
 
 
 @register("latent")
 @dataclass(frozen=True, kw_only=True)
-class Latent(TopTokens):
+class Latent(Perturbation):
     """Adds one-sided Gumbel noise to the log-probabilities of the nucleus and mixes the k largest."""
 
     paper = "Latent-GRPO, arXiv 2604.27998"
 
     k: int = option(10, "number of tokens mixed", low=1)
+    top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
     pool: int = option(256, "likeliest tokens that may take part at most; the paper takes the whole nucleus", low=1)
     scale: float = option(1.0, "s, factor of the noise", low=0.0)
     tau: float = option(1.0, "temperature of the mixture", above=0.0)
@@ -57,7 +58,8 @@ class Latent(TopTokens):
         values, ids = raw.topk(min(self.pool, raw.shape[-1]), dim=-1)
         log_p = values - torch.logsumexp(raw, dim=-1, keepdim=True)
         p = log_p.exp()
-        kept = p.cumsum(dim=-1) - p < (self.top_p if self.top_p < 1.0 else torch.inf)
+        before = torch.nn.functional.pad(p[:, :-1].cumsum(dim=-1), (1, 0))
+        kept = before < (self.top_p if self.top_p < 1.0 else torch.inf)
         kept[:, : self.k] = True
         low, high = densities.GUMBEL_RANGE
         scores = log_p + self.scale * (step.gumbel(ids).clamp(low, high) - low)
@@ -85,3 +87,7 @@ class Latent(TopTokens):
             turned = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
             terms = torch.where(turned, terms.detach() + other - other.detach(), terms)
         return torch.where(kept, terms, 0.0).sum(dim=-1) / kept.sum(dim=-1).clamp_min(1)
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.k, vocabulary)

@@ -47,6 +47,11 @@ class MixtureOfInputs(Perturbation):
         weights = torch.cat([self.beta + 1.0 - h, h * p], dim=-1) / (self.beta + 1.0)
         return Proposal(InputEdit(torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1), weights), step.sampled)
 
+    @property
+    def samples_text(self) -> bool:
+        """The token that the mixture has seen."""
+        return True
+
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""
         check_top_k(self.k, vocabulary, low=2)

@@ -59,6 +59,11 @@ class Multiplex(Perturbation):
         scores = replayed.at(replayed.edit.ids)
         return scores.sum(dim=-1) + self.k * (replayed.token_log_probs - scores[:, 0])
 
+    @property
+    def samples_text(self) -> bool:
+        """The first draw."""
+        return True
+
     def check_model(self, vocabulary: int) -> None:
         """k may exceed the vocabulary, since a token may be drawn again; but not what a record holds."""
         check_top_k(self.k, max(vocabulary, MOST_CANDIDATES))

@@ -100,6 +100,11 @@ class Neighbor(Perturbation):
         """The neighbors of all tokens."""
         self._neighbors(embeddings).precompute(self.k - 1)
 
+    @property
+    def samples_text(self) -> bool:
+        """Unless the text keeps the anchor."""
+        return self.realization == "sampled"
+
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary, and a graph needs its library."""
         if self.index == "hnsw" and self.metric != "l1" and find_spec("faiss") is None:

@@ -24,3 +24,8 @@ class NoPerturbation(Perturbation):
     def propose(self, step: Step) -> Proposal:
         """The sampled tokens, unchanged."""
         return Proposal(one_hot(step.sampled), step.sampled)
+
+    @property
+    def samples_text(self) -> bool:
+        """Nothing is changed."""
+        return True

@@ -44,6 +44,11 @@ class Orthogonal(Perturbation):
         tokens = ids[:, 0] if self.realization == "anchor" else step.sampled
         return Proposal(InputEdit(ids, weights), tokens)
 
+    @property
+    def samples_text(self) -> bool:
+        """Unless the text keeps the anchor."""
+        return self.realization == "sampled"
+
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""
         check_top_k(self.k, vocabulary, low=2)

@@ -25,11 +25,14 @@ class SeLaR(Perturbation):
     mixture = "affine"
 
     k: int = option(3, "number of likely tokens", low=2)
+    filtered: bool = option(False, "p after the request's top-k, top-p and min-p, as released, and not before them")
     threshold: float = option(0.5, "τ: mixed where the entropy over its maximum is at least this", low=0.0, high=1.0)
 
     def propose(self, step: Step) -> Proposal:
         """H ≥ τ: w_v = (1 + H) p_v − H · 1[v likeliest], with p renormalised over the k likeliest and H over ln k."""
-        ids, p = truncated(step.logits, self.k, 1.0)
+        logits = step.drawable if self.filtered and step.drawable is not None else step.logits
+        ids, p = truncated(logits, self.k, 1.0)
+        ids = torch.where(p > 0.0, ids, ids[:, :1])
         h = (torch.special.entr(p).sum(dim=-1, keepdim=True) / math.log(self.k)).clamp(0.0, 1.0)
         mixed = (1.0 + h) * p
         mixed[:, :1] -= h
@@ -38,6 +41,11 @@ class SeLaR(Perturbation):
         weights = torch.cat([(~acts).float(), torch.where(acts, mixed, 0.0)], dim=-1)
         ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)
         return Proposal(InputEdit(ids, weights), step.sampled, acts.squeeze(-1))
+
+    @property
+    def samples_text(self) -> bool:
+        """Only the input is a mixture."""
+        return True
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

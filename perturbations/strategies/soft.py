@@ -20,9 +20,14 @@ class Soft(TopTokens):
 
     paper = "Soft Thinking, arXiv 2505.15778"
 
-    top_p: float = option(1.0, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
+    top_p: float = option(1.0, "keep the most likely tokens that hold this share", above=0.0, high=1.0)
 
     def propose(self, step: Step) -> Proposal:
         """w_i = p_i / Σ_j p_j over the k likeliest tokens, after top-p; the text keeps the sampled token."""
         ids, probabilities = self.top(step.logits)
         return Proposal(InputEdit(ids, probabilities), step.sampled)
+
+    @property
+    def samples_text(self) -> bool:
+        """Only the input is a mixture."""
+        return True

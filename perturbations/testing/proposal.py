@@ -137,6 +137,11 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
         f"{where} token {_first(ruled_out)} stands in the text though its logit is -inf: it was ruled out.",
         "Choose a possible token, for example step.sampled or the argmax of step.logits.",
     )
+    require(
+        not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled),
+        f"{where} samples_text is True, but another token than the sampled one stands in the text.",
+        "Answer with step.sampled, or leave samples_text at False: importance weights would be wrong.",
+    )
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     fed = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
     finite = torch.isfinite(fed).all()

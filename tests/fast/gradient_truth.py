@@ -160,6 +160,7 @@ def drawn_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tens
         z = z.expand(SAMPLES, V)
         values, ids = z.topk(perturbation.k, dim=-1)
         share = torch.softmax(z.detach(), dim=-1).gather(-1, ids)
+        share = share / share.sum(-1, keepdim=True)  # the releases cut by the share of the k likeliest
         kept = share.cumsum(-1) - share < perturbation.top_p
         p_old = share * kept / (share * kept).sum(-1, keepdim=True)
         p = torch.softmax(torch.where(kept, values, -torch.inf), dim=-1)
@@ -237,7 +238,8 @@ def lepo_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tenso
         z = z.expand(SAMPLES, V)
         share = torch.softmax(z.detach(), dim=-1)
         ordered, ids = share.sort(dim=-1, descending=True)
-        left = (ordered.cumsum(-1) - ordered < perturbation.top_p) & (torch.arange(V) < perturbation.k)
+        of_top = ordered / ordered[:, : perturbation.k].sum(-1, keepdim=True)
+        left = (of_top.cumsum(-1) - of_top < perturbation.top_p) & (torch.arange(V) < perturbation.k)
         noise = -torch.log(torch.empty_like(share).exponential_(generator=generator))
         scores = torch.where(left, ordered.log() + noise, -torch.inf)
         weights = torch.softmax(scores / perturbation.tau, dim=-1)

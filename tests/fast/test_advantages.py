@@ -64,13 +64,13 @@ class TestFormulas:
         close(compute("ngrpo", REWARDS[1:2], n=2), [[-1 / 3 / math.sqrt(4 / 15)] * 4], 3e-6)
 
     def test_ngrpo_epsilon_is_added_to_the_deviation(self) -> None:
-        """Rewards 1 - 1e-6 and 1, and the virtual 1; below 1 by -1e-6, 0, 0, with the mean -1e-6/3. Differences
-        -2/3, 1/3, 1/3 of 1e-6; squares 6/9 e-12; sample variance 3/9 e-12. The deviation, 5.77e-7, is below ε."""
-        rewards = torch.tensor([[1.0 - 1e-6, 1.0]], dtype=torch.float64)
-        deviation = math.sqrt(3 / 9 * 1e-12)
+        """Rewards 1 - 1e-4 and 1, and the virtual 1; below 1 by -1e-4, 0, 0, with the mean -1e-4/3. Differences
+        -2/3, 1/3, 1/3 of 1e-4; squares 6/9 e-8; sample variance 3/9 e-8. The deviation is 5.77e-5, and ε a fiftieth."""
+        rewards = torch.tensor([[1.0 - 1e-4, 1.0]], dtype=torch.float64)
+        deviation = math.sqrt(3 / 9 * 1e-8)
         found = compute("ngrpo", rewards)
-        assert found[0, 0].item() == pytest.approx(-2e-6 / 3 / (deviation + 1e-6), rel=1e-6)
-        assert found[0, 1].item() == pytest.approx(1e-6 / 3 / (deviation + 1e-6), rel=1e-6)
+        assert found[0, 0].item() == pytest.approx(-2e-4 / 3 / (deviation + 1e-6), rel=1e-6)
+        assert found[0, 1].item() == pytest.approx(1e-4 / 3 / (deviation + 1e-6), rel=1e-6)
 
     @pytest.mark.parametrize("highest", [1.0, 0.9, 0.1, 7.3])
     @pytest.mark.parametrize("size", [1, 3, 8, 64])

@@ -126,8 +126,8 @@ def test_pkpo_is_not_clipped_where_right_answers_are_rare() -> None:
     made, right = advantages.create("pkpo", k=16), torch.eye(32)[:1]
     assert made.compute(right).max().item() == pytest.approx(16.0)
     given = Flags(["--rollout.n_samples_per_prompt", "32"])
-    assert made.flags(given)["--reward.clip_range"] == ("-160", "160")
-    assert advantages.create("pkpo", k=2, k_end=8).flags(given)["--reward.clip_range"] == ("-80", "80")
+    assert made.flags(given)["--reward.clip_range"] == ("-480000", "480000")
+    assert advantages.create("pkpo", k=2, k_end=8).flags(given)["--reward.clip_range"] == ("-240000", "240000")
 
 
 def test_pkpo_equal_rewards_give_exactly_nothing() -> None:

@@ -69,7 +69,7 @@ class TestAddedFlags:
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
         assert "--actor.eps_clip_low_high 0.16 0.24" in added
-        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.5" in added
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.499975" in added
         assert "--algo.advantage.estimator group_norm" in added
 
     def test_the_users_clip_and_filter_win(self) -> None:
@@ -78,7 +78,7 @@ class TestAddedFlags:
 
     def test_the_advantage_stands_before_the_preset(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --preset dapo"))
-        assert added.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 1" in added
+        assert added.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 0.99999" in added
         assert "0.16 0.24" in added and "0.28" not in added and "--reward.overlong_buffer_len" in added
 
     def test_gspo_keeps_its_own_clip(self) -> None:

@@ -336,7 +336,7 @@ class TestRun:
         assert settings == RunSettings(advantage_spec=advantage, sampling={"min_p": 0.1})
         assert Flags(args).value("--actor.policy_loss_type") == "gspo"
         assert args.count("--actor.loss_agg_mode") == 1
-        assert "--algo.dynamic_filtering_range -1000000 1" in capsys.readouterr().out
+        assert "--algo.dynamic_filtering_range -1000000 0.99999" in capsys.readouterr().out
         written = json.loads(Path("r/summary.json").read_text())
         assert written["advantage"] == advantage
         sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1, "correct_mask": False}

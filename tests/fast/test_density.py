@@ -288,10 +288,10 @@ def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) 
     widths = set()
     for row, z in enumerate(step.logits.double()):
         ids, before, kept = z.argsort(descending=True)[:5], 0.0, []
-        for token in ids.tolist():
+        for token, share in zip(ids.tolist(), torch.softmax(z[ids], dim=-1).tolist()):
             if before < top_p:
                 kept.append(token)
-            before += torch.softmax(z, dim=-1)[token].item()
+            before += share
         widths.add(len(kept))
         at = torch.tensor([kept])
         old, new = (torch.softmax(values[row].double()[at], dim=-1) for values in (step.logits, logits))

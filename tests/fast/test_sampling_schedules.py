@@ -34,19 +34,20 @@ def tokens(generated: list[int], step: int = 0, logits: Tensor | None = None, te
 
 
 def test_ead_as_released() -> None:
-    """exp(t / 500) at step 0: 2.2 − e^.02 at t = 10, 2.2 − e^.6 at 300, and below τ_min at 400."""
+    """Its steps count from 1, so the first has d = 30 and exp(t / 600): 2.2 − e^(1/60) at t = 10, 2.2 − e^.5 at 300,
+    and below τ_min at 450."""
     ead = sampling_schedules.create("ead", variant="released")
-    found = ead.factor(tokens([0, 9, 10, 300, 400, 100_000])).tolist()
-    assert found == pytest.approx([1.0, 1.0, 1.179799, 0.377881, 0.1, 0.1], abs=1e-6)
-    # d_100 = 25 + 500: e^(3000 / 10500).
-    assert ead.factor(tokens([3000], step=100)).item() == pytest.approx(2.2 - math.exp(3000 / 10500), abs=1e-6)
+    found = ead.factor(tokens([0, 9, 10, 300, 450, 100_000])).tolist()
+    assert found == pytest.approx([1.0, 1.0, 1.183194, 0.551279, 0.1, 0.1], abs=1e-6)
+    # The 101st step: d = 25 + 505, e^(3000 / 10600).
+    assert ead.factor(tokens([3000], step=100)).item() == pytest.approx(2.2 - math.exp(3000 / 10600), abs=1e-6)
 
 
 def test_ead_as_written() -> None:
-    """exp(t / d), d = d_0 + 5 s; at step 0 as released, then cooling sooner than that."""
-    paper, released = (sampling_schedules.create("ead", variant=name) for name in ("paper", "released"))
-    at = [0, 10, 77, 300, 395]
-    assert torch.equal(paper.factor(tokens(at)), released.factor(tokens(at)))
+    """exp(t / d), d = d_0 + 5 s, s from 0: exp(t / 500) first, so 2.2 − e^.02 at t = 10 and 2.2 − e^.6 at 300."""
+    paper = sampling_schedules.create("ead")
+    found = paper.factor(tokens([0, 9, 10, 300, 400])).tolist()
+    assert found == pytest.approx([1.0, 1.0, 1.179799, 0.377881, 0.1], abs=1e-6)
     assert paper.factor(tokens([300], step=100)).item() == pytest.approx(2.2 - math.exp(0.3), abs=1e-6)
     own = sampling_schedules.create("ead", d_0=50, growth=10, tau_max=1.5, tau_min=0.4, c=2)
     found = own.factor(tokens([1, 2, 60], step=5)).tolist()
@@ -71,6 +72,20 @@ def test_edt_by_hand() -> None:
     assert own.factor(tokens([0, 5, 9], logits=z)).tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("theta", [1e-3, 0.1, 5.0])
+def test_edt_where_one_token_is_left(theta: float) -> None:
+    """H = 0 gives the lowest temperature: a gap of 200 nats, one token allowed, one token in the vocabulary."""
+    edt, gap = sampling_schedules.create("edt", theta=theta), [200.0, 0.0, -3.0, 1.0]
+    for row in (gap, gap[::-1], [-math.inf, -math.inf, 7.0, -math.inf], [0.5]):
+        at = tokens([4], logits=torch.tensor([row]))
+        assert at.entropies().tolist() == [0.0] and math.copysign(1.0, at.entropies().item()) == 1.0
+        factor = edt.factor(at)
+        assert factor.tolist() == pytest.approx([0.1])
+        assert torch.softmax(at.logits / factor, dim=-1).max().item() == 1.0
+    # At N = 1 nothing changes, there as elsewhere.
+    assert sampling_schedules.create("edt", base=1.0).factor(tokens([4], logits=torch.tensor([gap]))).tolist() == [1.0]
+
+
 def test_e3_by_hand() -> None:
     """τ = 1, H = .25, H* = .5, V = 151936: 1 + ln 2 / (ln V + ln ln V) = 1.048101."""
     e3, run = sampling_schedules.create("e3", annealing=False), Run(10, 1.0, 151936)
@@ -92,10 +107,14 @@ def test_e3_by_hand() -> None:
     assert e3.factor_of_step([PastStep(1.0, 0.0), PastStep(1.0, 0.0)], run) == 1.0
 
 
-@pytest.mark.parametrize(("step", "share"), [(5, 1.0), (6, 1.0), (7, 0.985355339), (8, 0.95), (10, 0.9)])
-def test_e3_lets_its_target_fall_in_the_last_two_fifths(step: int, share: float) -> None:
-    """x = ½ at step 8 of 10: ½ (1 + cos π/2) = ½, so 0.1 · ½ + 0.9; at step 7, ½ (1 + cos π/4) = .853553."""
-    past = [PastStep(1.0, 0.5)] * (step - 1) + [PastStep(1.0, 0.5 * share)]
+@pytest.mark.parametrize(
+    ("done", "share"),
+    [(6, 1.0), (7, 1.0), (8, 0.985355339), (9, 0.95), (10, 0.914644661), (11, 0.9), (12, 0.9), (15, 0.9), (19, 0.9)],
+)
+def test_e3_lets_its_target_fall_in_the_last_two_fifths(done: int, share: float) -> None:
+    """Of ten steps the target falls from the sixth on. The release sets it after a step, for the next comparison: after
+    eight, H* is that of x = (7 − 6)/4, 0.1 · ½ (1 + cos π/4) + 0.9; after nine, x = ½. Beyond the run it stays."""
+    past = [PastStep(1.0, 0.5)] * (done - 1) + [PastStep(1.0, 0.5 * share)]
     assert sampling_schedules.create("e3").factor_of_step(past, Run(10, 1.0, 1000)) == pytest.approx(1.0, abs=1e-9)
 
 

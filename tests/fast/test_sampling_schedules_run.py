@@ -63,7 +63,7 @@ def test_a_position_has_its_temperature_however_it_is_computed() -> None:
     step = Step(name="ead", variant="released")
     step.add("a", 7, training_step=100)
     step.add("b", 3)
-    hot, first = 2.2 - math.exp(10 / 10500), 2.2 - math.exp(20 / 500)
+    hot, first = 2.2 - math.exp(10 / 10600), 2.2 - math.exp(20 / 600)
     assert step.factor(["a", "b"], [16, 22], [1, 1]) == pytest.approx([hot, first])
     assert step.factor(["b", "a"], [0, 9], [23, 8]) == pytest.approx([first, hot])
     assert step.factor(["a"], [0], [17]) == pytest.approx([hot])
@@ -328,9 +328,9 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
 )
 def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
     schedule = sampling_schedules.create(name, evaluation=True)
-    spec = create("gumbel", density="gumbel" if density else "token").spec()
+    spec = (create("gumbel", density="gumbel") if density else create("soft")).spec()
     asked = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=spec)
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         preflight.check_sampling_schedule(Flags(words).with_defaults(schedule.flags(Flags())), asked)
-    fine = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=create("gumbel").spec())
+    fine = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=create("soft").spec())
     preflight.check_sampling_schedule(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())), fine)

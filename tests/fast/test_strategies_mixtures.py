@@ -280,6 +280,13 @@ def test_latent_takes_the_nucleus_and_at_least_k() -> None:
     assert row(create("latent", k=2, top_p=1.0, pool=3).propose(step_of(P, noise=noise)))[0] == [2, 0]
 
 
+def test_latent_density_is_a_mean_over_the_tokens_that_kept_a_weight() -> None:
+    """Weights .7, .3 and one that float32 lost, normalizer 0: Δ = ln(.7/.6), 0; (−.154151 − 6/7 − 1) / 2, not / 3."""
+    edit = InputEdit(torch.tensor([[0, 1, 0]]), torch.tensor([[0.7, 0.3, 0.0]]), normalizer=torch.zeros(1))
+    density = create("latent", k=3, density="latent").log_density(replayed(edit, 0, [0.6, 0.3, 0.1]))
+    assert density.tolist() == close(-1.005647)
+
+
 def test_latent_refuses_what_it_could_not_replay() -> None:
     with pytest.raises(UsageError, match=r"tau=0\.1: must be at least 0\.5"):
         create("latent", density="latent", tau=0.1)

@@ -71,8 +71,8 @@ ADVANTAGES = [
     ),
     Mutation(
         "ngrpo/advantages/ngrpo.py",
-        "(rewards - self.max_reward).clamp(max=0.0)",
-        "(rewards - 1.0).clamp(max=0.0)",
+        "below = rewards - self.max_reward",
+        "below = rewards - 1.0",
         "test_advantages.py",
         "ngrpo: max_reward is ignored",
     ),
@@ -80,7 +80,7 @@ ADVANTAGES = [
         "ngrpo/advantages/ngrpo.py",
         '("0.16", "0.24")',
         '("0.24", "0.16")',
-        "test_advantages.py",
+        "test_advantages_flags.py",
         "ngrpo: the clip range the wrong way round",
     ),
     Mutation(
@@ -205,6 +205,43 @@ BEST_OF_K = [
         ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
     ),
 ]
+
+_ORDER, _RISK = "test_advantages_order.py", "test_advantages_rs_grpo.py"
+
+AT_THE_BOUND = [
+    *of_file(
+        "ngrpo/advantages/ngrpo.py",
+        _ORDER,
+        ("_plain(self.max_reward - self._rounding)", "_plain(self.max_reward)", "ngrpo: 0.7 is not 0.7 in float32"),
+        ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
+        ("ROUNDING * max(1.0, abs(self.max_reward))", "ROUNDING", "ngrpo: a large maximum is rounded more than that"),
+        (r'f"{number:.7f}".rstrip("0").rstrip(".")', 'f"{number:.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
+    ),
+    *of_file(
+        "ngrpo/advantages/pkpo.py",
+        _ORDER,
+        ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
+        ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
+    ),
+    *of_file(
+        "ngrpo/trainer/advantage_seams.py",
+        _ORDER,
+        ("advantages.reshape(-1)[order]", "advantages.reshape(-1)", "answers get each other's advantages"),
+        ("result[order] = values", "result[:] = values", "answers stand in each other's groups"),
+    ),
+]
+
+RISK = of_file(
+    "ngrpo/advantages/rs_grpo.py",
+    _RISK,
+    ("torch.expm1(self.beta * below)", "torch.expm1(below)", "rs_grpo: β is missing in the exponent"),
+    ("(1.0 + mean) / self.beta", "(1.0 + mean)", "rs_grpo: not divided by β"),
+    ("(utility - mean) / (1.0 + mean)", "(utility - mean)", "rs_grpo: not divided by the group's mean"),
+    ("(utility - mean)", "utility", "rs_grpo: 1 is not taken off"),
+    ("rewards - rewards.amax(-1, keepdim=True)", "rewards * 1.0", "rs_grpo: large rewards overflow"),
+    ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
+    ("if largest > 10.0:", "if largest > 1e9:", "rs_grpo: a rare right answer is clipped"),
+)
 
 OVERLONG = of_file(
     "ngrpo/advantages/base.py",

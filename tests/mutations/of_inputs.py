@@ -153,7 +153,7 @@ SAMPLING = [
     ),
 ]
 
-_MIXTURES = "test_strategies_mixtures.py"
+_MIXTURES, _SETS = "test_strategies_mixtures.py", "test_top_p_sets.py"
 
 MIXTURES = [
     *of_file(
@@ -219,6 +219,7 @@ MIXTURES = [
             "latent: p at another temperature",
         ),
         ("kept[:, : self.k] = True", "kept[:, :1] = True", "latent: fewer than k tokens"),
+        ("/ kept.sum(dim=-1).clamp_min(1)", "/ self.k", "latent: lost weights are counted in the mean"),
         ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
         ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
         (
@@ -229,6 +230,29 @@ MIXTURES = [
         ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
         ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
         ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
+    ),
+    *of_file(
+        "perturbations/strategies/latent.py",
+        _SETS,
+        ("before < (self.top_p", "before <= (self.top_p", "latent: a token too many at the bound of top-p"),
+    ),
+    *of_file(
+        "perturbations/top_tokens.py",
+        _SETS,
+        ("kept = before < top_p", "kept = before <= top_p", "top-p: a token too many at the bound"),
+        ('if top_p_of == "top_k":', 'if top_p_of == "vocabulary":', "top-p: of the vocabulary for that of the top k"),
+        (
+            "(probabilities[:, :-1].cumsum(dim=-1), (1, 0))",
+            "(probabilities[:, 1:].cumsum(dim=-1), (1, 0))",
+            "top-p: sums",
+        ),
+        ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
+    ),
+    *of_file(
+        "perturbations/strategies/selar.py",
+        _SETS,
+        ("if self.filtered and", "if", "selar: filtered where the paper is not"),
+        ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ),
     *of_file(
         "perturbations/gates/first.py",

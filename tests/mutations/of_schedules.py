@@ -9,11 +9,12 @@ SCHEDULES = [
     *of_file(
         "ngrpo/sampling_schedules/ead.py",
         "test_sampling_schedules.py",
-        ("self.growth * at.step.float()", "self.growth", "ead: d does not grow with the training"),
+        ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
         ('"released": 20.0', '"released": 1.0', "ead: the released exponent"),
         (".clamp_max(_SLOWEST)", "", "ead: d grows for ever"),
         (".clamp_min(self.tau_min)", "", "ead: no lowest temperature"),
+        ('"released": 1}', '"released": 0}', "ead: the release's first step is its step 0"),
     ),
     *of_file(
         "ngrpo/sampling_schedules/edt.py",
@@ -26,6 +27,7 @@ SCHEDULES = [
         "test_sampling_schedules.py",
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
         ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
+        (".sum(dim=-1).abs()", ".sum(dim=-1).neg()", "an entropy of -0, by which edt divides"),
     ),
     *of_file(
         "ngrpo/sampling_schedules/e3.py",
@@ -34,6 +36,33 @@ SCHEDULES = [
         ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
         ("+ math.log(math.log(run.vocabulary))", "", "e3: ln ln V is missing"),
         ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
+        ("min(since / (steps - start), 1.0)", "since / (steps - start)", "e3: beyond the run the target rises again"),
+        ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
+    ),
+    *of_file(
+        "ngrpo/preflight.py",
+        "test_sampled_text.py",
+        ("and not perturbation.samples_text:", "and False:", "weights of tokens that were not drawn from the policy"),
+        ("if replace(perturbation, **{field.name: choice}).samples_text:", "if False:", "no way out is named"),
+    ),
+    *of_file(
+        "perturbations/testing/proposal.py",
+        "test_sampled_text.py",
+        (
+            "not perturbation.samples_text or torch",
+            "True or torch",
+            "a text that is not sampled passes for one that is",
+        ),
+    ),
+    *of_file(
+        "perturbations/strategies/neighbor.py",
+        "test_sampled_text.py",
+        ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
+    ),
+    *of_file(
+        "ngrpo/rollout/sample_tokens.py",
+        "test_forced_tokens.py",
+        (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ),
     *of_file(
         "ngrpo/rollout/perturber.py",

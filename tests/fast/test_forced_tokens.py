@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A position at which one token is allowed: it is drawn, whatever its key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ngrpo.rollout.sample_tokens import _scores, exponentials
+
+_WORD = (1 << 32) - 1
+
+
+def _inverted(x: int) -> int:
+    """The number whose hash, lowbias32, is x: each of its steps undone."""
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 1 << 32) & _WORD
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 1 << 32) & _WORD
+    return x ^ x >> 16
+
+
+def key_of(token: int, hashed: int, first: int = 0) -> int:
+    """A key, as int64, under which ``token``'s hash is ``hashed``: mix(mix(token ^ first) + second)."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+        x = (x ^ x >> 15) * 0x846CA68B & _WORD
+        return x ^ x >> 16
+
+    second = (_inverted(hashed) - mixed(token ^ first)) & _WORD
+    assert mixed((mixed(token ^ first) + second) & _WORD) == hashed
+    key = second << 32 | first
+    return key - (1 << 64) if key >> 63 else key
+
+
+@pytest.mark.parametrize("hashed", [_WORD, _WORD - 127, _WORD - 128, _WORD - 300, 1 << 31, 1, 0])
+@pytest.mark.parametrize("token", [0, 3, 41_000])
+def test_the_only_allowed_token_is_drawn_with_the_very_key(token: int, hashed: int) -> None:
+    """Of the 2^32 hashes the 128 largest round to a share of 1, whose exponential would be infinite."""
+    keys = torch.tensor([key_of(token, hashed), key_of(token, hashed, first=77), 12345])
+    draws = exponentials(keys, 49_152)
+    assert draws.isfinite().all() and (draws > 0.0).all()
+    expected = min(hashed + 0.5, (1 << 32) - 256) * 2.0**-32
+    assert draws[:2, token].tolist() == pytest.approx([-torch.tensor(-expected).double().log1p().item()] * 2, rel=1e-4)
+    drawable = torch.full((3, 49_152), -torch.inf)
+    drawable[:, token] = -4.0
+    scores, log_total = _scores(drawable, drawable, keys)
+    assert scores.max(dim=-1).indices.tolist() == [token] * 3 == scores.argmax(dim=-1).tolist()
+    assert log_total.tolist() == [-4.0] * 3
+
+
+def test_the_largest_draw_is_the_least_likely_one_and_no_more() -> None:
+    """−ln 2^-24 = 16.6: such a token loses against one that is as likely, and is not ruled out."""
+    token, rival = 3, 4
+    key = torch.tensor([key_of(token, _WORD)])
+    draws = exponentials(key, 8)[0]
+    assert draws[token].item() == pytest.approx(16.635532, abs=1e-5) and draws.argmax() == token
+    drawable = torch.full((1, 8), -torch.inf)
+    drawable[0, token], drawable[0, rival] = 40.0, 0.0
+    assert _scores(drawable, drawable, key)[0].argmax() == token

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a perturbation's text is drawn from softmax(z / τ), which importance weights of a schedule need."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo import preflight, sampling_schedules
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.sampling_schedules.base import NextTokens
+from ngrpo.trainer.run_settings import RunSettings
+from perturbations import InputEdit, Perturbation, Proposal, Step, available, check_perturbation, streams
+from perturbations.embeddings import matrix_embeddings
+from perturbations.errors import UsageError
+from perturbations.registry import create
+from perturbations.testing import PerturbationError
+
+# Every perturbation, and both values of the options that decide.
+CASES: list[tuple[dict[str, Any], bool]] = [
+    ({"name": "none"}, True),
+    ({"name": "soft"}, True),
+    ({"name": "moi"}, True),
+    ({"name": "selar"}, True),
+    ({"name": "hrpo"}, True),
+    ({"name": "multiplex"}, True),
+    ({"name": "gaussian"}, True),
+    ({"name": "gaussian", "base": "soft"}, True),
+    ({"name": "gaussian", "base": "fuzzy"}, False),
+    ({"name": "orthogonal"}, True),
+    ({"name": "orthogonal", "realization": "anchor"}, False),
+    ({"name": "neighbor"}, False),
+    ({"name": "neighbor", "variant": "released"}, True),
+    ({"name": "gumbel"}, False),
+    ({"name": "gumbel", "clamp": False}, False),
+    ({"name": "dirichlet"}, False),
+    ({"name": "normal"}, False),
+    ({"name": "lepo"}, False),
+    ({"name": "latent"}, False),
+]
+IDS = ["-".join(map(str, spec.values())) for spec, _ in CASES]
+N, V = 40_000, 48
+
+
+def made(spec: dict[str, Any]) -> Perturbation:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return create(**spec)
+
+
+def test_every_perturbation_is_here() -> None:
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    assert {spec["name"] for spec, _ in CASES} == in_tree
+
+
+@pytest.mark.parametrize(("spec", "sampled"), CASES, ids=IDS)
+def test_weights_have_the_mean_1_where_the_text_is_sampled_and_nowhere_else(
+    spec: dict[str, Any], sampled: bool
+) -> None:
+    """E[π / π_rollout] over tokens drawn from π_rollout is 1, by Monte Carlo at a temperature of 1.5.
+
+    The text, as `propose` writes it from logits at that temperature, and log-probabilities as they are recorded.
+    """
+    perturbation = made(spec)
+    assert perturbation.samples_text == sampled
+    generator = torch.Generator().manual_seed(4)
+    embeddings = matrix_embeddings(torch.randn(V, 8, generator=generator))
+    z = (1.5 * torch.randn(V, generator=generator)).expand(N, V).contiguous()
+    seeds, rows = torch.full((N,), 11), torch.arange(N)
+    ead = sampling_schedules.create("ead", c=0, tau_max=1.5, d_0=1e6)
+    factor = ead.factor(NextTokens(z, torch.ones(N), torch.zeros(N, dtype=torch.int64), torch.zeros_like(rows)))
+    assert factor[0].item() == pytest.approx(1.5)
+    scaled = z / factor.unsqueeze(-1)
+    rollout = torch.log_softmax(scaled, dim=-1)
+    keys = streams.keys(seeds, rows, streams.Stream.TOKEN)
+    drawn = (rollout - streams.exponential(keys, torch.arange(V)).log()).argmax(dim=-1)
+    tokens = perturbation.propose(Step(scaled, drawn, factor, seeds, rows, embeddings)).tokens.unsqueeze(-1)
+    weights = (torch.log_softmax(z, dim=-1).gather(-1, tokens) - rollout.gather(-1, tokens)).exp().double()
+    away = abs(weights.mean().item() - 1.0) / (weights.std().item() / N**0.5 + 1e-9)
+    print(spec, f"mean weight {weights.mean().item():.3f}, {away:.1f} standard errors from 1")
+    assert away < 4.0 if sampled else away > 12.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liar(Perturbation):
+    """Writes the likeliest token and says that it is the sampled one."""
+
+    name = "liar"
+
+    def propose(self, step: Step) -> Proposal:
+        likeliest = step.logits.argmax(dim=-1)
+        return Proposal(InputEdit(likeliest.unsqueeze(-1), torch.ones(len(likeliest), 1)), likeliest)
+
+    @property
+    def samples_text(self) -> bool:
+        return True
+
+
+def test_the_conformance_suite_sees_a_text_that_is_not_sampled() -> None:
+    with pytest.raises(
+        PerturbationError, match=r"samples_text is True, but another token .* Answer with step\.sampled"
+    ):
+        check_perturbation(Liar)
+
+
+# --- the preflight ----------------------------------------------------------------------------------------------
+
+
+def check(schedule: str, spec: dict[str, Any], *words: str) -> None:
+    asked = sampling_schedules.create(schedule)
+    settings = RunSettings(sampling_schedule_spec=asked.spec(), perturbation_spec=made(spec).spec())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        preflight.check_sampling_schedule(Flags(list(words)).with_defaults(asked.flags(Flags())), settings)
+
+
+OFF = ("--algo.advantage.is_correction_level", "off")
+
+
+@pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
+@pytest.mark.parametrize(("spec", "sampled"), CASES, ids=IDS)
+def test_a_schedule_goes_with_sampled_text_or_without_weights(
+    spec: dict[str, Any], sampled: bool, schedule: str
+) -> None:
+    needed = sampling_schedules.create(schedule).follows_training  # reads the entropy from the same log-probabilities
+    if sampled:
+        check(schedule, spec)
+        return
+    with pytest.raises(UsageError) as caught:
+        check(schedule, spec)
+    for part in (
+        f"--sampling.schedule {schedule} cannot be used with --perturbation {spec['name']}",
+        "--algo.advantage.is_correction_level token",
+        "another distribution",
+        "Leave one of them out",
+    ):
+        assert part in str(caught.value)
+    assert ("is_correction_level off" in str(caught.value)) == (not needed)
+    if needed:
+        with pytest.raises(UsageError, match="needs the rollouts' log-probabilities"):
+            check(schedule, spec, *OFF)
+    else:
+        check(schedule, spec, *OFF)
+
+
+def test_the_refusal_names_the_option_under_which_the_text_is_sampled() -> None:
+    for spec, option in (
+        ({"name": "neighbor"}, "realization sampled"),
+        ({"name": "orthogonal", "realization": "anchor"}, "realization sampled"),
+        ({"name": "gaussian", "base": "fuzzy"}, "base soft"),
+    ):
+        with pytest.raises(UsageError, match=f"or take --perturbation.{option}, under which the text is sampled"):
+            check("ead", spec)
+    with pytest.raises(UsageError) as caught:
+        check("ead", {"name": "latent"})
+    assert "under which" not in str(caught.value)
+
+
+def test_a_perturbation_that_never_acts_goes_with_a_schedule() -> None:
+    check("ead", {"name": "latent", "rate": 0.0})

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The set of tokens that top-p leaves among the k likeliest: in the releases' order by default, or over all tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from perturbations import streams
+from perturbations.embeddings import matrix_embeddings
+from perturbations.registry import create
+from perturbations.step import Step
+from perturbations.top_tokens import truncated
+from tests.fast.test_density import replayed
+from tests.fast.test_strategies import P, close, row, step_of
+
+NAMES = ("gumbel", "dirichlet", "normal", "lepo")
+# The five hold .84 of the vocabulary: .24, .2, .18, .12, .1 and forty others of .004.
+FIVE = [0.24, 0.20, 0.18, 0.12, 0.10] + [0.004] * 40
+
+
+def kept(probabilities: list[float], **options: object) -> set[int]:
+    """The tokens with a weight."""
+    ids, weights, _ = row(create(**options).propose(step_of(probabilities)))
+    return {token for token, weight in zip(ids, weights) if weight}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_releases_cut_by_the_share_of_the_k_likeliest(name: str) -> None:
+    """P = 8 : 4 : 2 of 16, k = 3, top-p .8: before the third token stand 12/14 = .857 of the three, so it is cut; of
+    the vocabulary 12/16 = .75, so it stays."""
+    assert kept(P, name=name, k=3, top_p=0.8) == {0, 1}
+    assert kept(P, name=name, k=3, top_p=0.8, top_p_of="vocabulary") == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_the_k_likeliest_do_not_hold_top_p_only_the_releases_cut_at_all(name: str) -> None:
+    """FIVE of k = 5: before the fifth .74/.84 = .881 of the five, so .85 cuts it; of the vocabulary .74."""
+    k = {"k": 5, "top_p": 0.85}
+    assert kept(FIVE, name=name, **k) == {0, 1, 2, 3}
+    assert kept(FIVE, name=name, **k, top_p_of="vocabulary") == {0, 1, 2, 3, 4}
+
+
+def test_the_weights_are_of_the_tokens_left() -> None:
+    """LEPO without noise at τ = 1, from FIVE: .24, .2, .18, .12 over .74."""
+    step = step_of(FIVE, noise=[0.0] * 45)
+    ids, weights, token = row(create("lepo", k=5, top_p=0.85, tau=1.0).propose(step))
+    assert (ids, token) == ([0, 1, 2, 3, 0], 0)
+    assert weights == close(0.24 / 0.74, 0.20 / 0.74, 0.18 / 0.74, 0.12 / 0.74, 0.0)
+    # Of the vocabulary: all five, over .84.
+    ids, weights, _ = row(create("lepo", k=5, top_p=0.85, tau=1.0, top_p_of="vocabulary").propose(step))
+    assert ids == [0, 1, 2, 3, 4] and weights == close(*(p / 0.84 for p in FIVE[:5]))
+
+
+# --- ties at the bound -----------------------------------------------------------------------------------------------
+
+TIES = [
+    # Equal shares, exact in binary: a token is left out once those before it hold exactly top-p.
+    ([0.0, 0.0], 0.5, 1),
+    ([0.0] * 4, 0.5, 2),
+    ([0.0] * 4, 0.75, 3),
+    ([0.0] * 8, 0.125, 1),
+    ([0.0] * 8, 0.875, 7),
+    # A hair to either side of the bound.
+    ([0.0] * 4, 0.75 + 1e-6, 4),
+    ([0.0] * 4, 0.75 - 1e-6, 3),
+    ([0.0] * 4, 0.5 + 1e-6, 3),
+    # .5, .25, .25: the third is cut at exactly .75.
+    ([math.log(2.0), 0.0, 0.0], 0.75, 2),
+    ([math.log(2.0), 0.0, 0.0], 0.5, 1),
+]
+
+
+@pytest.mark.parametrize("top_p_of", ["top_k", "vocabulary"])
+@pytest.mark.parametrize(("logits", "top_p", "count"), TIES)
+def test_exact_ties_at_the_bound(logits: list[float], top_p: float, count: int, top_p_of: str) -> None:
+    """As the releases: SofT-GRPO's kernel and Hugging Face's warper keep the fewest tokens that hold top-p."""
+    z = torch.tensor([logits])
+    ids, p = truncated(z, len(logits), top_p, top_p_of)
+    assert int((p > 0.0).sum()) == count
+    assert p[0, :count].tolist() == close(*(torch.softmax(z[0, :count], dim=-1).tolist()))
+    assert (ids[0, count:] == ids[0, 0]).all() and (p[0, count:] == 0.0).all()
+
+
+@pytest.mark.parametrize(("logits", "top_p", "count"), TIES)
+def test_latent_s_nucleus_has_the_same_bound(logits: list[float], top_p: float, count: int) -> None:
+    """Of the whole vocabulary, as in its release: with k = 1 a token takes part only within it."""
+    size, z, seeds = len(logits), torch.tensor([logits]), torch.full((1,), 7)
+    nucleus = z.topk(size).indices[0, :count].tolist()
+    for token in range(size):
+        embeddings = matrix_embeddings(torch.eye(size))
+        step = Step(z, torch.zeros(1, dtype=torch.int64), torch.ones(1), seeds, seeds, embeddings)
+        object.__setattr__(step, "noise", 3.0 * torch.nn.functional.one_hot(torch.tensor([token]), size).float())
+        object.__setattr__(step, "gumbel", lambda ids, noise=step.noise: noise.gather(-1, ids) - 1.5)
+        chosen = create("latent", k=1, top_p=top_p).propose(step).tokens.item()
+        assert (chosen == token) == (token in nucleus)
+
+
+# --- rollout and replay ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_p_of", ["top_k", "vocabulary"])
+@pytest.mark.parametrize("name", ["gumbel", "dirichlet", "normal"])
+def test_the_replay_has_the_rollout_s_set_and_its_probabilities(name: str, top_p_of: str) -> None:
+    """At the policy that drew them, the density is that of the very draws: of the seed's noise, with p over the set."""
+    options = {"alpha": 4.0} if name == "dirichlet" else {}
+    perturbation = create(name, density=name, top_p=0.8, top_p_of=top_p_of, **options)
+    n = 64
+    logits = 2.5 * torch.randn(n, 45, generator=torch.Generator().manual_seed(9))
+    seeds, positions = torch.full((n,), 5), torch.arange(n)
+    embeddings = matrix_embeddings(torch.randn(45, 4, generator=torch.Generator().manual_seed(1)))
+    step = Step(logits, logits.argmax(-1), torch.ones(n), seeds, positions, embeddings)
+    proposal = perturbation.propose(step)
+    found = perturbation.log_density(replayed(step, proposal, logits)).double()
+    keys = streams.keys(seeds, positions, streams.Stream.WEIGHTS)
+    widths = set()
+    for i in range(n):
+        values, ids = logits[i].double().sort(descending=True)
+        share = torch.softmax(values[:5], -1) if top_p_of == "top_k" else torch.softmax(values, -1)[:5]
+        count = sum(float(share[:j].sum()) < 0.8 for j in range(5))
+        widths.add(count)
+        p = torch.softmax(values[:count], dim=-1)
+        assert {*proposal.edit.ids[i].tolist()} == {*ids[:count].tolist()}
+        expected = _density(name, p, keys[i : i + 1], ids[:count].view(1, -1))
+        assert found[i].item() == pytest.approx(expected, rel=2e-3, abs=2e-3), i
+    assert len(widths) > 1
+
+
+def _density(name: str, p: Tensor, key: Tensor, ids: Tensor) -> float:
+    """The mean of the terms that the papers write, from noise drawn again."""
+    if name == "gumbel":
+        g = streams.gumbel(key, ids).double()[0].clamp(-1.5, 3.0)
+        terms, used = -g - (-g).exp(), (p + 1e-6).log() > -3.0
+    elif name == "dirichlet":
+        log_draws = streams.log_gamma(key, ids, (4.0 * p).float().view(1, -1)).double()[0]
+        terms = ((4.0 * p - 1.0) * log_draws - log_draws.exp() - torch.lgamma(4.0 * p)).clamp(-5.0, 3.0)
+        used = p > 0.05
+    else:
+        noise = streams.normal(key, ids).double()[0].clamp(-3.0, 3.0)
+        terms, used = -0.5 * noise.square() - math.log(0.05 * math.sqrt(2.0 * math.pi)), p > 0.05
+    return (terms[used].sum() / used.sum().clamp_min(1)).item()
+
+
+def test_latent_has_no_such_option() -> None:
+    """Its release takes top-p of the whole vocabulary, and at least the k likeliest: there is no other order."""
+    assert not hasattr(create("latent"), "top_p_of") and create("latent").top_p == 0.95
+
+
+# --- SeLaR: the request's filters first ------------------------------------------------------------------------------
+
+
+def test_selar_after_the_request_s_filters() -> None:
+    """p = .5, .3, .2 of which the request left the first two: p = 5/8, 3/8; H = .661563 / ln 3 = .602181 ≥ τ.
+
+    (1 + H) p, less H at the first: .399182, .600818. Of one token left H is 0, and the position is an ordinary one.
+    """
+    step = step_of([0.5, 0.3, 0.2], sampled=1)
+    two, one = step.logits.clone(), step.logits.clone()
+    two[:, 2], one[:, 1:] = -torch.inf, -torch.inf
+
+    def proposed(drawable: Tensor | None, filtered: bool = True) -> tuple:
+        whole = Step(**{**vars(step), "drawable": drawable})
+        proposal = create("selar", filtered=filtered).propose(whole)
+        return (*row(proposal), proposal.acts.item())
+
+    assert proposed(two) == ([1, 0, 1, 0], close(0.0, 0.399182, 0.600818, 0.0), 1, True)
+    assert proposed(one) == ([1, 0, 0, 0], [1.0, 0.0, 0.0, 0.0], 1, False)
+    plain = ([1, 0, 1, 2], close(0.0, 0.031385, 0.581169, 0.387446), 1, True)
+    assert proposed(None) == plain and proposed(two, filtered=False) == plain, "the paper's own"
