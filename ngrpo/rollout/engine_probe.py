@@ -2,7 +2,7 @@
 """An engine's proof that its overrides land where they belong: a few tiny requests, before anybody else's.
 
 It runs in the engine's core, with the engine's own scheduler, model runner and graphs, so that whatever a model does
-with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.probe`'s.
+with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.override_probe`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
+from ngrpo.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
 from ngrpo.rollout.settings import KEY, read
 from perturbations.replay import ReplayRecord
 
@@ -35,8 +35,8 @@ def engine_started(core: Any) -> None:
 
 
 def due(core: Any) -> None:
-    """The engine is proven again before its next request: new weights are in place."""
-    setattr(core, _DUE, True)
+    """An engine with an override is proven again before its next request: new weights are in place."""
+    setattr(core, _DUE, read(core.vllm_config.additional_config) is not None)
 
 
 def before_request(core: Any) -> None:
@@ -142,7 +142,7 @@ def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]
     if partly:
         # A table that follows the token in the text has a part in the row: only that something changes is known.
         changed = min(_distance(at_row(replaced), at_row(plain)) / effect, 1.0) if effect else 0.0
-        return [*found, Comparison("an overridden row, which must change", (1.0 - changed) * effect, effect, 0.99)]
+        return [*found, Comparison("an overridden row, which must change", (1.0 - changed) * effect, effect, 0.9)]
     step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
     return [
         *found,

@@ -24,6 +24,7 @@ from ngrpo.rollout.settings import (
     fingerprint,
     request_arguments,
 )
+from ngrpo.trainer import unperturbed
 from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
@@ -42,7 +43,7 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._numbers = AnswerNumbers()
+        self._numbers, self._followed = AnswerNumbers(), unperturbed.Turns()
         self._reward: CheckedReward | None = None
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
@@ -51,8 +52,10 @@ class RecordingExecutor:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
         # Numbered before anything is awaited: answer i of a group has the same draws in every run.
         arguments = dict(request_arguments(kwargs.get("sampling_params")))
-        number = self._numbers.next(str(kwargs.get("prompt")), arguments.pop("round", 0))
-        conversation = Conversation({"sample": number, **arguments})
+        round_, perturbation = arguments.pop("round", 0), current_run().perturbation
+        number = self._numbers.next(str(kwargs.get("prompt")), round_)
+        perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
+        conversation = Conversation({"sample": number, **arguments}, self._followed.next(round_, perturbed))
         token = _conversation.set(conversation)
         try:
             response = await self._executor.execute(**kwargs)
@@ -152,6 +155,10 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
+        if conversation.followed:
+            conversation.followed = False
+            seed = trajectory_seed(arguments["seed"], arguments["sample"])
+            conversation.unperturbed = await unperturbed.ask(actor, prompt, sampling_params, seed)
     return output
 
 
@@ -163,7 +170,14 @@ async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwarg
     result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
     if empty_cache:
         await actor.llm.collective_rpc("perturbation_prepare")
+        await weights_synced(actor)
     return result
+
+
+async def weights_synced(actor: Any) -> None:
+    """In a strict run the engine proves itself again, on its new weights, before its next request."""
+    if current_run().strict:
+        await actor.llm.collective_rpc("perturbation_probe")
 
 
 def perturbed_engine(plain: type) -> type:
@@ -199,6 +213,10 @@ def perturbed_engine(plain: type) -> type:
 
         async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
             return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
+
+        async def load_weights_file(self, path: str) -> None:
+            await plain.load_weights_file(self, path)
+            await weights_synced(self)
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
