@@ -7,6 +7,7 @@ with its embedding is in it; docs/decisions.md has the reasons. The judgement is
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from perturbations.replay import ReplayRecord
 
 _DUE, _PASSED = "_perturbation_probe_due", "_perturbation_probe_passed"
 _TOP = 5  # log-probabilities that are compared at a generated token
+_NUMBERS = itertools.count()
 _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
 
 
@@ -125,14 +127,16 @@ def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]
     def before(answer: _Answer) -> Any:
         return (answer.text[: row - 1],)
 
-    def whole(answer: _Answer) -> Any:
-        return (answer.text, *answer.next_tokens[:2])
+    def whole(answer: _Answer, start: int = 0) -> Any:
+        return (answer.text[start:], *answer.next_tokens[:2])
 
     effect = _distance(at_row(plain), at_row(as_text))
     step_effect = _distance((plain.next_tokens[1],), (longer.next_tokens[0],))
     found = [
         Comparison("rows before the overridden one", _distance(before(replaced), before(plain)), effect),
-        Comparison("a row overridden with its own token's embedding", _distance(whole(own), whole(plain)), effect),
+        Comparison(
+            "a row overridden with its own token's embedding", _distance(whole(own, row), whole(plain, row)), effect
+        ),
         Comparison("the request in front", _distance(whole(beside_first), whole(plain_first)), effect),
         Comparison("the request behind", _distance(whole(beside_last), whole(plain_last)), effect),
         Comparison(
@@ -140,9 +144,11 @@ def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]
         ),
     ]
     if partly:
-        # A table that follows the token in the text has a part in the row: only that something changes is known.
-        changed = min(_distance(at_row(replaced), at_row(plain)) / effect, 1.0) if effect else 0.0
-        return [*found, Comparison("an overridden row, which must change", (1.0 - changed) * effect, effect, 0.9)]
+        # A table that follows the token in the text has a part in the row: only that this very row changes is known.
+        here = _distance((plain.text[row : row + 1],), (as_text.text[row : row + 1],))
+        changed = _distance((plain.text[row : row + 1],), (replaced.text[row : row + 1],))
+        same = 1.0 - min(changed / here, 1.0) if here else 1.0
+        return [*found, Comparison("an overridden row, which must change", same * here, here, 0.9)]
     step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
     return [
         *found,
@@ -172,7 +178,8 @@ def _ask(core: Any, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> 
         requests: tokens, and by position the token whose embedding is fed there; the position after the last token
             is that of the first generated one.
     """
-    names = [f"perturbation-probe-{number}" for number in range(len(requests))]
+    # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
+    names = [f"perturbation-probe-{next(_NUMBERS)}" for _ in requests]
     for name, (tokens, fed) in zip(names, requests):
         core.add_request(*core.preprocess_add_request(_request(name, tokens, fed)))
     answers = {name: _Answer() for name in names}

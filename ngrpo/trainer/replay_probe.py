@@ -60,13 +60,15 @@ def _comparisons(
     effect = apart(plain, as_text, row)
     found = [
         Comparison("rows before the replayed one", apart(replaced, plain, stop=row - 1), effect),
-        Comparison("a row replayed with its own token's embedding", apart(own, plain), effect),
+        Comparison("a row replayed with its own token's embedding", apart(own, plain, row), effect),
         Comparison("the sample in front", apart(beside_first, plain_first), effect),
         Comparison("the sample behind", apart(beside_last, plain_last), effect),
     ]
     if partly:
-        changed = min(apart(replaced, plain, row) / effect, 1.0) if effect else 0.0
-        return [*found, Comparison("a replayed row, which must change", (1.0 - changed) * effect, effect, 0.9)]
+        # A table that follows the token in the text has a part in the row: only that this very row changes is known.
+        here = apart(plain, as_text, row, row + 1)
+        same = 1.0 - min(apart(replaced, plain, row, row + 1) / here, 1.0) if here else 1.0
+        return [*found, Comparison("a replayed row, which must change", same * here, here, 0.9)]
     return [*found, Comparison("a replayed row", apart(replaced, as_text, row), effect)]
 
 
