@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
-from ngrpo.rollout.settings import KEY, read
+from ngrpo.rollout.settings import DEFERRED_PROBE, KEY, read
 from perturbations.replay import ReplayRecord
 
 _DUE, _PASSED = "_perturbation_probe_due", "_perturbation_probe_passed"
@@ -31,14 +31,25 @@ def engine_started(core: Any) -> None:
     Raises:
         ProbeFailure: where an override does not land where it belongs.
     """
-    perturbation = read(core.vllm_config.additional_config)
-    if perturbation is not None and perturbation.active:
+    given = core.vllm_config.additional_config
+    perturbation = read(given)
+    if perturbation is None or not perturbation.active:
+        return
+    if given.get(DEFERRED_PROBE):
+        setattr(core, _DUE, True)
+    else:
         prove(core)
 
 
-def due(core: Any) -> None:
-    """An engine with an override is proven again before its next request: new weights are in place."""
-    setattr(core, _DUE, read(core.vllm_config.additional_config) is not None)
+def asked(core: Any) -> None:
+    """Proves an engine with an override now, where it is idle, or else before the next request that finds it so.
+
+    Raises:
+        ProbeFailure: where an override does not land where it belongs.
+    """
+    if read(core.vllm_config.additional_config) is not None:
+        setattr(core, _DUE, True)
+        before_request(core)
 
 
 def before_request(core: Any) -> None:
@@ -50,7 +61,7 @@ def before_request(core: Any) -> None:
 def perturbation_replaced(core: Any) -> None:
     """An engine that started without an active perturbation has one now."""
     if not getattr(core, _PASSED, False):
-        due(core)
+        setattr(core, _DUE, True)
 
 
 def prove(core: Any) -> float:

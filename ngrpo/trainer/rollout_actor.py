@@ -16,6 +16,7 @@ import numpy as np
 from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
+    DEFERRED_PROBE,
     KEY,
     REPLAY_BUFFER,
     SAMPLING_MASKS,
@@ -87,6 +88,34 @@ async def confirm(actor: Any, perturbation: Perturbation) -> None:
         # vLLM answers a method that its workers lack with an error of its own.
         fingerprints = [""]
     check_installed(fingerprints, fingerprint(perturbation, current_run().sampling_schedule))
+
+
+class EngineProof:
+    """Has an engine prove that its overrides land where they belong; requests wait for it.
+
+    At the start, and in a strict run again before the first request after each weight sync: not at its end, when a
+    hybrid engine's KV cache is asleep.
+    """
+
+    def __init__(self, llm: Any, perturbed: bool) -> None:
+        self._llm, self._perturbed = llm, perturbed
+        self._asked: asyncio.Task[Any] | None = None
+
+    def weights_synced(self) -> None:
+        """New weights are in place."""
+        if current_run().strict:
+            self._asked = None
+
+    async def passed(self) -> None:
+        """Returns once the engine has proven itself, or is busy with earlier requests and will as soon as it is not.
+
+        Raises:
+            Exception: vLLM's own, with the probe's message.
+        """
+        if self._perturbed:
+            if self._asked is None:
+                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
+            await asyncio.shield(self._asked)
 
 
 class PickUps:
@@ -170,14 +199,8 @@ async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwarg
     result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
     if empty_cache:
         await actor.llm.collective_rpc("perturbation_prepare")
-        await weights_synced(actor)
+        actor.perturbation_proof.weights_synced()
     return result
-
-
-async def weights_synced(actor: Any) -> None:
-    """In a strict run the engine proves itself again, on its new weights, before its next request."""
-    if current_run().strict:
-        await actor.llm.collective_rpc("perturbation_probe")
 
 
 def perturbed_engine(plain: type) -> type:
@@ -196,16 +219,20 @@ def perturbed_engine(plain: type) -> type:
                 SAMPLING_MASKS: run.corrects_sampling,
                 SAMPLING_SCHEDULE: run.sampling_schedule_spec,
                 REPLAY_BUFFER: run.replay_buffer_spec,
+                DEFERRED_PROBE: True,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
             await confirm(self, perturbation)
+            self.perturbation_proof = EngineProof(self.llm, perturbation.active)
+            await self.perturbation_proof.passed()
             self.perturbation_pick_ups = PickUps(self.llm)
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
             if multi_modal_data:
                 raise UsageError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
+            await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params)
 
         async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
@@ -216,7 +243,7 @@ def perturbed_engine(plain: type) -> type:
 
         async def load_weights_file(self, path: str) -> None:
             await plain.load_weights_file(self, path)
-            await weights_synced(self)
+            self.perturbation_proof.weights_synced()
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
