@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from ngrpo.parameters_file import load_saved
 from ngrpo.rollout import runner_v1, runner_v2
-from ngrpo.rollout.input_override import InputOverride, find_input_embedding
+from ngrpo.rollout.input_override import (
+    InputOverride,
+    find_input_embedding,
+    language_model,
+    reads_tokens_elsewhere,
+)
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask import SamplingMaskStore
@@ -48,10 +53,10 @@ class AttachedPerturbation:
         self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
         embedding = find_input_embedding(model)
-        self._override = InputOverride(
-            embedding, runner.max_num_tokens, embedding.embedding_dim, config.dtype, runner.device
-        )
+        self._override = _override(embedding, runner)
         self._hidden = embedding.embedding_dim
+        self.reads_tokens = reads_tokens_elsewhere(model, embedding)
+        """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
@@ -60,6 +65,7 @@ class AttachedPerturbation:
         self.schedule = read_schedule(runner.vllm_config.additional_config)
         self.replace(perturbation)
         (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
+        self._leave_encoders_alone()
         self._follow_syncs()
 
     def replace(self, perturbation: Perturbation) -> None:
@@ -114,6 +120,22 @@ class AttachedPerturbation:
         self.perturber.weights_changed()
         self.prepare()
 
+    def _leave_encoders_alone(self) -> None:
+        """An encoder of pictures or sound runs between the layout of a step and its forward."""
+        for owner, name in (
+            (self._runner, "_execute_mm_encoder"),
+            (getattr(self._runner, "model_state", None), "execute_mm_encoder"),
+        ):
+            if hasattr(owner, name):
+                setattr(owner, name, self._suspending(getattr(owner, name)))
+
+    def _suspending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def encode(*args: Any, **kwargs: Any) -> Any:
+            with self._override.suspended():
+                return original(*args, **kwargs)
+
+        return encode
+
     def _follow_syncs(self) -> None:
         runner, model = self._runner, self._runner.get_model()
         # OpenRLHF loads parameter by parameter, so that only what loads all of them at once is the end of a sync.
@@ -166,6 +188,26 @@ def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module |
     return module
 
 
+def _override(embedding: Any, runner: Any) -> InputOverride:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    # The matrix's own dtype: a row must be what the model would have looked up.
+    rows, hidden, dtype = runner.max_num_tokens, embedding.embedding_dim, embedding.weight.dtype
+    return InputOverride(embedding, rows, hidden, dtype, runner.device, VocabParallelEmbedding)
+
+
+def _output_head(model: Any, embedding: Any) -> Any:
+    """The output layer of the model's text, where it has a matrix of its own."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    owner = language_model(model)
+    heads = [m for m in owner.modules() if isinstance(m, ParallelLMHead)]
+    heads = heads or [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    head = heads[0] if len(heads) == 1 else getattr(owner, "lm_head", None)
+    separate = head is not None and head is not embedding and head.weight is not embedding.weight
+    return head if separate else None
+
+
 def _embeddings(
     model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
 ) -> ModelEmbeddings:
@@ -178,12 +220,11 @@ def _embeddings(
         start = module.shard_indices.org_vocab_start_index
         return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
-    head = getattr(model, "lm_head", None)
-    separate = head is not None and head is not embedding and head.weight is not embedding.weight
+    head = _output_head(model, embedding)
     return ModelEmbeddings(
         override.lookup,
         lambda: shard(embedding),
-        (lambda: shard(head)) if separate else None,
+        None if head is None else (lambda: shard(head)),
         lambda: tokenizer.special_ids(vocabulary),
         tokenizer.vocabulary,
     )

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +18,17 @@ class InputOverride:
 
     They are in place before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
     stay on. The module's class is swapped for a subclass: neither its parameters nor its name in the model change.
+    What is replaced are rows of the bare matrix: a factor that the module or the model applies comes after that.
     """
 
     def __init__(
-        self, module: nn.Module, max_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device
+        self,
+        module: nn.Module,
+        max_tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bare: type[nn.Module] | None = None,
     ) -> None:
         """
         Args:
@@ -26,18 +37,21 @@ class InputOverride:
             hidden: D.
             dtype: of the embedding's output.
             device: of the model.
+            bare: the class among the module's bases whose forward gives rows of the matrix; the module's own class
+                by default. Gemma's embedding in vLLM's Transformers backend multiplies what that one gives.
         """
-        self._plain_forward = type(module).forward
+        base = type(module)
+        self._bare = base if bare is None else bare
         self._module = module
         # Plain attributes and not registered buffers: vLLM 0.29's layerwise reload moves registered ones.
         module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
         module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
-        module.__class__ = _subclass(type(module))
+        module.__class__ = _subclass(base, self._bare)
         self._dirty = False
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The embedding's own output for ids (N,): (N, D), summed over tensor-parallel ranks."""
-        return self._plain_forward(self._module, ids)
+        """The embedding matrix's rows for ids of any shape: shape + (D,), summed over tensor-parallel ranks."""
+        return self._bare.forward(self._module, ids)
 
     def clear(self) -> None:
         """No row of the next forward is replaced."""
@@ -52,23 +66,42 @@ class InputOverride:
         self._module.overridden.index_copy_(0, rows, flags.unsqueeze(-1))
         self._dirty = True
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Look-ups within are not those of the forward: an encoder may embed a few tokens of its own."""
+        if not self._dirty:
+            yield
+            return
+        overridden = self._module.overridden.clone()
+        self._module.overridden.zero_()
+        try:
+            yield
+        finally:
+            self._module.overridden.copy_(overridden)
 
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    plain_forward = base.forward
 
-    def forward(self: nn.Module, input_: Tensor) -> Tensor:
-        output = plain_forward(self, input_)
-        rows = output.shape[0]
-        return torch.where(self.overridden[:rows], self.override[:rows], output)
+def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
+    """``base`` with the override right after the forward of ``bare``, inside of all that its other classes do."""
 
-    return type(f"Perturbed{base.__name__}", (base,), {"forward": forward})
+    class Override(bare):
+        def forward(self, input_: Tensor) -> Tensor:
+            output = bare.forward(self, input_)
+            # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
+            flat = output.reshape(-1, output.shape[-1])
+            rows = flat.shape[0]
+            return torch.where(self.overridden[:rows], self.override[:rows], flat).reshape(output.shape)
+
+    return type(f"Perturbed{base.__name__}", (Override,) if base is bare else (base, Override), {})
 
 
 def find_input_embedding(model: nn.Module) -> nn.Module:
-    """The one input embedding of a vLLM model.
+    """The table of a vLLM model that its text goes through.
+
+    A model may hold several: per-layer embeddings, which follow the token in the text whatever is fed in its place,
+    or those of another modality's tower. Which is the one shows by looking tokens up as the model does.
 
     Raises:
-        UsageError: where there is none, or several, as in models with per-layer embeddings, or where it is quantised.
+        UsageError: where there is none, where it cannot be told, or where it is quantised.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -76,20 +109,77 @@ def find_input_embedding(model: nn.Module) -> nn.Module:
         VocabParallelEmbedding,
     )
 
-    found = {
+    tables = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     }
+    found, why = list(tables), "and nothing in it says which one the text goes through"
+    if len(tables) != 1 or hasattr(model, "embed_input_ids"):
+        found, why = _looked_up(model, tables) or (found, why)
     if len(found) != 1:
         raise UsageError(
-            f"perturbation: {type(model).__name__} has {len(found)} input embeddings"
-            f" ({', '.join(found) or 'none'}), and exactly one is needed. Use a text-only causal language model."
+            f"perturbation: {type(model).__name__} has {len(tables)} input embeddings ({', '.join(tables) or 'none'}),"
+            f" {why}; exactly one is needed. Use a causal language model with one table for its text."
         )
-    ((name, module),) = found.items()
-    if not isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+    name = found[0]
+    method = tables[name].quant_method
+    if not isinstance(method, UnquantizedEmbeddingMethod):
         raise UsageError(
-            f"perturbation: {name} is quantised ({type(module.quant_method).__name__}), so that the trainer's rows are"
+            f"perturbation: {name} is quantised ({type(method).__name__}), so that the trainer's rows are"
             " not the engine's. Use a checkpoint whose embedding is not quantised."
         )
-    return module
+    return tables[name]
+
+
+def language_model(model: Any) -> Any:
+    """The part of a multimodal vLLM model that reads text; the model itself where it reads nothing else."""
+    get = getattr(model, "get_language_model", None)
+    try:
+        return model if get is None else get()
+    except NotImplementedError:  # vLLM's Transformers backend, whose parts are not vLLM models
+        return model
+
+
+def reads_tokens_elsewhere(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether the text's model has a further table with a row for each token, as Gemma 3n and 4 have for each layer."""
+    rows = embedding.num_embeddings
+    return any(
+        module is not embedding and hasattr(module, "embedding_dim") and _is_table(module, rows)
+        for module in language_model(model).modules()
+    )
+
+
+def _is_table(module: Any, rows: int) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    # Gemma's own vocabulary of a layer may lack the last tokens.
+    return not isinstance(module, ParallelLMHead) and 0.9 * rows <= module.num_embeddings <= rows
+
+
+def _looked_up(model: nn.Module, tables: dict[str, nn.Module]) -> tuple[list[str], str] | None:
+    """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
+    for embed in _ways_to_embed(model):
+        used: list[str] = []
+        hooks = [m.register_forward_hook(lambda *_, name=n, used=used: used.append(name)) for n, m in tables.items()]
+        try:
+            with torch.inference_mode():
+                embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
+        except (AttributeError, NotImplementedError, TypeError):
+            continue
+        finally:
+            for hook in hooks:
+                hook.remove()
+        names = list(dict.fromkeys(used))
+        if names:
+            return names, f"and the embedding of a token is made of {len(names)} of them ({', '.join(names)})"
+    return None
+
+
+def _ways_to_embed(model: Any) -> Iterator[Callable[[Tensor], Any]]:
+    for owner in dict.fromkeys((language_model(model), model)):
+        if hasattr(owner, "embed_input_ids"):
+            yield owner.embed_input_ids
+    for owner in (model, getattr(model, "model", None)):
+        if hasattr(owner, "get_input_embeddings"):
+            yield lambda ids, owner=owner: owner.get_input_embeddings()(ids)
