@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from ngrpo.parameters_file import load_saved
 from ngrpo.rollout import runner_v1, runner_v2
-from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model
+from ngrpo.rollout.input_override import (
+    InputOverride,
+    find_input_embedding,
+    language_model,
+    reads_tokens_elsewhere,
+)
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask import SamplingMaskStore
@@ -50,6 +55,8 @@ class AttachedPerturbation:
         embedding = find_input_embedding(model)
         self._override = _override(embedding, runner)
         self._hidden = embedding.embedding_dim
+        self.reads_tokens = reads_tokens_elsewhere(model, embedding)
+        """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)

@@ -141,11 +141,27 @@ def language_model(model: Any) -> Any:
         return model
 
 
+def reads_tokens_elsewhere(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether the text's model has a further table with a row for each token, as Gemma 3n and 4 have for each layer."""
+    rows = embedding.num_embeddings
+    return any(
+        module is not embedding and hasattr(module, "embedding_dim") and _is_table(module, rows)
+        for module in language_model(model).modules()
+    )
+
+
+def _is_table(module: Any, rows: int) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    # Gemma's own vocabulary of a layer may lack the last tokens.
+    return not isinstance(module, ParallelLMHead) and 0.9 * rows <= module.num_embeddings <= rows
+
+
 def _looked_up(model: nn.Module, tables: dict[str, nn.Module]) -> tuple[list[str], str] | None:
     """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
     for embed in _ways_to_embed(model):
         used: list[str] = []
-        hooks = [m.register_forward_hook(lambda *_, name=n: used.append(name)) for n, m in tables.items()]
+        hooks = [m.register_forward_hook(lambda *_, name=n, used=used: used.append(name)) for n, m in tables.items()]
         try:
             with torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))

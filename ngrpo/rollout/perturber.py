@@ -82,7 +82,8 @@ class RolloutPerturber:
             self._place_fresh(self._edits, ends, last_rows)
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
-        for row in (~fresh & self._store.has_edits[slots]).nonzero()[0]:
+        stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
+        for row in stored.nonzero()[0]:
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
         self._batch = Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
 
@@ -116,6 +117,7 @@ class RolloutPerturber:
         positions = found["positions"].astype(np.int64)
         rows = last_row - (start + count - 1) + positions
         noise = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
+        module = None if self._store.ahead[slot] else self._module
         # A chunk has many times the rows that vLLM measured its memory with. Noise takes as much as four candidates.
         size = max(self._at_once // max(found["ids"].shape[1], 4), 1)
         for block in (slice(first, first + size) for first in range(0, len(rows), size)):
@@ -124,7 +126,7 @@ class RolloutPerturber:
                 self._upload(found["ids"][block].astype(np.int64)),
                 *(None if part is None else self._upload(part[block]) for part in parts),
             )
-            vectors = realise(edit, self._override.lookup, self._upload(noise[block]), self._module)
+            vectors = realise(edit, self._override.lookup, self._upload(noise[block]), module)
             self._override.put(self._upload(rows[block]), vectors)
 
     # --- after the logits ---------------------------------------------------------------------------------------

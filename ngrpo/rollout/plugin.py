@@ -49,6 +49,8 @@ def register() -> None:
     refresh = _then(lambda attached: attached.weights_changed())
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
+    _wrap("vllm.v1.engine.core", "EngineCore.add_request", _probed_first)
+    _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)
     _wrap("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _checked_request)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
     _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
@@ -230,7 +232,7 @@ def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None
     """The scheduler hashes blocks in the engine core's process, which may be another than the worker's."""
 
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        from ngrpo.rollout import settings
+        from ngrpo.rollout import engine_probe, settings
         from ngrpo.rollout.prefix_cache import with_trajectory_keys
 
         if settings.read(vllm_config.additional_config) is not None:
@@ -238,8 +240,37 @@ def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None
             for module in ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool"):
                 _wrap(module, "generate_block_hash_extra_keys", with_trajectory_keys)
         original(self, vllm_config, *args, **kwargs)
+        engine_probe.engine_started(self)
 
     return init
+
+
+def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
+    """The first request after a weight sync comes after the probe that is due, where one is."""
+
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> None:
+        from ngrpo.rollout import engine_probe
+
+        engine_probe.before_request(self)
+        original(self, *args, **kwargs)
+
+    return add_request
+
+
+def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What concerns the engine's core among the remote procedures, all others of which are of its workers."""
+
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        from ngrpo.rollout import engine_probe
+
+        if method == "perturbation_probe":
+            return [engine_probe.due(self)]
+        result = original(self, method, *args, **kwargs)
+        if method == "perturbation_replace":
+            engine_probe.perturbation_replaced(self)
+        return result
+
+    return collective_rpc
 
 
 def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
@@ -322,10 +353,13 @@ def _extend_workers() -> None:
     def prepare(self: Any) -> None:
         self.perturbation.prepare()
 
+    def reads_tokens(self: Any) -> bool:
+        return self.perturbation.reads_tokens
+
     def replace(self: Any, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
 
-    for method in (fingerprint, runner, take, drop, drift, prepare, replace):
+    for method in (fingerprint, runner, take, drop, drift, prepare, reads_tokens, replace):
         setattr(WorkerBase, f"perturbation_{method.__name__}", method)

@@ -80,7 +80,7 @@ class RunningRequests:
         step = max(int(given.get("training_step", 0)), 0) if given.get("scheduled", True) else -1
         trajectory = self._store.open(new.req_id, seed, len(prompt), bool(given.get("enabled", True)), step)
         if earlier is not None:
-            self._store.load(trajectory, earlier)
+            self._store.load(trajectory, earlier, ahead=given.get("ahead", False))
         self._names.add(new.req_id)
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])

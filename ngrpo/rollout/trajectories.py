@@ -136,7 +136,7 @@ class TrajectoryStore:
         self._model = 0 if embedding is None else model_fingerprint(*embedding)
         self.live: dict[str, Trajectory] = {}
         self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
-        self.perturbed, self.has_edits = (np.zeros(self.slots, dtype=bool) for _ in range(2))
+        self.perturbed, self.has_edits, self.ahead = (np.zeros(self.slots, dtype=bool) for _ in range(3))
         self._free = list(reversed(range(self.slots)))
         self._edits, self._tokens = Chunks(self.slots, max_model_len), Chunks(self.slots, max_model_len)
 
@@ -147,13 +147,13 @@ class TrajectoryStore:
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
-            for name in ("seeds", "prompts", "training_steps", "perturbed", "has_edits"):
+            for name in ("seeds", "prompts", "training_steps", "perturbed", "has_edits", "ahead"):
                 setattr(self, name, grown(getattr(self, name), self.slots))
             self._edits.grow(self.slots)
             self._tokens.grow(self.slots)
         slot = self._free.pop()
         self.seeds[slot], self.prompts[slot], self.perturbed[slot] = seed, prompt_tokens, perturbed
-        self.training_steps[slot], self.has_edits[slot] = training_step, False
+        self.training_steps[slot], self.has_edits[slot], self.ahead[slot] = training_step, False, False
         self.live[request_id] = trajectory = Trajectory(slot, seed, prompt_tokens)
         return trajectory
 
@@ -171,15 +171,21 @@ class TrajectoryStore:
         """Notes edits, one for each of several slots, each behind the last one of its slot."""
         self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
 
-    def load(self, trajectory: Trajectory, record: ReplayRecord) -> None:
+    def load(self, trajectory: Trajectory, record: ReplayRecord, ahead: bool = False) -> None:
         """Puts the record of earlier turns in place, to be replayed on the prompt's positions.
+
+        Args:
+            trajectory: of a new request.
+            record: of its prompt.
+            ahead: replay it on generated positions too, and mix rows alone: a probe's record.
 
         Raises:
             ValueError: for a record of another model.
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
-        earlier = record.truncate(trajectory.prompt_tokens)
+        earlier = record if ahead else record.truncate(trajectory.prompt_tokens)
+        self.ahead[trajectory.slot] = ahead
         if len(earlier):
             names = ("positions", "ids", "weights", "agreed", "sigma", "normalizer", "vectors")
             parts = {name: getattr(earlier, name) for name in names}

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do overrides land where they belong? What a probe feeds, and how it is judged, of an engine and of a trainer's model.
+
+A text whose row i is fed with the embedding of another token y must give the log-probabilities of the text with y in
+that place; a row fed with its own token's embedding, and all rows before and beside, those of the untouched text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from perturbations.errors import UsageError
+
+_LENGTH = 10
+# Share of the effect of y itself that rounding may make up, and the effect in nats below which nothing can be told.
+_ROUNDING = {False: 0.02, True: 0.25}
+_LEAST_EFFECT = {False: 1e-3, True: 0.2}
+
+
+@dataclass(frozen=True)
+class ProbeTexts:
+    """Tokens of a probe.
+
+    Attributes:
+        first: a text in front of the one with overrides.
+        text: the text with overrides.
+        last: a text behind it.
+        row: the overridden position in ``text``, from 1 on.
+        other: the token whose embedding is fed there; it stands nowhere in ``text``.
+    """
+
+    first: list[int]
+    text: list[int]
+    last: list[int]
+    row: int
+    other: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sets of log-probabilities that must agree.
+
+    Attributes:
+        subject: what was compared.
+        apart: mean |Δ log p| in nats.
+        effect: mean |Δ log p| that y in the text makes.
+        allowed: share of the effect, where it is not the one of the dtype.
+    """
+
+    subject: str
+    apart: float
+    effect: float
+    allowed: float | None = None
+
+
+class ProbeFailure(UsageError):
+    """An override does not land where it belongs, or the model's output does not tell where it landed.
+
+    Attributes:
+        told: False where it could not be told.
+    """
+
+    def __init__(self, message: str, told: bool) -> None:
+        super().__init__(message)
+        self.told = told
+
+
+def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts:
+    """The probe's texts: tokens of the lower half of the vocabulary, without those at its very beginning.
+
+    Special tokens stand at either end in nearly all vocabularies; a picture's placeholder would be no text.
+
+    Args:
+        vocabulary: V.
+        longest: tokens that a text may have.
+        attempt: another number gives other texts.
+
+    Raises:
+        UsageError: where the model's context is too short for a probe.
+    """
+    length = min(_LENGTH, longest)
+    if length < 4:
+        raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
+    drawn = np.random.default_rng(20260 + attempt).permutation(np.arange(vocabulary // 20, max(vocabulary // 2, 32)))
+    drawn = np.resize(drawn, 3 * length + 1).tolist()
+    texts = [drawn[start : start + length] for start in (0, length, 2 * length)]
+    return ProbeTexts(*texts, row=length // 2, other=drawn[-1])
+
+
+def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:
+    """Compares each difference with what rounding may make of it.
+
+    Args:
+        comparisons: of one probe.
+        half_precision: whether the model computes in bfloat16 or float16.
+        where: whose model it is, for the message.
+        model: its name, for the message.
+
+    Raises:
+        ProbeFailure: naming each comparison that is wrong; or where the effect of y is too small to tell.
+    """
+    least = min(comparison.effect for comparison in comparisons)
+    if not least >= _LEAST_EFFECT[half_precision]:
+        raise ProbeFailure(
+            f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
+            f" {least:.1g} on average, and {_LEAST_EFFECT[half_precision]:g} is needed to see where an override lands."
+            " Is it a trained model, and are its weights loaded?",
+            told=False,
+        )
+    rounding = _ROUNDING[half_precision]
+    wrong = [c for c in comparisons if not c.apart <= (c.allowed or rounding) * c.effect]
+    if wrong:
+        lines = "\n".join(
+            f"  {c.subject}: off by {c.apart:.2g}, at most {(c.allowed or rounding) * c.effect:.2g} is expected"
+            for c in wrong
+        )
+        raise ProbeFailure(
+            f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
+            f" in the text changes it by {least:.2g}:\n{lines}\nNothing that this model is fed can be trusted, so that"
+            " nothing was started. Use a model of docs/engines.md, or report this one with the lines above.",
+            told=True,
+        )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's proof that its overrides land where they belong: a few tiny requests, before anybody else's.
+
+It runs in the engine's core, with the engine's own scheduler, model runner and graphs, so that whatever a model does
+with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.probe`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ngrpo.probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
+from ngrpo.rollout.settings import KEY, read
+from perturbations.replay import ReplayRecord
+
+_DUE, _PASSED = "_perturbation_probe_due", "_perturbation_probe_passed"
+_TOP = 5  # log-probabilities that are compared at a generated token
+_ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
+
+
+def engine_started(core: Any) -> None:
+    """Proves an engine that perturbs, at the end of its start.
+
+    Raises:
+        ProbeFailure: where an override does not land where it belongs.
+    """
+    perturbation = read(core.vllm_config.additional_config)
+    if perturbation is not None and perturbation.active:
+        prove(core)
+
+
+def due(core: Any) -> None:
+    """The engine is proven again before its next request: new weights are in place."""
+    setattr(core, _DUE, True)
+
+
+def before_request(core: Any) -> None:
+    """Proves the engine where that is due and nothing else is running."""
+    if getattr(core, _DUE, False) and not core.scheduler.has_requests():
+        prove(core)
+
+
+def perturbation_replaced(core: Any) -> None:
+    """An engine that started without an active perturbation has one now."""
+    if not getattr(core, _PASSED, False):
+        due(core)
+
+
+def prove(core: Any) -> float:
+    """Asks for the probe's requests and judges the answers.
+
+    Args:
+        core: vLLM's ``EngineCore``, idle.
+
+    Returns:
+        Seconds that it took.
+
+    Raises:
+        ProbeFailure: where an override does not land where it belongs, or where that cannot be told.
+    """
+    began = time.perf_counter()
+    setattr(core, _DUE, False)
+    model = core.vllm_config.model_config
+    half = str(model.dtype) != "torch.float32"
+    partly = any(core.collective_rpc("perturbation_reads_tokens"))
+    failure: ProbeFailure | None = None
+    for attempt in range(_ATTEMPTS):
+        texts = text_of_probe(model.get_vocab_size(), model.max_model_len - 3, attempt)
+        try:
+            judge(_comparisons(core, texts, partly), half_precision=half, where="vLLM's engine", model=_name(core))
+        except ProbeFailure as error:
+            failure = error
+            if error.told:
+                break
+        else:
+            setattr(core, _PASSED, True)
+            return time.perf_counter() - began
+    raise failure
+
+
+def _name(core: Any) -> str:
+    return ", ".join(core.vllm_config.model_config.architectures or ["a model"])
+
+
+@dataclass
+class _Answer:
+    """What an engine says of a text: log π of each of its tokens but the first, and of the likeliest next ones."""
+
+    tokens: list[int] = field(default_factory=list)
+    of_text: list[np.ndarray] = field(default_factory=list)
+    next_tokens: list[dict[int, float]] = field(default_factory=list)
+
+    @property
+    def text(self) -> np.ndarray:
+        return np.concatenate(self.of_text)
+
+
+def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]:
+    """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
+    first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
+    swapped = [*text[:row], other, *text[row + 1 :]]
+    plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, swapped)])
+    end, fed = len(text), plain.tokens[0]
+    # The first request's rows come first in the batch, the last one's after those with an override.
+    beside_first, replaced, own, decoded, beside_last, longer = _ask(
+        core,
+        [
+            (first, {}),
+            (text, {row: other}),
+            (text, {row: text[row], end: fed}),
+            (text, {end: other}),
+            (last, {}),
+            ([*text, other], {}),
+        ],
+    )
+
+    def at_row(answer: _Answer) -> Any:
+        return answer.text[row:], answer.next_tokens[0]
+
+    def before(answer: _Answer) -> Any:
+        return (answer.text[: row - 1],)
+
+    def whole(answer: _Answer) -> Any:
+        return (answer.text, *answer.next_tokens[:2])
+
+    effect = _distance(at_row(plain), at_row(as_text))
+    step_effect = _distance((plain.next_tokens[1],), (longer.next_tokens[0],))
+    found = [
+        Comparison("rows before the overridden one", _distance(before(replaced), before(plain)), effect),
+        Comparison("a row overridden with its own token's embedding", _distance(whole(own), whole(plain)), effect),
+        Comparison("the request in front", _distance(whole(beside_first), whole(plain_first)), effect),
+        Comparison("the request behind", _distance(whole(beside_last), whole(plain_last)), effect),
+        Comparison(
+            "the text in front of a generated token's override", _distance(at_row(decoded), at_row(plain)), effect
+        ),
+    ]
+    if partly:
+        # A table that follows the token in the text has a part in the row: only that something changes is known.
+        changed = min(_distance(at_row(replaced), at_row(plain)) / effect, 1.0) if effect else 0.0
+        return [*found, Comparison("an overridden row, which must change", (1.0 - changed) * effect, effect, 0.99)]
+    step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
+    return [
+        *found,
+        Comparison("an overridden row of a prompt", _distance(at_row(replaced), at_row(as_text)), effect),
+        Comparison("an overridden generated token", step, step_effect),
+    ]
+
+
+def _distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    """Mean |Δ log p|, in nats, of log-probabilities of a text (arrays) and of likeliest next tokens (dictionaries)."""
+    apart: list[float] = []
+    for one, other in zip(ones, others, strict=True):
+        if isinstance(one, dict):
+            for here, there in ((one, other), (other, one)):
+                # A token that is not among the likeliest ones there is at most as likely as the last of them.
+                apart.extend(abs(value - there.get(token, min(there.values()))) for token, value in here.items())
+        else:
+            apart.extend(np.abs(one - other).tolist())
+    return float(np.mean(apart)) if apart else 0.0
+
+
+def _ask(core: Any, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
+    """Runs requests to their end: two greedy tokens each, unperturbed but for what is to be replayed.
+
+    Args:
+        core: vLLM's ``EngineCore``, idle.
+        requests: tokens, and by position the token whose embedding is fed there; the position after the last token
+            is that of the first generated one.
+    """
+    names = [f"perturbation-probe-{number}" for number in range(len(requests))]
+    for name, (tokens, fed) in zip(names, requests):
+        core.add_request(*core.preprocess_add_request(_request(name, tokens, fed)))
+    answers = {name: _Answer() for name in names}
+    while core.scheduler.has_requests() or core.batch_queue:
+        steps, executed = core.step_fn()
+        core.post_step(executed)
+        for outputs in (steps or {}).values():
+            for output in outputs.outputs:
+                _take(answers[output.request_id], output)
+    core.collective_rpc("perturbation_drop", args=(names,))
+    core.reset_prefix_cache()
+    return [answers[name] for name in names]
+
+
+def _take(answer: _Answer, output: Any) -> None:
+    answer.tokens.extend(output.new_token_ids)
+    of_text = output.new_prompt_logprobs_tensors
+    if of_text is not None:
+        answer.of_text.append(of_text.logprobs[:, 0].float().cpu().numpy())
+    if output.new_logprobs is not None:
+        for ids, values in zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs):
+            answer.next_tokens.append({int(token): float(value) for token, value in zip(ids, values)})
+
+
+def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
+    if fed:
+        positions = np.array(sorted(fed), dtype=np.int32)
+        ids = np.array([[fed[position]] for position in positions.tolist()], dtype=np.int32)
+        ones = np.ones((len(ids), 1), dtype=np.float32)
+        record = ReplayRecord(0, len(tokens), len(tokens) + 2, positions, ids, ones, None, ones[:, 0] > 0)
+        arguments |= {"record": record.to_bytes(), "ahead": True}
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=2,
+        ignore_eos=True,
+        logprobs=_TOP,
+        prompt_logprobs=0,
+        detokenize=False,
+        extra_args={KEY: arguments},
+    )
+    given = {
+        "request_id": name,
+        "prompt_token_ids": tokens,
+        "sampling_params": params,
+        "arrival_time": time.time(),
+        "external_req_id": name,
+    }
+    fields = EngineCoreRequest.__struct_fields__
+    required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
+    return EngineCoreRequest(**{**dict.fromkeys(required), **{k: v for k, v in given.items() if k in fields}})
