@@ -117,7 +117,7 @@ def of_config(config: Mapping[str, Any]) -> Support:
     refused, unknown, notes = [], [], []
     trainer = _trainer(config, model_type)
     if not architecture:
-        refused.append("config.json names no architecture. Give a folder that save_pretrained() wrote")
+        unknown.append("by which class vLLM serves it, since config.json names no architecture")
     if config.get("is_encoder_decoder") or architecture in _ENCODER_DECODERS:
         refused.append("an encoder-decoder model. Use a decoder-only model")
     if trainer is None and remote:
@@ -128,7 +128,7 @@ def of_config(config: Mapping[str, Any]) -> Support:
             f"the installed transformers has no model of type {model_type!r} that generates text. Install the release"
             " that OpenRLHF pins, or use another model"
         )
-    engine = _engine(architecture, remote, refused, unknown) if architecture else ""
+    engine = _engine(architecture, remote, refused, unknown) if architecture else "vLLM"
     if config.get("quantization_config"):
         unknown.append("whether its quantization leaves the embedding alone, which the engine checks at start")
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config

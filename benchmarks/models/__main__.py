@@ -32,6 +32,8 @@ def main() -> int:
     parser.add_argument("--runner", nargs="+", choices=["V1", "V2"], default=["V1"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--under", choices=["preemption", "prefix caching"], default="")
+    parser.add_argument("--json", type=Path, help="a file to which the rows of the given types are added as lines")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for an engine")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many; go on later")
     parser.add_argument("--again", action="store_true", help="measure again what docs/models.json has")
@@ -41,7 +43,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     asked = [
-        Case(name, impl, options.dtype, runner, options.compiled)
+        Case(name, impl, options.dtype, runner, options.compiled, options.under)
         for name in options.types
         for impl in options.impl
         for runner in options.runner
@@ -58,6 +60,9 @@ def main() -> int:
             row = measure(case, engines, options.limit, log)
             print(line(row), flush=True)
             wrong += row["verdict"] == "wrong"
+            if options.json:
+                with options.json.open("a", encoding="utf-8") as file:
+                    print(json.dumps(row), file=file)
             if not asked:
                 put(row, {"machine": describe(), "commit": commit()})
                 write_page()
@@ -66,7 +71,8 @@ def main() -> int:
 
 def line(row: dict[str, Any]) -> str:
     """A row as it is printed."""
-    case = f"{row['type']:20s} {row['impl']:12s} {row['runner']} {row['dtype']:8s} {'compiled' * row['compiled']:8s}"
+    how = f"{'compiled' * row['compiled']}{row['under']}"
+    case = f"{row['type']:20s} {row['impl']:12s} {row['runner']} {row['dtype']:8s} {how:14s}"
     if "unperturbed" not in row:
         return f"{case} {row['verdict']}: {row.get('message', '')}"
     worst = max(row["perturbed"].values())

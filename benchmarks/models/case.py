@@ -30,6 +30,8 @@ class Case:
         dtype: of the weights and both forwards.
         runner: "V1", or "V2" under Triton's interpreter.
         compiled: vLLM compiles the model instead of running it eagerly.
+        under: "", or what the engine does beside: "preemption" (all requests are preempted twice and computed again,
+            prefills in chunks), or "prefix caching" (prompts with a long common beginning, asked twice).
     """
 
     type: str
@@ -37,6 +39,7 @@ class Case:
     dtype: str = "float32"
     runner: str = "V1"
     compiled: bool = False
+    under: str = ""
 
 
 class Engines:

@@ -41,6 +41,7 @@ _COMPILED = ("llama", "gemma3_text", "granite", "smollm3", "gemma4_text", "qwen3
 
 ALL: tuple[Case, ...] = (
     *(Case(name) for each in TYPES.values() for name in each),
+    *(Case(name, under=under) for name in TYPES["hybrid or recurrent"] for under in ("preemption", "prefix caching")),
     *(Case(name, impl="transformers") for name in _BOTH),
     *(Case(name, compiled=True) for name in _COMPILED),
     *(Case(name, runner="V2") for name in _V2),
@@ -50,7 +51,7 @@ ALL: tuple[Case, ...] = (
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells cases apart; of the dtype, what was asked for."""
     dtype = "float32" if row.get("float32") else row["dtype"]
-    return row["type"], row["impl"], dtype, row["runner"], row["compiled"]
+    return row["type"], row["impl"], dtype, row["runner"], row["compiled"], row["under"]
 
 
 def form(model_type: str) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.shrink import FIRST_PLACEHOLDER
+from tests.stack.scheduling import scheduler_of
 
 PERTURBATIONS: dict[str, dict[str, Any]] = {
     "neighbor": {"variant": "released", "rate": 0.5},
@@ -44,17 +45,21 @@ def sampled(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             llm = build_engine(folder, {"name": "neighbor", **PERTURBATIONS["neighbor"]}, **settings)
-            prompts = _prompts(llm)
+            prompts, counts = _prompts(llm, case["under"]), {}
+            if case["under"]:
+                counts = _disturbed(llm, case["under"])
             seeds = [{"seed": i} for i in range(len(prompts))]
             plain = [{**seed, "enabled": False} for seed in seeds]
             rollouts = {"none": _clean(sample(llm, prompts, plain, max_tokens=TOKENS))}
             for name, options in PERTURBATIONS.items():
                 set_perturbation(llm, name, **options)
                 rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
+                if case["under"] == "prefix caching":
+                    rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
         except Exception as error:
             traceback.print_exc()
             return _failure(folder, settings, error)
-    return {"engine_class": _class_of(llm), "rollouts": rollouts}
+    return {"engine_class": _class_of(llm), "rollouts": rollouts, **counts}
 
 
 def engine_settings(folder: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +73,10 @@ def engine_settings(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
     }
+    if case["under"] == "preemption":
+        found |= {"max_num_batched_tokens": 32}
+    if case["under"] == "prefix caching":
+        found |= {"enable_prefix_caching": True, "max_model_len": 512, "max_num_batched_tokens": 512}
     if any(name in config for name in ("vision_config", "audio_config")):
         found["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
     return found
@@ -78,13 +87,41 @@ def _class_of(llm: Any) -> str:
     return type(worker.model_runner.get_model()).__name__
 
 
-def _prompts(llm: Any) -> list[list[int]]:
+def _disturbed(llm: Any, under: str) -> dict[str, int]:
+    """Has the scheduler preempt, or counts what its prefix cache gives; the counts grow as the engine runs."""
+    scheduler, counts = scheduler_of(llm), {"preempted": 0} if under == "preemption" else {"cached_tokens": 0}
+    schedule, computed, steps = scheduler.schedule, scheduler.kv_cache_manager.get_computed_blocks, [0]
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        steps[0] += 1
+        if steps[0] % 23 == 0:
+            counts["preempted"] += len(scheduler.running)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        blocks, tokens, *rest = computed(*args, **kwargs)
+        counts["cached_tokens"] += int(tokens)
+        return blocks, tokens, *rest
+
+    if under == "preemption":
+        scheduler.schedule = preempting
+    else:
+        scheduler.kv_cache_manager.get_computed_blocks = counting
+    return counts
+
+
+def _prompts(llm: Any, under: str) -> list[list[int]]:
     """Random ordinary tokens, all prompts of one length: so no row of a batch is padded."""
     import numpy as np
 
     tokenizer = llm.get_tokenizer()
     ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-    return np.random.default_rng(0).choice(ordinary, (PROMPTS, PROMPT_TOKENS)).tolist()
+    draws = np.random.default_rng(0)
+    prompts = draws.choice(ordinary, (PROMPTS, PROMPT_TOKENS))
+    if under == "prefix caching":
+        prompts = np.concatenate([np.repeat(draws.choice(ordinary, (1, 300)), PROMPTS, axis=0), prompts], axis=1)
+    return prompts.tolist()
 
 
 def _clean(rollouts: list[Any]) -> list[Any]:

@@ -48,6 +48,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         how = [row["dtype"]] if row["dtype"] != "float32" else []
         how += ["compiled"] if row["compiled"] else []
         how += ["V2"] if row["runner"] == "V2" else []
+        how += [row["under"]] if row["under"] else []
         how += [f"model_impl={row['impl']}"] if row["impl"] != "auto" else []
         if "unperturbed" in row:
             figures = [row["unperturbed"], max(row["perturbed"].values()), row["unreplayed"]]

@@ -51,7 +51,7 @@ def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, t
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"model_type": "llama"}, "names no architecture"),
+        ({"architectures": ["LlamaForCausalLM"]}, "no model of type ''"),
         (config("BertModel", "bert"), "an embedding model"),
         (config("T5ForConditionalGeneration", "t5", is_encoder_decoder=True), "encoder-decoder"),
         (config("FooForCausalLM", "foo"), "no model of type 'foo'"),
@@ -65,6 +65,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], r
 
 
 def test_what_config_json_does_not_tell_is_said() -> None:
+    assert "names no architecture" in model_support.of_config({"model_type": "llama"}).told()
     remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
     remote["quantization_config"] = {"quant_method": "awq"}
     told = model_support.of_config(remote).told()
