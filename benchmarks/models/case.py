@@ -64,7 +64,8 @@ class Engines:
         print(json.dumps(asked), file=server.stdin, flush=True)
         line = server.stdout.readline()
         if not line:
-            raise RuntimeError("the process of the engines died: see what it printed")
+            del self._servers[case.runner, case.compiled]
+            return {"verdict": "not run by vLLM", "message": "the process that engines are forked from died"}
         if not json.loads(line)["answered"]:
             return {"verdict": "not run by vLLM", "message": f"no answer within {limit:g} seconds"}
         if not target.exists():
@@ -119,7 +120,10 @@ def _measured(case: Case, engines: Engines, limit: float, log: Path | None) -> d
         row |= engines.run(case, folder, log or Path(scratch) / "log", limit)
         rollouts = row.pop("rollouts", None)
         if rollouts is not None:
-            row |= replayed(folder, rollouts, case.dtype)
+            try:
+                row |= replayed(folder, rollouts, case.dtype)
+            except Exception as error:  # of whatever kind the class raises
+                row |= {"verdict": "not replayed", "message": f"{type(error).__name__}: {error}"[:300]}
     return {**row, "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -139,18 +143,20 @@ def replayed(folder: Path, rollouts: dict[str, Any], dtype: str) -> dict[str, An
 
     auto = model_class(AutoConfig.from_pretrained(folder))
     model = auto.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    plain = float(gaps(model, rollouts["none"]).max())
-    perturbed = {name: float(gaps(model, each).max()) for name, each in rollouts.items() if name != "none"}
+    plain = gaps(model, rollouts["none"])
+    each = {name: gaps(model, sampled) for name, sampled in rollouts.items() if name != "none"}
+    perturbed = {name: float(gap.max()) for name, gap in each.items()}
     edits = sum(len(rollout.record) for name in perturbed for rollout in rollouts[name])
     unreplayed = max(float(gaps(model, rollouts[name], replay=False).max()) for name in perturbed)
     return {
         "trainer_class": type(model).__name__,
-        "unperturbed": plain,
+        "unperturbed": float(plain.max()),
         "perturbed": perturbed,
         "unreplayed": unreplayed,
+        "means": [float(plain.mean()), float(torch.cat(list(each.values())).mean())],
         "tokens": sum(len(rollout.tokens) for name in perturbed for rollout in rollouts[name]),
         "edits": edits,
-        "verdict": verdict(dtype, plain, max(perturbed.values()), unreplayed),
+        "verdict": verdict(dtype, float(plain.max()), max(perturbed.values()), unreplayed),
     }
 
 

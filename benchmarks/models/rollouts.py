@@ -49,8 +49,10 @@ def sampled(folder: str, case: dict[str, Any]) -> dict[str, Any]:
             if case["under"]:
                 counts = _disturbed(llm, case["under"])
             seeds = [{"seed": i} for i in range(len(prompts))]
-            plain = [{**seed, "enabled": False} for seed in seeds]
-            rollouts = {"none": _clean(sample(llm, prompts, plain, max_tokens=TOKENS))}
+            rollouts: dict[str, list[Any]] = {"none": []}
+            for offset in range(len(PERTURBATIONS)):  # as many tokens as are perturbed: largest gaps grow with them
+                plain = [{"seed": seed["seed"] + 100 * (offset + 1), "enabled": False} for seed in seeds]
+                rollouts["none"] += _clean(sample(llm, prompts, plain, max_tokens=TOKENS))
             for name, options in PERTURBATIONS.items():
                 set_perturbation(llm, name, **options)
                 rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
