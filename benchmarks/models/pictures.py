@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.shrink import overrides
+from benchmarks.models.tiny import name_text_architecture
 
 _TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -43,6 +44,7 @@ def build(folder: Path, tokenizer_folder: str) -> None:
     sizes = {**overrides(Qwen3VLConfig().to_dict()), **ids}
     torch.manual_seed(0)
     Qwen3VLForConditionalGeneration(Qwen3VLConfig(**sizes)).save_pretrained(folder)
+    name_text_architecture(folder)
     patches: dict[str, Any] = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessor(**patches, size={"shortest_edge": SIDE**2, "longest_edge": SIDE**2})
     videos = Qwen3VLVideoProcessor(**patches)

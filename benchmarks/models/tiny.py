@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,29 @@ def build(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = t
     """
     config, model = _model(model_type)
     model.to(dtype).save_pretrained(folder)
+    name_text_architecture(folder)
     for name in _TOKENIZER:
         if (tokenizer / name).is_file():
             shutil.copy(tokenizer / name, folder)
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         _processor(model_type, config, folder)
     return type(model)
+
+
+def name_text_architecture(folder: Path) -> None:
+    """Names the class of a multimodal model's text, which published configurations leave out.
+
+    vLLM 0.29 asks for it on a CPU alone, and of several models it fails there without.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    text = config.get("text_config")
+    if isinstance(text, dict) and not text.get("architectures"):
+        plain = str(text.get("model_type", "")).removesuffix("_text")
+        text["architectures"] = [CAUSAL.get(text.get("model_type")) or CAUSAL.get(plain) or config["architectures"][0]]
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def model_class(config: Any) -> Any:
