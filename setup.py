@@ -46,6 +46,7 @@ setup(
     package_data={
         "ngrpo.report": ["*.css", "*.js", "templates/*.html"],
         "ngrpo.new": ["templates/*.txt"],
+        "ngrpo": ["measured_models.json"],
         "ngrpo.dry_run": ["models.json"],
     },
     install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""usage: ngrpo doctor [--model NAME] [--no-self-test]
+"""usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
 
 Looks at everything that a perturbed training rests on, and says of each thing
 that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, what
@@ -7,12 +7,13 @@ is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
 rollout of the packaged model, perturbed, and its replay. Ends with a block for
 a bug report.
 
-  --model NAME              model of the self-test [smollm2-135m]
+  --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
+                            told from its config.json whether it is supported
   --no-self-test            leave it out
 
 examples
   ngrpo doctor
-  ngrpo doctor --no-self-test
+  ngrpo doctor --model Qwen/Qwen3.5-0.8B --no-self-test
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ngrpo import models, preflight, versions
+from ngrpo import model_support, models, preflight, versions
 from ngrpo.command_parser import CommandParser
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Flags
@@ -75,12 +76,13 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         print(__doc__, end="")
         return 0
     parser = CommandParser("doctor", "", "")
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
     given = parser.read(words)
-    model = None if given.no_self_test else models.check_name(given.model)
+    named = None if given.model is None else models.check_name(given.model)
+    model = None if given.no_self_test else named or "smollm2-135m"
     findings = []
-    for finding in examine(model, report):
+    for finding in examine(model, report, named):
         findings.append(finding)
         print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.told}", flush=True)
         if finding.fix is not None:
@@ -91,12 +93,13 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     return int(bool(wrong))
 
 
-def examine(model: str | None, report: Callable[[str], None]) -> Iterator[Finding]:
+def examine(model: str | None, report: Callable[[str], None], named: str | None = None) -> Iterator[Finding]:
     """All findings; the self-test, which takes longest, comes last.
 
     Args:
         model: of the self-test; None leaves it out.
         report: called before what takes a while.
+        named: the model that was asked about; one that is not supported has no self-test.
     """
     yield _python()
     yield _judged("releases", _releases, preflight.check_stack)
@@ -108,6 +111,11 @@ def examine(model: str | None, report: Callable[[str], None]) -> Iterator[Findin
     yield Finding("flash-attn", _flash_attn(profile.name))
     yield _seams(profile.name)
     yield _plugin()
+    if named is not None:
+        told = _model(named)
+        yield told
+        if told.fix is not None:
+            return
     if model is not None:
         report("self-test: a rollout and its replay, half a minute")
         yield _self_test(model)
@@ -117,6 +125,13 @@ def _python() -> Finding:
     release = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     return Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
+
+
+def _model(name: str) -> Finding:
+    found, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
+    if found is None:
+        return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
+    return Finding(subject, found.told(), "; ".join(found.refused) or None)
 
 
 def _judged(subject: str, told: Callable[[], str], check: Callable[[], None]) -> Finding:

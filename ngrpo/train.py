@@ -94,11 +94,24 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
-from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
+from ngrpo import (
+    flags,
+    model_support,
+    models,
+    openrlhf_parser,
+    preflight,
+    presets,
+    progress,
+    reward_files,
+    summary,
+    tasks,
+    versions,
+)
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.report.page import write_training
@@ -239,6 +252,7 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         ("what is replaced upstream is as it was", lambda: _check_seams(conditions)),
         ("dataset and reward", lambda: _check_data(command, complete)),
         ("evaluation", lambda: preflight.check_eval_at_start(complete, command.settings)),
+        (_told_of(local), lambda: _check_support(local, command.spec)),
         (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
@@ -253,6 +267,18 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         gpu_gib=_gib(command.dry_run or "true"),
         checks=checks,
     )
+
+
+def _check_support(model: str, spec: Mapping[str, Any] | None) -> None:
+    """Only what is perturbed needs a model whose inputs can be replaced."""
+    if spec is not None and model:
+        model_support.check(model)
+
+
+def _told_of(model: str) -> str:
+    """What config.json tells of a model, for the line of its check."""
+    found = model_support.of_model(model) if model else None
+    return f"model {model}: {found.told() if found else 'not known, its config.json is not here'}"
 
 
 def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:
@@ -308,7 +334,9 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
         return name if complete.has("--use_ms") and name not in models.PACKAGED else models.resolve(name, report=report)
 
     complete = flags.replace_model_names(complete, resolved)
-    preflight.check_model(complete.value("--actor.model_name_or_path") or "", command.spec)
+    model = complete.value("--actor.model_name_or_path") or ""
+    _check_support(model, command.spec)
+    preflight.check_model(model, command.spec)
     return complete.words
 
 

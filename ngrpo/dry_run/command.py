@@ -62,10 +62,10 @@ def run_checks(checks: Sequence[Check]) -> int:
             check()
         except UsageError as error:
             wrong += 1
-            print(f"  WRONG  {told}")
+            print(textwrap.fill(told, _WIDTH, initial_indent="  WRONG  ", subsequent_indent=" " * 9))
             print(textwrap.fill(str(error), _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
         else:
-            print(f"  ok     {told}")
+            print(textwrap.fill(told, _WIDTH, initial_indent="  ok     ", subsequent_indent=" " * 9))
     return int(wrong > 0)
 
 

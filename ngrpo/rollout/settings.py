@@ -195,10 +195,6 @@ def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
         "enable_trace_replay: it replaces tokens after they were drawn and recorded. Turn it off",
     )
     yield asked(model, "is_diffusion"), "a diffusion model: it draws many tokens in a step. Use an autoregressive model"
-    yield (
-        model.is_multimodal_model,
-        "a multimodal model: its inputs do not pass through one embedding. Use a text-only model",
-    )
     yield model.runner_type != "generate", f"runner={model.runner_type!r}: only generation is perturbed. Use 'generate'"
     yield model.is_encoder_decoder, "an encoder-decoder model. Use a decoder-only model"
     yield (

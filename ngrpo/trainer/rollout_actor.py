@@ -32,7 +32,6 @@ from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
 from perturbations.base import Perturbation
-from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
@@ -162,8 +161,15 @@ def _gone(name: str) -> RuntimeError:
     )
 
 
-async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
-    """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)"""
+async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures: Any = None) -> Any:
+    """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
+
+    Args:
+        actor: OpenRLHF's rollout actor.
+        prompt: token ids, in which a picture has all of its places.
+        sampling_params: vLLM's.
+        pictures: what the prompt shows, as vLLM's ``multi_modal_data``.
+    """
     from vllm.inputs import TokensPrompt
     from vllm.utils import random_uuid
 
@@ -179,16 +185,44 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any) -> Any:
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
-    async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id=name):
+    request = TokensPrompt(prompt_token_ids=prompt)
+    if pictures:
+        request = TokensPrompt(prompt_token_ids=_unexpanded(actor, prompt), multi_modal_data=pictures)
+    async for partial in actor.llm.generate(request, params, request_id=name):
         output = partial
+    if pictures:
+        _check_places(prompt, output.prompt_token_ids)
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
-        if conversation.followed:
+        if conversation.followed and not pictures:  # the trainer's forward of these answers has no pictures
             conversation.followed = False
             seed = trajectory_seed(arguments["seed"], arguments["sample"])
             conversation.unperturbed = await unperturbed.ask(actor, prompt, sampling_params, seed)
     return output
+
+
+def _unexpanded(actor: Any, prompt: list[int]) -> list[int]:
+    """As vLLM takes a prompt: it makes a picture's one placeholder into as many as the picture has places."""
+    from openrlhf.utils.vlm_utils import dedup_media_tokens
+
+    pads = actor._mm_pad_token_ids
+    return dedup_media_tokens(prompt, pads) if pads else prompt
+
+
+def _check_places(trainer: list[int], engine: list[int]) -> None:
+    """Positions in a record are those of the expanded prompt, which must be the same on both sides.
+
+    Raises:
+        RuntimeError: where vLLM gives a picture other places than the trainer's processor.
+    """
+    if list(trainer) != list(engine):
+        first = next((i for i, pair in enumerate(zip(trainer, engine)) if pair[0] != pair[1]), "the end")
+        raise RuntimeError(
+            f"a prompt with pictures has {len(trainer)} tokens for the trainer and {len(engine)} for vLLM, and they"
+            f" differ from position {first} on: the records would be replayed at other positions. Use a model whose"
+            " pictures OpenRLHF and vLLM expand alike, such as Qwen3-VL or Qwen3.5, or prompts without pictures."
+        )
 
 
 async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
@@ -230,10 +264,8 @@ def perturbed_engine(plain: type) -> type:
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-            if multi_modal_data:
-                raise UsageError("perturbations are for text-only prompts: leave --data.max_images_per_prompt at 0.")
             await self.perturbation_proof.passed()
-            return await generate(self, prompt_token_ids, sampling_params)
+            return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 
         async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
             return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)

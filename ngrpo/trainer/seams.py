@@ -155,6 +155,11 @@ SEAMS: tuple[Seam, ...] = (
     _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response"),
+    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "trainer.trajectory_record:without_ours",
+        "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
+        "a multimodal model's forward gets its pictures, and not our records"),
+    _seam("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"
+        " or sampling_schedule", "sha:c80d6c853f57", "what a prompt with pictures is given to the engine as"),
     # ---- --advantage ------------------------------------------------------------------------------
     _seam(_EXPERIENCE, "RemoteExperienceMaker.compute_advantages_and_returns", "trainer.advantage_seams:own_advantages",
         "advantage", "sha:1ca04eaeb719",

@@ -2,13 +2,15 @@
 """What a sample carries through OpenRLHF: its replay record, the rollout's log-probabilities, its sampling mask.
 
 OpenRLHF carries a dictionary for each sample, ``mm_train_inputs``, from the rollout to the actor's forward, the
-reference's forward and the training step. It is meant for images; text-only models ignore it.
+reference's forward and the training step. It is meant for images, beside which ours stands; text-only models ignore it,
+and :func:`without_ours` takes ours out before a multimodal model's forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from perturbations.replay import ReplayRecord, packing
 _REPLAY, _LOG_PROBS, _MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
 _VERSION = 1  # of the bytes of log-probabilities and counts
 _COUNTS, _UNPERTURBED = "perturbation_counts", "unperturbed_answer"
+_OURS = (_REPLAY, _LOG_PROBS, _MASK, _COUNTS, _UNPERTURBED)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,22 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
             " returns."
         )
     return [record.replay for record in found]
+
+
+def without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`merge_mm_train_inputs`: what a multimodal model's forward gets of a batch, without what is ours."""
+
+    @wraps(original)
+    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: Any) -> Any:
+        return original([_theirs(entry) for entry in mm_train_inputs_list], device)
+
+    return merge_mm_train_inputs
+
+
+def _theirs(entry: Any) -> Any:
+    if isinstance(entry, list):
+        return [_theirs(one) for one in entry]
+    return {name: value for name, value in (entry or {}).items() if name not in _OURS} or None
 
 
 def _unpack_one(entry: Any) -> TrajectoryRecord | None:

@@ -109,8 +109,11 @@ class Conversation:
 
 
 def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, Any]:
-    """OpenRLHF's response to a trajectory, with the record in ``mm_train_inputs``, fitted to the tokens in it."""
+    """OpenRLHF's response to a trajectory, with the record in ``mm_train_inputs``, fitted to the tokens in it.
+
+    What its processor made of pictures stands there already.
+    """
     conversation.go_on(response["observation_tokens"])
     record = dataclasses.replace(conversation.record, unperturbed=conversation.unperturbed)
-    response["mm_train_inputs"] = record.pack()
+    response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **record.pack()}
     return response

@@ -37,7 +37,8 @@ FLOORS = (
         "ngrpo.bootstrap",
         "ngrpo.significance",
     ),
-    ("ngrpo.arms", "ngrpo.models", "ngrpo.parameters_file", "ngrpo.events", "ngrpo.reward_files"),
+    ("ngrpo.arms", "ngrpo.models", "ngrpo.model_support"),
+    ("ngrpo.parameters_file", "ngrpo.events", "ngrpo.reward_files"),
     (
         "ngrpo.answers",
         "ngrpo.datafiles",

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the replay exact on a model type? ``make models``, or for types of one's own
+
+    python -m benchmarks.models TYPE … [--impl auto transformers] [--runner V1 V2] [--compiled] [--dtype bfloat16]
+
+A tiny model with random weights is made of each type (transformers' ``model_type``), stock vLLM rolls out with it,
+unperturbed and with three perturbations, and a forward of transformers replays: |Δ log p| at worst. Without types, all
+that docs/models.md lists; each row is written to docs/models.json as soon as it is there, and the page's table with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import commit, describe
+from benchmarks.models import cases
+from benchmarks.models.case import Case, Engines, measure
+from benchmarks.models.table import RESULT, put, write_page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE")
+    parser.add_argument("--impl", nargs="+", choices=["auto", "vllm", "transformers"], default=["auto"])
+    parser.add_argument("--runner", nargs="+", choices=["V1", "V2"], default=["V1"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--under", choices=["preemption", "prefix caching"], default="")
+    parser.add_argument("--json", type=Path, help="a file to which the rows of the given types are added as lines")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for an engine")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many; go on later")
+    parser.add_argument("--again", action="store_true", help="measure again what docs/models.json has")
+    parser.add_argument("--log", type=Path, help="folder for what the engines print")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    asked = [
+        Case(name, impl, options.dtype, runner, options.compiled, options.under)
+        for name in options.types
+        for impl in options.impl
+        for runner in options.runner
+    ]
+    known = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.exists() else []
+    done = {cases.key(row) for row in known}
+    todo = asked or [case for case in cases.ALL if options.again or cases.key(vars(case)) not in done]
+    wrong, end = 0, time.monotonic() + options.seconds
+    with Engines() as engines:
+        for case in todo:
+            if time.monotonic() > end:
+                break
+            log = options.log and options.log / ("-".join(map(str, cases.key(vars(case)))) + ".log")
+            row = measure(case, engines, options.limit, log)
+            print(line(row), flush=True)
+            wrong += row["verdict"] == "wrong"
+            if options.json:
+                with options.json.open("a", encoding="utf-8") as file:
+                    print(json.dumps(row), file=file)
+            if not asked:
+                put(row, {"machine": describe(), "commit": commit()})
+                write_page()
+    return int(wrong > 0)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    how = f"{'compiled' * row['compiled']}{row['under']}"
+    case = f"{row['type']:20s} {row['impl']:12s} {row['runner']} {row['dtype']:8s} {how:14s}"
+    if "unperturbed" not in row:
+        return f"{case} {row['verdict']}: {row.get('message', '')}"
+    worst = max(row["perturbed"].values())
+    figures = f"{row['unperturbed']:.1e} {worst:.1e} {row['unreplayed']:.2f}"
+    return f"{case} {row['engine_class']:34s} {figures} {row['verdict']} ({row['seconds']:.0f} s)"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

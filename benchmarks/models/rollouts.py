@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines' side: ``python -m benchmarks.models.rollouts`` reads cases as lines of JSON, and answers each.
+
+Each engine has a process of its own, forked from one that has imported vLLM and done nothing else, since that import
+takes as long as a case. No trainer's model lives there: vLLM's Transformers backend changes classes that both share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models.shrink import FIRST_PLACEHOLDER
+from tests.stack.scheduling import scheduler_of
+
+PERTURBATIONS: dict[str, dict[str, Any]] = {
+    "neighbor": {"variant": "released", "rate": 0.5},
+    "gaussian": {"rate": 0.5},
+    "gumbel": {"rate": 0.5},
+}
+PROMPTS, PROMPT_TOKENS, TOKENS = 5, 20, 48
+
+
+def sampled(folder: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Rollouts of an engine, unperturbed and with each perturbation.
+
+    Returns:
+        ``engine_class``; ``rollouts``: by the perturbation's name, and "none"; or ``verdict`` and ``message`` of what
+        did not work.
+    """
+    from ngrpo.rollout import set_perturbation
+    from tests.stack.harness import build_engine, sample
+
+    settings = engine_settings(folder, case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            llm = build_engine(folder, {"name": "neighbor", **PERTURBATIONS["neighbor"]}, **settings)
+            prompts, counts = _prompts(llm, case["under"]), {}
+            if case["under"]:
+                counts = _disturbed(llm, case["under"])
+            seeds = [{"seed": i} for i in range(len(prompts))]
+            rollouts: dict[str, list[Any]] = {"none": []}
+            for offset in range(len(PERTURBATIONS)):  # as many tokens as are perturbed: largest gaps grow with them
+                plain = [{"seed": seed["seed"] + 100 * (offset + 1), "enabled": False} for seed in seeds]
+                rollouts["none"] += _clean(sample(llm, prompts, plain, max_tokens=TOKENS))
+            for name, options in PERTURBATIONS.items():
+                set_perturbation(llm, name, **options)
+                rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
+                if case["under"] == "prefix caching":
+                    rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
+        except Exception as error:
+            traceback.print_exc()
+            return _failure(folder, settings, error)
+    return {"engine_class": _class_of(llm), "rollouts": rollouts, **counts}
+
+
+def engine_settings(folder: str, case: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's settings: small, and no pictures."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = {
+        "dtype": case["dtype"],
+        "model_impl": case["impl"],
+        "enforce_eager": not case["compiled"],
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+    }
+    if case["under"] == "preemption":
+        found |= {"max_num_batched_tokens": 32}
+    if case["under"] == "prefix caching":
+        found |= {"enable_prefix_caching": True, "max_model_len": 512, "max_num_batched_tokens": 512}
+    if any(name in config for name in ("vision_config", "audio_config")):
+        found["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
+    return found
+
+
+def _class_of(llm: Any) -> str:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return type(worker.model_runner.get_model()).__name__
+
+
+def _disturbed(llm: Any, under: str) -> dict[str, int]:
+    """Has the scheduler preempt, or counts what its prefix cache gives; the counts grow as the engine runs."""
+    scheduler, counts = scheduler_of(llm), {"preempted": 0} if under == "preemption" else {"cached_tokens": 0}
+    schedule, computed, steps = scheduler.schedule, scheduler.kv_cache_manager.get_computed_blocks, [0]
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        steps[0] += 1
+        if steps[0] % 23 == 0:
+            counts["preempted"] += len(scheduler.running)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        blocks, tokens, *rest = computed(*args, **kwargs)
+        counts["cached_tokens"] += int(tokens)
+        return blocks, tokens, *rest
+
+    if under == "preemption":
+        scheduler.schedule = preempting
+    else:
+        scheduler.kv_cache_manager.get_computed_blocks = counting
+    return counts
+
+
+def _prompts(llm: Any, under: str) -> list[list[int]]:
+    """Random ordinary tokens, all prompts of one length: so no row of a batch is padded."""
+    import numpy as np
+
+    tokenizer = llm.get_tokenizer()
+    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    draws = np.random.default_rng(0)
+    prompts = draws.choice(ordinary, (PROMPTS, PROMPT_TOKENS))
+    if under == "prefix caching":
+        prompts = np.concatenate([np.repeat(draws.choice(ordinary, (1, 300)), PROMPTS, axis=0), prompts], axis=1)
+    return prompts.tolist()
+
+
+def _clean(rollouts: list[Any]) -> list[Any]:
+    """Those without a placeholder of images in the text, which no model that was trained answers with."""
+    return [rollout for rollout in rollouts if max(rollout.tokens) < FIRST_PLACEHOLDER]
+
+
+def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dict[str, Any]:
+    """Whose it is: a refusal of ours, something that stock vLLM cannot do either, or a fault of ours."""
+    from perturbations.errors import UsageError
+    from tests.stack.harness import build_engine
+
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, UsageError) or str(found).startswith("perturbation"):
+            return {"verdict": "refused", "message": short(found)}
+        found = found.__cause__ or found.__context__
+    try:
+        llm = build_engine(folder, None, **settings)
+        llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], use_tqdm=False)
+    except Exception as stock:
+        return {"verdict": "not run by vLLM", "message": short(stock)}
+    return {"verdict": "wrong", "message": short(error), "engine_class": _class_of(llm)}
+
+
+def short(error: BaseException) -> str:
+    """An error in a line: its first one, or of pydantic's report the one that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in lines if "Value error" in line), lines[0] if lines else "")
+    return f"{type(error).__name__}: {told}"[:300]
+
+
+def main(runner: str, compiled: bool) -> None:
+    """Answers the cases on standard input until it ends."""
+    # Settings that are read once. Without Dynamo an eager engine does not compile its sampling, which takes longest.
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {} if compiled else {"TORCHDYNAMO_DISABLE": "1"}
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if runner == "V2":
+        from tests.stack import as_on_cuda
+
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        as_on_cuda.interpret_triton()
+    import_module("vllm.v1.worker.gpu_worker")
+    import_module("tests.stack.harness")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = {"answered": _in_own_process(asked)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _in_own_process(asked: dict[str, Any]) -> bool:
+    """Whether the case's process ended by itself, within its time."""
+    pid = os.fork()
+    if not pid:
+        try:
+            log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            Path(asked["target"]).write_bytes(pickle.dumps(sampled(asked["folder"], asked["case"])))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # vLLM's engines and Triton's interpreter do not end well together with the interpreter of Python.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    end = time.monotonic() + asked["limit"]
+    while time.monotonic() < end:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "compiled")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models with random weights of any model type, as folders that vLLM and transformers load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models.shrink import DEMANDED, RETREATS, overrides
+
+_MOST_PARAMETERS = 200_000_000
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class NotBuilt(Exception):
+    """No tiny model of a type can be made; the message says why."""
+
+
+def build(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Makes a model of a type in a folder, from seed 0.
+
+    Args:
+        model_type: a key of transformers' ``CONFIG_MAPPING``.
+        folder: empty; config.json, weights, tokenizer and processor are written to it.
+        tokenizer: the folder whose tokenizer is copied.
+        dtype: of the weights.
+
+    Returns:
+        The class of the model.
+
+    Raises:
+        NotBuilt: where transformers does not know the type, or no derived configuration makes a model.
+    """
+    config, model = _model(model_type)
+    model.to(dtype).save_pretrained(folder)
+    name_text_architecture(folder)
+    for name in _TOKENIZER:
+        if (tokenizer / name).is_file():
+            shutil.copy(tokenizer / name, folder)
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        _processor(model_type, config, folder)
+    return type(model)
+
+
+def name_text_architecture(folder: Path) -> None:
+    """Names the class of a multimodal model's text, which published configurations leave out.
+
+    vLLM 0.29 asks for it on a CPU alone, and of several models it fails there without.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    text = config.get("text_config")
+    if isinstance(text, dict) and not text.get("architectures"):
+        plain = str(text.get("model_type", "")).removesuffix("_text")
+        text["architectures"] = [CAUSAL.get(text.get("model_type")) or CAUSAL.get(plain) or config["architectures"][0]]
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def model_class(config: Any) -> Any:
+    """The class that OpenRLHF would train: of images where there is a vision tower, else the causal language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    other = AutoModelForCausalLM if auto is AutoModelForImageTextToText else AutoModelForImageTextToText
+    return auto if type(config) in auto._model_mapping else other
+
+
+def _model(model_type: str) -> tuple[Any, Any]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise NotBuilt(f"transformers has no model type {model_type!r}")
+    cls = CONFIG_MAPPING[model_type]
+    without: frozenset[str] = frozenset()
+    errors = []
+    for retreat in RETREATS:
+        without |= retreat
+        try:
+            config = cls(**_merged(overrides(cls().to_dict(), without), DEMANDED.get(model_type, {})))
+            return config, _initialised(config)
+        except Exception as error:  # of whatever kind the class raises
+            errors.append(f"{type(error).__name__}: {error}")
+    raise NotBuilt(errors[0])
+
+
+def _merged(arguments: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    both = {**arguments, **further}
+    for name in arguments.keys() & further.keys():
+        if isinstance(further[name], dict):
+            both[name] = {**arguments[name], **further[name]}
+    return both
+
+
+def _initialised(config: Any) -> Any:
+    """A model with random weights that answers with finite logits."""
+    auto = model_class(config)
+    with torch.device("meta"):
+        shape = auto.from_config(config)
+    count = sum(p.numel() for p in shape.parameters())
+    if count > _MOST_PARAMETERS:
+        raise NotBuilt(f"the derived configuration has {count:,} parameters")
+    torch.manual_seed(0)
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.arange(3, 19).unsqueeze(0)).logits
+    if not bool(logits.isfinite().all()):
+        raise NotBuilt("its logits are not finite")
+    return model
+
+
+def _processor(model_type: str, config: Any, folder: Path) -> None:
+    """What vLLM reads of a multimodal model's folder beside the tokenizer, as far as the classes have defaults."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    parts: dict[str, Any] = {"tokenizer": tokenizer}
+    if type(config) in IMAGE_PROCESSOR_MAPPING:
+        found = IMAGE_PROCESSOR_MAPPING[type(config)]
+        if isinstance(found, dict):
+            found = found.get("pil") or found.get("torchvision")
+        found = next((cls for cls in found if cls), None) if isinstance(found, tuple) else found
+        parts["image_processor"] = found()
+    if type(config) in PROCESSOR_MAPPING:
+        try:
+            PROCESSOR_MAPPING[type(config)](**parts).save_pretrained(folder)
+            return
+        except Exception as error:  # a processor may ask for what a tiny model does not have
+            print(f"no processor: {type(error).__name__}: {error}")
+    for part in parts.values():
+        part.save_pretrained(folder)

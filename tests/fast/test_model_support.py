@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a model from its config.json alone: by which class it rolls out, and what cannot be used."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo import cli, model_support
+from perturbations.errors import UsageError
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")
+
+
+def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, **more}
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "trainer"),
+    [
+        (config("LlamaForCausalLM", "llama"), "LlamaForCausalLM (vLLM's own)", "LlamaForCausalLM"),
+        (
+            config("SmolLM3ForCausalLM", "smollm3"),
+            "TransformersForCausalLM (vLLM's Transformers backend)",
+            "SmolLM3ForCausalLM",
+        ),
+        (
+            config("Gemma3ForConditionalGeneration", "gemma3", vision_config={}, text_config={}),
+            "Gemma3ForConditionalGeneration (vLLM's own, multimodal)",
+            "Gemma3ForConditionalGeneration",
+        ),
+        # vLLM has no class of its own for it.
+        (
+            config("XGLMForCausalLM", "xglm"),
+            "TransformersForCausalLM (vLLM's Transformers backend)",
+            "XGLMForCausalLM",
+        ),
+    ],
+)
+def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, trainer: str) -> None:
+    found = model_support.of_config(given)
+    assert (found.engine, found.trainer, found.refused) == (engine, trainer, ())
+    assert engine in found.told() and trainer in found.told()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "no model of type ''"),
+        (config("BertModel", "bert"), "an embedding model"),
+        (config("T5ForConditionalGeneration", "t5", is_encoder_decoder=True), "encoder-decoder"),
+        (config("FooForCausalLM", "foo"), "no model of type 'foo'"),
+        (config("EagleLlamaForCausalLM", "llama"), "a draft model"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(UsageError, match=reason):
+        model_support.check(str(tmp_path))
+
+
+def test_what_config_json_does_not_tell_is_said() -> None:
+    assert "names no architecture" in model_support.of_config({"model_type": "llama"}).told()
+    remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
+    remote["quantization_config"] = {"quant_method": "awq"}
+    told = model_support.of_config(remote).told()
+    assert told.count("not known:") == 4 and "auto_map" in told and "quantization" in told
+
+
+def test_particular_embeddings_and_layers_are_noted() -> None:
+    layers = {"layer_types": ["linear_attention", "full_attention"], "hidden_size_per_layer_input": 8}
+    found = model_support.of_config(config("Qwen3NextForCausalLM", "qwen3_next", **layers))
+    assert "recurrent" in " ".join(found.notes) and "per-layer" in " ".join(found.notes)
+
+
+def test_a_type_on_which_the_replay_was_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_support, "_measured", lambda model_type: "wrong")
+    assert model_support.of_config(config("LlamaForCausalLM", "llama")).refused
+
+
+def test_a_model_that_is_not_here_is_not_known() -> None:
+    assert model_support.of_model("no-such-owner/no-such-model") is None
+
+
+def test_doctor_says_it_before_the_self_test(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("BertModel", "bert")))
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "BertModel (bert) is not supported" in printed and "an embedding model" in printed
+    assert "self-test" not in printed

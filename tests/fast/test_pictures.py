@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and records in one channel: neither gets lost, and positions are the same on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.trainer import rollout_actor, turns
+from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack, without_ours
+from perturbations.replay import ReplayRecord
+
+PAD = 7
+
+
+def record(length: int) -> TrajectoryRecord:
+    ids, weights = np.array([[3, 4]], np.int32), np.array([[0.25, 0.75]], np.float32)
+    replay = ReplayRecord(5, 1, length, np.array([length - 1], np.int32), ids, weights, None, np.array([True]))
+    return TrajectoryRecord(replay, np.zeros(length, np.float32))
+
+
+def test_a_models_forward_gets_its_pictures_and_not_our_records() -> None:
+    given: list[Any] = []
+    merge = without_ours(lambda entries, device: given.append(entries))
+    pixels = torch.ones(2, 3)
+    merge([{"pixel_values": pixels, **record(4).pack()}, record(4).pack(), None], "cpu")
+    merge([[{"pixel_values": pixels, **record(4).pack()}, None]], "cpu")
+    assert given == [[{"pixel_values": pixels}, None, None], [[{"pixel_values": pixels}, None]]]
+
+
+def test_openrlhf_merges_what_is_left() -> None:
+    vlm_utils = pytest.importorskip("openrlhf.utils.vlm_utils")
+    merge = without_ours(vlm_utils.merge_mm_train_inputs)
+    entries = [{"pixel_values": torch.full((1, 2), float(i)), **record(4).pack()} for i in range(2)]
+    merged = merge([entries[0], record(4).pack(), entries[1]], "cpu")
+    assert list(merged) == ["pixel_values"] and merged["pixel_values"].tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert merge([record(4).pack()], "cpu") == {}
+
+
+def test_a_response_keeps_its_pictures_beside_the_record() -> None:
+    conversation = turns.Conversation({})
+    conversation.record, conversation._tokens = record(4), np.arange(4)
+    response = {"observation_tokens": [0, 1, 2, 3], "mm_train_inputs": {"pixel_values": torch.ones(1)}}
+    kept = turns.finished(conversation, response)["mm_train_inputs"]
+    assert "pixel_values" in kept and unpack([kept])[0].replay.positions.tolist() == [3]
+
+
+class Engine:
+    """Answers as vLLM does: one placeholder becomes as many as a picture has places."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.given: list[Any] = []
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        self.given.append(prompt)
+        tokens = [t for token in prompt["prompt_token_ids"] for t in [token] * (self.places if token == PAD else 1)]
+        yield SimpleNamespace(prompt_token_ids=tokens, outputs=[SimpleNamespace(token_ids=[9])], num_cached_tokens=0)
+
+
+def ask(places: int, pictures: Any) -> Engine:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    async def take(name: str) -> Any:
+        return None
+
+    engine = Engine(places)
+    actor = SimpleNamespace(llm=engine, _mm_pad_token_ids={PAD}, perturbation_pick_ups=SimpleNamespace(take=take))
+    asyncio.run(rollout_actor.generate(actor, [1, PAD, PAD, PAD, 2], SamplingParams(), pictures))
+    return engine
+
+
+def test_a_picture_reaches_the_engine_with_one_placeholder() -> None:
+    (given,) = ask(3, {"image": ["picture"]}).given
+    assert given["prompt_token_ids"] == [1, PAD, 2] and given["multi_modal_data"] == {"image": ["picture"]}
+
+
+def test_text_is_not_touched() -> None:
+    (given,) = ask(1, None).given
+    assert list(given["prompt_token_ids"]) == [1, PAD, PAD, PAD, 2] and "multi_modal_data" not in given
+
+
+def test_a_picture_of_other_places_in_the_engine_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="5 tokens for the trainer and 6 for vLLM, and they differ from position 4"):
+        ask(4, {"image": ["picture"]})
+
+
+def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -> None:
+    """A stand-in for it that asks for what torchvision 0.28 asks for, in a process of its own."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    asks = "import torch\nfor name in ('nms', 'qnms'):\n"
+    asks += "    torch.library.register_fake(f'torchvision::{name}')(lambda *args: None)\n"
+    (package / "__init__.py").write_text(asks)
+    program = "from ngrpo.hardware.torchvision_operators import declare_on_import as d; d(); d(); import torchvision"
+    environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "PATH": ""}
+    for words, works in ((program, True), ("import torchvision", False)):
+        done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=False)
+        assert (done.returncode == 0) is works, done.stderr

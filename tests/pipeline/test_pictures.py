@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A multimodal model is trained on prompts with pictures, through OpenRLHF's own path, and its records are replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.harness import LOUD, ROOT, SMALL, train
+
+VISION = ROOT / ".venv" / "vision"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not VISION.is_dir() and find_spec("torchvision") is None, reason="torchvision is missing: make vision"
+    ),
+]
+MAKE = "from benchmarks.models import pictures; import sys; from pathlib import Path;"
+MAKE += "folder = Path(sys.argv[1]); pictures.build(folder, sys.argv[2]); pictures.prompts(folder / 'prompts')"
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, smollm2: str, environment: dict[str, str]) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    command = [sys.executable, "-c", MAKE, str(folder), smollm2]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("pictures", [1, 0], ids=["pictures", "text"])
+def test_two_steps_of_a_multimodal_model(
+    pictures: int, model: Path, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gap after perturbed inputs is that of plain positions, in both steps, also once the weights have moved."""
+    monkeypatch.delitem(SMALL, "--task")
+    problems = model / "prompts" / "prompts.jsonl"
+    if not pictures:
+        rows = [json.loads(line) for line in problems.read_text().splitlines()]
+        problems = tmp_path / "text.jsonl"
+        texts = [{"input": row["input"].replace("<image>", ""), "label": row["label"]} for row in rows]
+        problems.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    result = train(
+        tmp_path / "run",
+        str(model),
+        *LOUD,
+        *["--data.prompt_dataset", str(problems), "--data.label_key", "label", "--data.apply_chat_template"],
+        *["--data.image_key", "images", "--data.max_images_per_prompt", str(pictures)],
+        *["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")],
+        *["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"],
+        *["--rollout.max_new_tokens", "24", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"],
+        *["--algo.kl.init_coef", "0.001"],
+        env=environment,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
+    steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rate"] == pytest.approx(0.5, abs=0.12) and step["shift"] > 0.0
+        assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
+        assert step["gap_perturbed_mean"] <= 2.0 * step["gap_plain_mean"] < 0.1

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of every form of embedding, in stock vLLM and replayed in transformers: `benchmarks.models`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.models.case import Case, verdict
+from benchmarks.models.cases import ALL, key
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.stack
+FORMS = {
+    "plain": "qwen3",
+    "scaled": "gemma3_text",
+    "multiplied": "granite",
+    "Transformers backend": "smollm3",
+    "multimodal": "gemma3",
+    "per-layer": "gemma4_text",
+    "hybrid": "falcon_h1",
+}
+VISION = ROOT / ".venv" / "vision"
+
+
+def measured(target: Path, *words: str, timeout: float = 600.0) -> list[dict[str, Any]]:
+    """The rows of ``python -m benchmarks.models``, which has torchvision where `make vision` put it."""
+    paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "benchmarks.models", *words, "--json", str(target)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert target.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in target.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One of each form; their engines are forked from one process."""
+    target = tmp_path_factory.mktemp("models") / "rows.jsonl"
+    return {row["type"]: row for row in measured(target, *FORMS.values())}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_replay_is_exact_whatever_the_form_of_the_embedding(form: str, rows: dict[str, Any]) -> None:
+    row = rows[FORMS[form]]
+    if form == "multimodal" and not (VISION.is_dir() or find_spec("torchvision")):
+        pytest.skip("torchvision is missing: make vision")
+    assert row["verdict"] == "right", row
+    if row["dtype"] == "float32":
+        assert max(row["perturbed"].values()) <= max(1e-4, 1.5 * row["unperturbed"])
+    assert row["edits"] > 200 and row["unreplayed"] > 0.1
+    assert row["engine_class"] == {"Transformers backend": "TransformersForCausalLM"}.get(form, row["engine_class"])
+
+
+@pytest.mark.parametrize(
+    ("figures", "found"),
+    [
+        ((2e-6, 5.0, 5.0), "wrong"),
+        ((2e-6, 2e-6, 5.0), "right"),
+        ((2.8e-4, 3.7e-4, 5.0), "right"),
+        ((2.8e-4, 4.3e-4, 5.0), "wrong"),
+        ((2e-6, float("nan"), 5.0), "wrong"),
+        ((2e-6, 9e-5, 1e-4), "insensitive"),
+    ],
+)
+def test_what_counts_as_right(figures: tuple[float, float, float], found: str) -> None:
+    assert verdict("float32", *figures) == found
+
+
+def test_in_bfloat16_the_tolerance_of_float32_does_not_help() -> None:
+    assert verdict("bfloat16", 1e-5, 9e-5, 5.0) == "wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=lambda case: "-".join(map(str, key(vars(case)))).strip("-"))
+def test_every_case_of_the_page_is_right_or_says_why(case: Case, tmp_path: Path) -> None:
+    words = [case.type, "--impl", case.impl, "--runner", case.runner, "--dtype", case.dtype]
+    words += ["--compiled"] if case.compiled else []
+    words += ["--under", case.under] if case.under else []
+    row = measured(tmp_path / "row.jsonl", *words)[0]
+    assert row["verdict"] != "wrong", row
+    assert "unperturbed" in row or row["message"]
