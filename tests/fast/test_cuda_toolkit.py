@@ -128,5 +128,5 @@ def test_nothing_is_asked_where_nothing_is_compiled_here(
         (package / "__init__.py").touch()
         (package / "ops" / "adam" / "fused_adam_op.cpython-311-x86_64-linux-gnu.so").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # another test of this process may have imported it
+        monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # may have been imported by another test
     profile_for("cuda").check(Flags(["--help"]) if reason == "help" else PLAIN)
