@@ -98,7 +98,19 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
+from ngrpo import (
+    entry_check,
+    flags,
+    models,
+    openrlhf_parser,
+    preflight,
+    presets,
+    progress,
+    reward_files,
+    summary,
+    tasks,
+    versions,
+)
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.report.page import write_training
@@ -176,6 +188,7 @@ def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
         given = given if part is None else given.with_defaults(part.flags(given))
     complete = presets.applied(given, command.preset, settings.advantage)
     preflight.check_credit(complete, settings)
+    entry_check.check_kl(complete, settings)
     preflight.check_policy_noise(complete, settings)
     preflight.check_sampling_schedule(complete, settings)
     return complete
@@ -242,7 +255,7 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
-    for note in (*command.notes, *_notes_on_flags(command)):
+    for note in (*command.notes, *_notes_on_flags(command), *entry_check.notes(complete, command.settings)):
         print(f"warning: {note}")
     if checks_only:
         return run_checks(checks)
@@ -294,7 +307,7 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
     complete = checked_flags(command, folder)
-    for note in _notes_on_flags(command):
+    for note in (*_notes_on_flags(command), *entry_check.notes(complete, command.settings)):
         report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))

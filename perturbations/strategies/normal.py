@@ -35,6 +35,21 @@ class Normal(TopTokens):
         "what the loss weighs: the token's probability, or the normal density of the draws",
         choices=("token", "normal"),
     )
+    input_gradient: str = option(
+        "none",
+        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
+        choices=("full", "none"),
+    )
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Not of the token, which is drawn from the top-k alone."""
+        return self.has_density
+
+    @property
+    def draws_text(self) -> bool:
+        """The largest weight."""
+        return True
 
     def propose(self, step: Step) -> Proposal:
         """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
