@@ -43,26 +43,26 @@ def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
     return torch.where(drawn, log_density, 0.0)
 
 
-def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor, free: Tensor | None = None) -> Tensor:
+def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor, drawn: Tensor | None = None) -> Tensor:
     """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i).
 
-    Clamped noise has no gradient. Which noise the rollout clamped is not asked of y_i − log p_i: there it stands at a
-    bound, and the logits of trainer and rollout, which differ, would decide.
+    Clamped noise has no gradient, and what the rollout clamped stays at its bound. Which that is, is not asked of
+    y_i − log p_i: the logits of trainer and rollout, which differ, would decide.
 
     Args:
         scores: y, (N, K).
         probabilities: p under the policy at hand, renormalised over the recorded candidates, (N, K).
         kept: which candidates were mixed, (N, K) bool.
-        free: which noise the rollout did not clamp, (N, K) bool; None for all of it.
+        drawn: the noise as it was drawn, before the clamp, (N, K); None where none was clamped.
 
     Returns:
         (N,): the mean over candidates with log p_i > −3, 0 where there are none.
     """
     log_p = torch.log(probabilities + LOG_FLOOR)
     noise, (low, high) = scores - log_p, GUMBEL_RANGE
-    inside = (noise > low) & (noise < high)
-    inside = inside if free is None else inside & free
-    noise = torch.where(inside, noise, noise.detach().clamp(low, high))
+    noise = torch.where((noise > low) & (noise < high), noise, noise.detach().clamp(low, high))
+    if drawn is not None:
+        noise = torch.where((drawn > low) & (drawn < high), noise, drawn.clamp(low, high))
     return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 

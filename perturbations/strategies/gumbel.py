@@ -87,7 +87,7 @@ class Gumbel(TopTokens):
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
         (low, high), drawn = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf), replayed.gumbel(edit.ids)
         if self.density == "gumbel":
-            return densities.gumbel(scores, probabilities, kept, (drawn > low) & (drawn < high))
+            return densities.gumbel(scores, probabilities, kept, drawn)
         noise = scores - (probabilities + densities.LOG_FLOOR).log()
         below = (drawn <= low) | (edit.weights < smallest)
         return densities.censored_gumbel(noise, below, (drawn >= high) & ~below, kept)

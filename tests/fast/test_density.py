@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from perturbations import density as d
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
-from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.testing.density_check import replayed
@@ -188,9 +187,15 @@ PERTURBATIONS = [
     create("normal", density="normal"),
     create("gaussian", density="gaussian", base="soft", k=5),
 ]
+EXACT = [
+    create("gumbel", density="exact"),
+    create("dirichlet", density="exact", alpha=4.0),
+    create("lepo", density="exact", k=4),
+    create("latent", density="exact", k=3),
+]
 
 
-@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda o: o.name)
+@pytest.mark.parametrize("perturbation", [*PERTURBATIONS[:3], *EXACT], ids=lambda o: f"{o.name}-{o.density}")
 def test_gradient_of_each_perturbation_reaches_the_logits(perturbation: Perturbation) -> None:
     """The whole of log_density against central differences in float64, at a policy other than the rollout's."""
     step = a_step(likely(6), temperature=0.7)
@@ -241,7 +246,7 @@ def test_gumbel_takes_its_noise_back_from_the_record() -> None:
     for logits in (step.logits, step.logits + 0.5 * torch.randn(500, V, generator=generator(2))):
         old = torch.softmax(step.logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
         p = torch.softmax(logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
-        noise = (g + old.log() - p.log()).clamp(-1.5, 3.0)
+        noise = torch.where((g > -1.5) & (g < 3.0), (g + old.log() - p.log()).clamp(-1.5, 3.0), g)
         used = p.log() > -3.0
         want = torch.where(used, -noise - torch.exp(-noise), 0.0).sum(-1) / used.sum(-1)
         assert (by_kind(perturbation, step, logits).double() - want).abs().max() < 2e-5
@@ -250,7 +255,7 @@ def test_gumbel_takes_its_noise_back_from_the_record() -> None:
 def test_gumbel_with_weights_too_small_for_float32() -> None:
     """p = 1 - 1e-9, 1e-9 and τ = 0.1: the second weight is e^-180 = 0. Its y counts as unlikely, g clamped to -1.5."""
     perturbation = create("gumbel", density="gumbel", k=2, top_p=1.0)
-    step = a_step(torch.tensor([[1.0, 1e-9, 0.0]]))
+    step = a_step(torch.tensor([[1.0, 1e-9, 0.0]]), seed=10)
     edit = perturbation.propose(step).edit
     assert edit.weights[0, 1] < 1e-38
     half = torch.zeros(1, 3)
@@ -259,12 +264,15 @@ def test_gumbel_with_weights_too_small_for_float32() -> None:
     assert by_kind(perturbation, step, half).item() == pytest.approx(want, abs=1e-4)
 
 
-def by_hand(name: str, draws: list[float], p: list[float]) -> float:
-    """The paper's mean for one position, in plain numbers: ``draws`` and p(θ) of the ids that top-p left."""
+def by_hand(name: str, draws: list[float], p: list[float], noise: list[float]) -> float:
+    """The paper's mean for one position, in plain numbers: ``draws`` and p(θ) of the ids that top-p left.
+
+    Noise that the rollout clamped stays where it was.
+    """
     terms = []
-    for y, share in zip(draws, p):
+    for y, share, g in zip(draws, p, noise):
         if name == "gumbel" and math.log(share + 1e-6) > -3.0:
-            g = min(max(y - math.log(share + 1e-6), -1.5), 3.0)
+            g = min(max(y - math.log(share + 1e-6), -1.5), 3.0) if -1.5 < g < 3.0 else g
             terms.append(-g - math.exp(-g))
         elif name == "dirichlet" and share > 0.05:
             shape = 4.0 * share
@@ -295,44 +303,54 @@ def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) 
         widths.add(len(kept))
         at = torch.tensor([kept])
         old, new = (torch.softmax(values[row].double()[at], dim=-1) for values in (step.logits, logits))
-        key = keys[row : row + 1]
+        key, noise = keys[row : row + 1], torch.zeros_like(old)
         if name == "gumbel":
-            draws = (old + 1e-6).log() + streams.gumbel(key, at).double().clamp(-1.5, 3.0)
+            noise = streams.gumbel(key, at).double().clamp(-1.5, 3.0)
+            draws = (old + 1e-6).log() + noise
         elif name == "dirichlet":
             draws = streams.log_gamma(key, at, (4.0 * old).float()).double().exp()
         else:
             draws = old + 0.05 * streams.normal(key, at).double()
-        want = by_hand(name, draws[0].tolist(), new[0].tolist())
+        want = by_hand(name, draws[0].tolist(), new[0].tolist(), noise[0].tolist())
         assert got[row].item() == pytest.approx(want, rel=1e-3, abs=1e-3), f"row {row} of {len(kept)} ids"
     assert len(widths) > 1 if top_p < 1.0 else widths == {5}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_gaussian_soft_is_the_paper_s(temperature: float) -> None:
-    """−‖e' − h(θ)‖² / (2σ²) and the constant, h(θ) = Σ softmax(z/τ) E over the new policy's own top-k."""
+    """The score of −‖e' − h(θ)‖² / (2σ²) where e' = h(θ) + σ ε, h(θ) = Σ softmax(z/τ) E over the policy's top-k."""
     perturbation = create("gaussian", density="gaussian", base="soft", k=4)
     step = a_step(likely(50), temperature)
     edit = perturbation.propose(step).edit
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    fed = realise(edit, step.embeddings.lookup, keys).double()
-    sigma = edit.sigma.double()
-    for logits in (step.logits, step.logits + 0.3 * torch.randn(50, V, generator=generator(2))):
+    noise, sigma = streams.normal(keys, D).double(), edit.sigma.double()
+    for moved in (0.0, 0.3):  # a policy that moved a little counts as the one that drew e'
+        logits = (step.logits + moved * torch.randn(50, V, generator=generator(2))).requires_grad_()
+        got = by_kind(perturbation, step, logits)
         values, ids = logits.double().topk(4, dim=-1)
         shares = torch.softmax(values * temperature / 0.5, dim=-1).unsqueeze(-1)
         h = (step.embeddings.lookup(ids) * shares).sum(dim=1)
+        fed = h.detach() + sigma.unsqueeze(-1) * noise
         want = -(fed - h).square().sum(-1) / (2 * sigma**2) - D * (sigma * math.sqrt(2 * math.pi)).log()
-        torch.testing.assert_close(by_kind(perturbation, step, logits).double(), want, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+        score, true = (torch.autograd.grad(part.sum(), logits)[0] for part in (got, want))
+        torch.testing.assert_close(score, true, rtol=1e-4, atol=1e-4 * true.abs().max().item())
 
 
 def test_gaussian_fuzzy_follows_the_argmax() -> None:
+    """The embedding of the policy's own argmax learns, by ε/σ."""
     with pytest.warns(UserWarning, match="argmax"):
         perturbation = create("gaussian", density="gaussian", base="fuzzy")
     step = a_step(likely(20))
     moved = step.logits.clone()
     moved[:, 0] = 100.0
-    same = step.logits.argmax(-1) == 0
-    change = by_kind(perturbation, step, moved) - by_kind(perturbation, step, step.logits)
-    assert (change[~same] < -1.0).all() and (change[same] == 0.0).all()
+    matrix = step.embeddings.lookup(torch.arange(V)).clone().requires_grad_()
+    seen = replayed(step, perturbation.propose(step), moved)
+    seen = Replayed(**{**vars(seen), "lookup": lambda ids: nn.functional.embedding(ids, matrix)})
+    perturbation.log_density(seen).sum().backward()
+    noise, sigma = streams.normal(seen.noise_keys, D), seen.edit.sigma.unsqueeze(-1)
+    torch.testing.assert_close(matrix.grad[0], (noise / sigma).sum(0))
+    assert not matrix.grad[1:].any()
 
 
 def test_gaussian_on_the_token_does_not_depend_on_the_logits() -> None:
