@@ -13,6 +13,8 @@ _CORRECTION = "--algo.advantage.is_correction_level"
 _KL = "--algo.kl.init_coef"
 _ESTIMATOR = "--algo.advantage.estimator"
 
+WHY_ONE_UPDATE = "its noise is too narrow, or of too many dimensions, for a policy ratio"
+
 # OpenRLHF's estimators that subtract a mean over the answers to each prompt.
 _BALANCED = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
 
@@ -35,7 +37,7 @@ def check_kl(given: Flags, settings: RunSettings) -> None:
         settings: what is asked of the run.
     """
     perturbation, value = settings.perturbation, given.value(_KL) or defaults()[_KL]
-    if perturbation is None or not perturbation.has_density or not perturbation.density_of_vector:
+    if perturbation is None or not perturbation.has_density or not perturbation.score_only:
         return
     if not perturbation.draws_token and float(value) > 0.0:
         raise UsageError(

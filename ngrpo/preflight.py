@@ -10,9 +10,8 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ngrpo import versions
+from ngrpo import entry_check, versions
 from ngrpo.datafiles import check_dataset
-from ngrpo.entry_check import check_frozen
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
 from ngrpo.trainer.run_settings import RunSettings
@@ -112,7 +111,7 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
     asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     if settings.perturbation is not None:
         _check_density(given, settings.perturbation, settings.sampling)
-        check_frozen(given, settings.perturbation)
+        entry_check.check_frozen(given, settings.perturbation)
     for flag in given:
         value = flag.values[0] if flag.values else ""
         for part, harmless, reason, instead in _REFUSED:
@@ -159,12 +158,9 @@ def _check_density(given: Flags, perturbation: Perturbation, sampling: Mapping[s
             if value is not None and _number(str(value)) != harmless:
                 narrow = "a position whose token it cuts stays ordinary, so what is left was drawn from another"
                 refuse(f"{name} {value}", f"{narrow} distribution than the density says")
-    if not perturbation.density_of_vector:
+    if not perturbation.score_only:
         return
-    reason = (
-        "it is of the fed vector, whose policy ratio is unbounded, so each rollout is used for one update at the policy"
-        " that drew it"
-    )
+    reason = f"{entry_check.WHY_ONE_UPDATE}, so each rollout is used for one update at the policy that drew it"
     if given.has("--train.async_enable"):
         refuse("--train.async_enable", reason)
     prompts, answers, batch, epochs = (int(given.value(name) or defaults()[name]) for name in _SIZES)
@@ -226,11 +222,11 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
             value = f" {given.value(flag)}" if given.value(flag) else ""
             raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
     perturbation = settings.perturbation
-    if perturbation is not None and perturbation.has_density and perturbation.density_of_vector:
+    if perturbation is not None and perturbation.has_density and perturbation.score_only:
         raise UsageError(
-            f"{asked} cannot be used with the density of --perturbation {perturbation.name}: it is of the fed vector,"
-            " whose policy ratio is unbounded, so it is trained at the policy that drew it alone, and not at weights"
-            " without the noise. Leave one of them out, or add --perturbation.density token."
+            f"{asked} cannot be used with the density of --perturbation {perturbation.name}: {entry_check.WHY_ONE_UPDATE},"
+            " so it is trained at the policy that drew it alone, and not at weights without the noise. Leave one of them"
+            " out, or add --perturbation.density token."
         )
     _check_correction(given, asked, needed=settings.policy_noise.follows_divergence)
     correction = given.value(_CORRECTION)

@@ -75,6 +75,12 @@ class Replayed:
             raise ValueError("replayed positions without draw_keys: their draws cannot be repeated. Pass the keys.")
         return streams.gumbel(self.draw_keys, ids)
 
+    def normal(self, ids: Tensor) -> Tensor:
+        """The draws that ``step.normal(ids)`` gave in the rollout, (N, n), likewise."""
+        if self.draw_keys is None:
+            raise ValueError("replayed positions without draw_keys: their draws cannot be repeated. Pass the keys.")
+        return streams.normal(self.draw_keys, ids)
+
     def at(self, ids: Tensor) -> Tensor:
         """z̃ of the tokens ``ids`` (N, n) at their positions, (N, n), with gradient."""
         return self.logits[self.rows.unsqueeze(-1), ids]
@@ -172,10 +178,18 @@ class Perturbation(GateOptions, ABC):
         """Whether :meth:`log_density` is of the fed vector itself, and not of draws of which the vector is a function.
 
         Then the vector is a fixed action, so the replay feeds it detached: its gradient to the embedding is the
-        density's alone. And the ratio of two such densities in D dimensions is unbounded, so the density enters the
-        loss in REINFORCE form: its gradient counts, and its value is 0 for old, new and reference policy.
+        density's alone. And the ratio of two such densities in D dimensions is unbounded: see :attr:`score_only`.
         """
         return False
+
+    @property
+    def score_only(self) -> bool:
+        """Whether :meth:`log_density` enters the loss in REINFORCE form, for one update at the policy that drew.
+
+        Then its gradient counts, and its value is 0 for old, new and reference policy. So it must be where the noise
+        is narrow beside the difference between the logits of rollout and trainer.
+        """
+        return self.density_of_vector
 
     @property
     def zero_mean_score(self) -> bool:

@@ -4,7 +4,7 @@
 By `ngrpo.trainer.log_prob_replacement`, so the old, the new and the reference log-probabilities are all of the same.
 
 A density of the fed vector itself has no ratio that could be used: in D dimensions it is unbounded, and rounding alone
-moves it by nats. It enters in REINFORCE form, as density − stop_gradient(density), and the policy loss alone: its value
+moves it by nats. Such a one (`Perturbation.score_only`) enters in REINFORCE form, as density − stop_gradient(density), and the policy loss alone: its value
 is 0 everywhere, so ratio and clip are the token's, and its gradient is that of the policy on the first update of a
 rollout, the only one. The KL term is the token's in value and gradient.
 """
@@ -39,7 +39,7 @@ class Densities:
         """
         self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
         self._advantages = advantages
-        self._of_vectors: Tensor | None = None
+        self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
     def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ class Densities:
     def for_policy_loss(self, log_probs: Tensor) -> Tensor:
         """The forward's log-probabilities as the policy loss takes them, (B, A): of the last A tokens of each row.
 
-        The same, except where a density is of the fed vector: then its gradient is in them.
+        The same, except where a density counts by its score alone: then that is in them.
         """
-        density, self._of_vectors = self._of_vectors, None
+        density, self._scored = self._scored, None
         if density is None:
             return log_probs
         score = density - density.detach()
@@ -81,14 +81,14 @@ class Densities:
 
     @property
     def left(self) -> bool:
-        """Whether a density of vectors was computed and not taken: its gradient would be lost."""
-        return self._of_vectors is not None
+        """Whether a density that counts by its score was computed and not taken: the score would be lost."""
+        return self._scored is not None
 
     def _action(self, replayed: Replayed, inside: Tensor) -> Tensor:
         """log π of all that was drawn at each perturbed position, (N,), which exist where ``inside``."""
         tokens = replayed.token_log_probs
         own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)
-        if self._perturbation.density_of_vector and not torch.is_grad_enabled():
+        if self._perturbation.score_only and not torch.is_grad_enabled():
             return own  # old and reference: the value in REINFORCE form
         density = self._perturbation.log_density(replayed)
         if density.shape != tokens.shape:
@@ -96,8 +96,8 @@ class Densities:
                 f"perturbation {self._perturbation.name!r}: log_density returns {tuple(density.shape)} for"
                 f" {len(tokens)} positions: one number for each is needed."
             )
-        if self._perturbation.density_of_vector:
-            self._of_vectors = torch.where(inside, density, 0.0)
+        if self._perturbation.score_only:
+            self._scored = torch.where(inside, density, 0.0)
             return own
         return own + density
 

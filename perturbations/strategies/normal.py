@@ -59,16 +59,23 @@ class Normal(TopTokens):
         normalizer = draws.sum(dim=-1)
         tokens = ids.gather(-1, draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
         return Proposal(
-            InputEdit(ids, draws / normalizer.unsqueeze(-1), normalizer=normalizer if self.has_density else None),
+            InputEdit(ids, draws / normalizer.unsqueeze(-1)),
             tokens,
         )
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15.
 
-        y_i = w_i · normalizer.
+        At the policy that drew y: y_i − p_i is the noise as it was drawn, and not a difference of what rollout and
+        trainer computed, whose p differ by a seventh of 0.05 where their logits differ by 0.03.
         """
         edit = replayed.edit
         kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
-        return densities.normal(edit.weights * edit.normalizer.unsqueeze(-1), probabilities, kept)
+        draws = probabilities.detach() + densities.NORMAL_SIGMA * replayed.normal(edit.ids)
+        return densities.normal(draws, probabilities, kept)
+
+    @property
+    def score_only(self) -> bool:
+        """For its narrow noise."""
+        return self.has_density

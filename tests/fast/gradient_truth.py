@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -299,6 +300,7 @@ def latent_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Ten
     return branches
 
 
+@cache
 def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
     """True gradients by name: (1, …) where they are exact, (CHUNKS, …) where they are means of independent samples."""
     model, found = Model(perturbation), {}

@@ -195,7 +195,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("perturbation", [*PERTURBATIONS[:3], *EXACT], ids=lambda o: f"{o.name}-{o.density}")
+@pytest.mark.parametrize("perturbation", [*PERTURBATIONS[:2], *EXACT], ids=lambda o: f"{o.name}-{o.density}")
 def test_gradient_of_each_perturbation_reaches_the_logits(perturbation: Perturbation) -> None:
     """The whole of log_density against central differences in float64, at a policy other than the rollout's."""
     step = a_step(likely(6), temperature=0.7)
@@ -212,6 +212,24 @@ def test_gradient_of_each_perturbation_reaches_the_logits(perturbation: Perturba
     moved = base.clone().requires_grad_()
     density(moved).sum().backward()
     assert (moved.grad.abs().sum(dim=-1) > 0.0).sum() >= 5
+
+
+def test_gradient_of_the_normal_density_is_that_of_the_policy_that_drew() -> None:
+    """With y = p(θ) + 0.05 ε held fixed, as the paper writes it; two of five candidates are often cut or unlikely."""
+    perturbation = create("normal", density="normal")
+    step = a_step(likely(40), temperature=0.7)
+    edit = perturbation.propose(step).edit
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
+    logits = (step.logits + 0.02 * torch.randn(40, V, generator=generator(11))).requires_grad_()
+    kept = d.distinct(edit.ids)
+    p = torch.softmax(torch.where(kept, logits.double().gather(-1, edit.ids), -torch.inf), dim=-1)
+    y = p.detach() + 0.05 * streams.normal(keys, edit.ids).double()
+    terms = -0.5 * ((y - p).clamp(-0.15, 0.15) / 0.05).square()
+    used = kept & (p > 0.05)
+    want = torch.where(used, terms, 0.0).sum(-1) / used.sum(-1)
+    score, true = (torch.autograd.grad(f.sum(), logits)[0] for f in (by_kind(perturbation, step, logits), want))
+    torch.testing.assert_close(score, true, rtol=1e-4, atol=1e-4)
+    assert (true.abs().sum(-1) > 0.1).sum() > 30
 
 
 def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_action() -> None:
@@ -310,7 +328,7 @@ def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) 
         elif name == "dirichlet":
             draws = streams.log_gamma(key, at, (4.0 * old).float()).double().exp()
         else:
-            draws = old + 0.05 * streams.normal(key, at).double()
+            draws = new + 0.05 * streams.normal(key, at).double()  # whatever policy asks drew them
         want = by_hand(name, draws[0].tolist(), new[0].tolist(), noise[0].tolist())
         assert got[row].item() == pytest.approx(want, rel=1e-3, abs=1e-3), f"row {row} of {len(kept)} ids"
     assert len(widths) > 1 if top_p < 1.0 else widths == {5}
