@@ -224,9 +224,9 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
     perturbation = settings.perturbation
     if perturbation is not None and perturbation.has_density and perturbation.score_only:
         raise UsageError(
-            f"{asked} cannot be used with the density of --perturbation {perturbation.name}: {entry_check.WHY_ONE_UPDATE},"
-            " so it is trained at the policy that drew it alone, and not at weights without the noise. Leave one of them"
-            " out, or add --perturbation.density token."
+            f"{asked} cannot be used with the density of --perturbation {perturbation.name}:"
+            f" {entry_check.WHY_ONE_UPDATE}, so it is trained at the policy that drew it alone, and not at weights"
+            " without the noise. Leave one of them out, or add --perturbation.density token."
         )
     _check_correction(given, asked, needed=settings.policy_noise.follows_divergence)
     correction = given.value(_CORRECTION)

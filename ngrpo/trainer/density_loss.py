@@ -3,10 +3,11 @@
 
 By `ngrpo.trainer.log_prob_replacement`, so the old, the new and the reference log-probabilities are all of the same.
 
-A density of the fed vector itself has no ratio that could be used: in D dimensions it is unbounded, and rounding alone
-moves it by nats. Such a one (`Perturbation.score_only`) enters in REINFORCE form, as density − stop_gradient(density), and the policy loss alone: its value
-is 0 everywhere, so ratio and clip are the token's, and its gradient is that of the policy on the first update of a
-rollout, the only one. The KL term is the token's in value and gradient.
+A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`: of the fed vector
+itself it is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
+stop_gradient(density), and enters the policy loss alone: its value is 0 everywhere, so ratio and clip are the token's,
+and its gradient is that of the policy on the first update of a rollout, the only one. The KL term is the token's in
+value and gradient.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def hrpo_truth(perturbation: Any, model: Model, parameters: dict[str, Tensor]) -
 
 
 def tobit(noise: Tensor, drawn: Tensor) -> Tensor:
-    """log f, log F and log(1 − F) of Gumbel(0, 1) ``noise``, by where the noise drawn lay: within [-1.5, 3] or beyond."""
+    """log f, log F or log(1 − F) of Gumbel(0, 1) ``noise``: where the noise drawn lay within [-1.5, 3] or beyond it."""
     law = torch.distributions.Gumbel(torch.zeros((), dtype=noise.dtype), 1.0, validate_args=False)
     density = torch.where(drawn <= -1.5, law.cdf(noise).log(), law.log_prob(noise))
     return torch.where(drawn >= 3.0, torch.log1p(-law.cdf(noise)), density)
@@ -199,7 +199,9 @@ def drawn_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tens
             density = torch.where(kept, tobit(y - (p + 1e-6).log(), g), 0.0).sum(-1, keepdim=True)
         elif perturbation.density == "exact":
             # Of the Gamma draws, whose sum the fed weights do not show.
-            terms = torch.distributions.Gamma(concentration, 1.0, validate_args=False).log_prob(scores.clamp_min(1e-300))
+            terms = torch.distributions.Gamma(concentration, 1.0, validate_args=False).log_prob(
+                scores.clamp_min(1e-300)
+            )
             density = torch.where(kept, terms, 0.0).sum(-1, keepdim=True)
         factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, tokens)
         return factor, tokens, (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)

@@ -25,7 +25,11 @@ _PARAMETERS = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else 
 @pytest.mark.parametrize("case", _PARAMETERS)
 def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) -> None:
     perturbation = CASES[case]
-    exact, rounded, true = estimate(perturbation, steps), estimate(perturbation, steps, True), truth(perturbation, steps)
+    exact, rounded, true = (
+        estimate(perturbation, steps),
+        estimate(perturbation, steps, True),
+        truth(perturbation, steps),
+    )
     for name in exact:
         moved = (rounded[name] - exact[name]).flatten(1)
         away, error = moved.mean(0), (moved.var(0).sum() / len(moved)).sqrt()
@@ -35,7 +39,9 @@ def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) 
             assert away.norm() <= 0.1 * size + 4.0 * error, f"{name}: {away.norm()} away from 0; with a goal {size}"
             continue
         cosine = torch.nn.functional.cosine_similarity(goal + away, goal, dim=0).item()
-        print(f"{case}, {steps} steps, {name}: cosine {cosine:.5f}, moved {away.norm() / goal.norm():.4f} of its length"
-              f" ± {error / goal.norm():.4f}")
+        print(
+            f"{case}, {steps} steps, {name}: cosine {cosine:.5f}, moved {away.norm() / goal.norm():.4f} of its length"
+            f" ± {error / goal.norm():.4f}"
+        )
         assert cosine >= LEAST, f"{name}: a cosine of {cosine:.4f}"
         assert error < 0.1 * goal.norm(), f"{name}: too few samples to tell"
