@@ -3,8 +3,8 @@
 
 By `ngrpo.trainer.log_prob_replacement`, so the old, the new and the reference log-probabilities are all of the same.
 
-A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`: of the fed vector
-itself it is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
+A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; that of the fed
+vector itself is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
 stop_gradient(density), and enters the policy loss alone: its value is 0 everywhere, so ratio and clip are the token's,
 and its gradient is that of the policy on the first update of a rollout, the only one. The KL term is the token's in
 value and gradient.
