@@ -131,6 +131,55 @@ def test_distinct_finds_the_places_that_hold_a_repeated_token() -> None:
     assert d.distinct(ids).tolist() == want
 
 
+# --- exact densities ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [(0.5, 0.5), (0.9, 0.1)])
+def test_gumbel_softmax_weights_integrate_to_1(p: tuple) -> None:
+    """With what does not depend on p, Γ(2) τ (w_1 w_2)^(−τ−1), over w_1 in (0, 1); p up to a constant."""
+    tau, t = 0.5, torch.linspace(-60.0, 60.0, 20_001, dtype=torch.float64)  # w = σ(t)
+    weights = torch.stack([torch.sigmoid(t), torch.sigmoid(-t)], dim=-1)
+    log_p = (3.0 * double(*p)).log().expand_as(weights)
+    found = d.concrete(weights, log_p, tau, torch.ones_like(weights, dtype=torch.bool))
+    whole = found + math.log(tau) - (tau + 1.0) * weights.log().sum(-1) + weights.log().sum(-1)  # dw = w_1 w_2 dt
+    assert torch.trapezoid(whole.exp(), t).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_gumbel_softmax_weight_that_float32_lost() -> None:
+    """P(w_2 < s) = 1 / (1 + (p_2 / p_1) s^−τ): log p + g is then τ log s smaller, a difference of two Gumbels."""
+    s, tau = torch.finfo(torch.float32).tiny, 0.1
+    got = d.concrete(double(1.0, 0.0), double(0.8, 0.2).log(), tau, all_kept(2)).item()
+    assert got == pytest.approx(-math.log1p(0.25 * s**-tau), abs=1e-9)
+
+
+def test_dirichlet_weights_by_hand() -> None:
+    """α p = 2, 1 and w = 1/4, 3/4: ln(1/4) − ln Γ(2) − ln Γ(1). A third at p = 0 that was cut takes no part."""
+    kept = torch.tensor([[True, True, False]])
+    got = d.dirichlet_weights(double(0.25, 0.75, 0.0), double(2 / 3, 1 / 3, 0.0), 3.0, kept).item()
+    assert got == pytest.approx(math.log(0.25), abs=1e-9)
+    halves = d.dirichlet_weights(double(0.5, 0.5), double(0.5, 0.5), 1.0, all_kept(2)).item()
+    assert halves == pytest.approx(math.log(2.0) - math.log(math.pi), abs=1e-9)  # Γ(1/2)² = π
+
+
+def test_dirichlet_weight_that_float32_lost() -> None:
+    """α p = 0.9, 0.1: P(w_2 < s) · Γ(α)⁻¹, the integral of x^(a−1) below s in logarithms."""
+    s = math.log(torch.finfo(torch.float32).tiny)
+    t = torch.linspace(s - 400.0, s, 2_000_001, dtype=torch.float64)
+    integral = torch.trapezoid((0.1 * t).exp(), t).item()
+    want = math.log(integral) - math.lgamma(0.9) - math.lgamma(0.1)
+    assert d.dirichlet_weights(double(1.0, 0.0), double(0.9, 0.1), 1.0, all_kept(2)).item() == pytest.approx(
+        want, abs=1e-6
+    )
+
+
+def test_censored_gumbel_by_hand() -> None:
+    """F(n) = exp(−exp(−n)): at 0, ln f = −1, ln F = −1, ln(1 − F) = ln(1 − 1/e); at 2, ln F = −e^−2."""
+    below, above = torch.tensor([[False, True, False, True, False]]), torch.tensor([[False, False, True, False, True]])
+    kept = torch.tensor([[True, True, True, True, False]])
+    got = d.censored_gumbel(double(0.0, 0.0, 0.0, 2.0, 1.0), below, above, kept).item()
+    assert got == pytest.approx(-2.0 + math.log(1 - 1 / math.e) - math.exp(-2.0), abs=1e-9)
+
+
 # --- gradients in float64 -------------------------------------------------------------------------
 
 

@@ -18,9 +18,21 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation, problem, survives
 from tests.mutations.of_advantages import ADVANTAGES, BEST_OF_K, CREDITS, NOISES, OVERLONG
+from tests.mutations.of_gradients import GRADIENTS
 from tests.mutations.of_inputs import DENSITIES, MIXTURES, SAMPLING
 from tests.mutations.of_schedules import SCHEDULES
 
-MUTATIONS = [*DENSITIES, *ADVANTAGES, *BEST_OF_K, *OVERLONG, *CREDITS, *NOISES, *SAMPLING, *MIXTURES, *SCHEDULES]
+MUTATIONS = [
+    *DENSITIES,
+    *ADVANTAGES,
+    *BEST_OF_K,
+    *OVERLONG,
+    *CREDITS,
+    *NOISES,
+    *SAMPLING,
+    *MIXTURES,
+    *SCHEDULES,
+    *GRADIENTS,
+]
 
 __all__ = ["MUTATIONS", "Mutation", "problem", "survives"]
