@@ -6,7 +6,6 @@ from __future__ import annotations
 from tests.mutations.mutation import of_file
 
 _TRUE = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
-_ROUNDED = "test_policy_gradient_rounded.py::test_rounded_logits_leave_the_gradient_its_direction"
 _MEANS = "test_score_error.py::test_which_scores_have_mean_0"
 
 GRADIENTS = [
@@ -26,7 +25,7 @@ GRADIENTS = [
     ),
     *of_file(
         "perturbations/strategies/gumbel.py",
-        f"{_ROUNDED}[gumbel-density-bandit] test_score_error.py::test_no_density_is_drowned_and_differences_are",
+        "test_score_error.py::test_no_density_is_drowned_and_differences_are",
         (
             "densities.gumbel(scores, probabilities, kept, drawn)",
             "densities.gumbel(scores, probabilities, kept)",
