@@ -8,6 +8,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 
 from ngrpo import advantages, credits, policy_noises, sampling_schedules
@@ -106,8 +107,24 @@ def _described(kept: Registry, name: str) -> str:
     if shared:
         rest = ", ".join(each.name for each in shared if each.name not in {f.name for f in own})
         parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
+        parts.append(_mean_of_score(cls))
     parts.append("\n".join(picture(kept, cls)))
     return "\n\n".join(part for part in parts if part)
+
+
+def _mean_of_score(cls: type[Perturbation]) -> str:
+    """With which of its densities a perturbation's score has mean 0."""
+    densities = next((f.metadata["choices"] for f in dataclasses.fields(cls) if f.name == "density"), ("token",))
+    centred: dict[bool, list[str]] = {True: [], False: []}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for density in densities:
+            with suppress(UsageError):  # a density that needs another option than its default
+                made = cls(density=density) if len(densities) > 1 else cls()
+                centred[made.zero_mean_score].append(density)
+    told = {True: "0 with density", False: "not 0 with density"}
+    found = [f"{told[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
+    return f"mean of the score of its entry in the loss (docs/choosing.md): {'; '.join(found)}"
 
 
 def own_options(kept: Registry, cls: type) -> list[dataclasses.Field]:

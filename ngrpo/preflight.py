@@ -12,7 +12,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ngrpo import versions
+from ngrpo import entry_check, versions
 from ngrpo.datafiles import check_dataset
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
@@ -112,7 +112,8 @@ def check_flags(args: Sequence[str], settings: RunSettings) -> None:
         return
     asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
     if settings.perturbation is not None:
-        _check_density(given, settings.perturbation)
+        _check_density(given, settings.perturbation, settings.sampling)
+        entry_check.check_frozen(given, settings.perturbation)
     for flag in given:
         value = flag.values[0] if flag.values else ""
         for part, harmless, reason, instead in _REFUSED:
@@ -136,11 +137,13 @@ _CORRECTION = "--algo.advantage.is_correction_level"
 _LOSS = "--actor.policy_loss_type"
 
 
-def _check_density(given: Flags, perturbation: Perturbation) -> None:
+def _check_density(given: Flags, perturbation: Perturbation, sampling: Mapping[str, Any]) -> None:
     """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
     if not perturbation.has_density:
         return
     subject = f"the density of --perturbation {perturbation.name}"
+    filters = {"--rollout.top_p": given.value("--rollout.top_p")}
+    filters |= {f"--sampling.{name}": sampling.get(name) for name in ("top_k", "min_p")}
 
     def refuse(asked: str, reason: str, instead: str = "Leave it out") -> NoReturn:
         raise UsageError(
@@ -151,12 +154,15 @@ def _check_density(given: Flags, perturbation: Perturbation) -> None:
     if correction not in (None, "off"):
         compared = "it compares with the rollout's log-probabilities, which are the tokens'"
         refuse(f"{_CORRECTION} {correction}", compared)
-    if not perturbation.density_of_vector:
+    if perturbation.draws_text:
+        for name, harmless in (("--rollout.top_p", 1.0), ("--sampling.top_k", 0.0), ("--sampling.min_p", 0.0)):
+            value = filters.get(name)
+            if value is not None and _number(str(value)) != harmless:
+                narrow = "a position whose token it cuts stays ordinary, so what is left was drawn from another"
+                refuse(f"{name} {value}", f"{narrow} distribution than the density says")
+    if not perturbation.score_only:
         return
-    reason = (
-        "it is of the fed vector, whose policy ratio is unbounded, so each rollout is used for one update at the policy"
-        " that drew it"
-    )
+    reason = f"{entry_check.WHY_ONE_UPDATE}, so each rollout is used for one update at the policy that drew it"
     if given.has("--train.async_enable"):
         refuse("--train.async_enable", reason)
     prompts, answers, batch, epochs = (int(given.value(name) or defaults()[name]) for name in _SIZES)
@@ -242,9 +248,15 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
         if given.has(flag) and (harmless is None or given.value(flag) not in harmless):
             value = f" {given.value(flag)}" if given.value(flag) else ""
             raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
+    perturbation = settings.perturbation
+    if perturbation is not None and perturbation.has_density and perturbation.score_only:
+        raise UsageError(
+            f"{asked} cannot be used with the density of --perturbation {perturbation.name}:"
+            f" {entry_check.WHY_ONE_UPDATE}, so it is trained at the policy that drew it alone, and not at weights"
+            " without the noise. Leave one of them out, or add --perturbation.density token."
+        )
     _check_correction(given, asked, needed=settings.policy_noise.follows_divergence)
     correction = given.value(_CORRECTION)
-    perturbation = settings.perturbation
     if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
         raise UsageError(
             f"{asked} weighs the loss by the tokens' log-probabilities ({_CORRECTION} {correction}), which the density"

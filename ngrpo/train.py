@@ -100,6 +100,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo import (
+    entry_check,
     flags,
     model_support,
     models,
@@ -189,6 +190,7 @@ def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
         given = given if part is None else given.with_defaults(part.flags(given))
     complete = presets.applied(given, command.preset, settings.advantage)
     preflight.check_credit(complete, settings)
+    entry_check.check_kl(complete, settings)
     preflight.check_policy_noise(complete, settings)
     preflight.check_sampling_schedule(complete, settings)
     return complete
@@ -256,7 +258,7 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
-    for note in (*command.notes, *_notes_on_flags(command)):
+    for note in (*command.notes, *_notes_on_flags(command), *entry_check.notes(complete, command.settings)):
         print(f"warning: {note}")
     if checks_only:
         return run_checks(checks)
@@ -320,7 +322,7 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
     complete = checked_flags(command, folder)
-    for note in _notes_on_flags(command):
+    for note in (*_notes_on_flags(command), *entry_check.notes(complete, command.settings)):
         report(f"warning: {note}")
     if command.task is not None:
         complete = complete.with_defaults(tasks.prepare(command.task, folder / "task"))

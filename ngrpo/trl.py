@@ -26,6 +26,7 @@ from ngrpo.rollout.records import take_records
 from ngrpo.trainer.weight_sync import repack_tied_heads
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.errors import UsageError
+from perturbations.parameters import freeze
 
 _ROWS = "perturbation_record"
 
@@ -56,13 +57,15 @@ class PerturbedGRPOTrainer(GRPOTrainer):
     ) -> None:
         spec = registry.create(**perturbation).spec()
         config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
-        _check(config, kwargs, registry.create(**spec).has_density)
+        self._perturbation = registry.create(**spec)
+        _check(config, kwargs, self._perturbation.has_density)
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._records: dict[bool, list[ReplayRecord]] = {True: [], False: []}
         self._in_forward: list[int] | None = None
         options = {**(vllm_options or {}), "additional_config": {"perturbation": spec}}
         with _engine_with(options):
             super().__init__(*args, **kwargs)
+        freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         generation = self.vllm_generation
@@ -107,7 +110,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         for start in range(0, len(input_ids), batch_size or len(input_ids)):
             chunk = slice(start, start + (batch_size or len(input_ids)))
             mask = attention_mask[chunk]
-            with replaying(self.accelerator.unwrap_model(model), records[chunk], attention_mask=mask):
+            with replaying(self.accelerator.unwrap_model(model), records[chunk], mask, self._perturbation):
                 forward = super()._get_per_token_logps_and_entropies
                 parts.append(forward(model, input_ids[chunk], mask, logits_to_keep, None, **kwargs))
         log_probs, entropies, losses = zip(*parts)

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from perturbations import streams
 from perturbations.edit import InputEdit
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import GateOptions
@@ -49,6 +50,7 @@ class Replayed:
         lookup: ids of any shape to their embeddings in the policy at hand, shape + (D,), with gradient.
         advantages: what the loss weighs each position's entry with, (N,) float32; None where there is no loss, as for
             old and reference policy. They may shape the gradient of a density and not its value, which all share.
+        draw_keys: (N,) int64, from which the perturbation's own draws at these positions are drawn again.
     """
 
     logits: Tensor
@@ -59,6 +61,25 @@ class Replayed:
     noise_keys: Tensor | None
     lookup: Callable[[Tensor], Tensor]
     advantages: Tensor | None = None
+    draw_keys: Tensor | None = None
+
+    def gumbel(self, ids: Tensor) -> Tensor:
+        """The draws that ``step.gumbel(ids)`` gave in the rollout, (N, n) for ``ids`` (N, n).
+
+        What follows from the draws alone is known from them exactly, whereas logits of rollout and trainer differ.
+
+        Raises:
+            ValueError: where there are no keys.
+        """
+        if self.draw_keys is None:
+            raise ValueError("replayed positions without draw_keys: their draws cannot be repeated. Pass the keys.")
+        return streams.gumbel(self.draw_keys, ids)
+
+    def normal(self, ids: Tensor) -> Tensor:
+        """The draws that ``step.normal(ids)`` gave in the rollout, (N, n), likewise."""
+        if self.draw_keys is None:
+            raise ValueError("replayed positions without draw_keys: their draws cannot be repeated. Pass the keys.")
+        return streams.normal(self.draw_keys, ids)
 
     def at(self, ids: Tensor) -> Tensor:
         """z̃ of the tokens ``ids`` (N, n) at their positions, (N, n), with gradient."""
@@ -102,6 +123,14 @@ class Perturbation(GateOptions, ABC):
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=_LAST_SEED)
+    input_gradient: str = option(
+        "full",
+        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants",
+        choices=("full", "none"),
+    )
+    freeze: str = option(
+        "none", "what of the model does not train; tied matrices are one", choices=("none", "embedding", "head", "both")
+    )
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:
@@ -149,8 +178,35 @@ class Perturbation(GateOptions, ABC):
         """Whether :meth:`log_density` is of the fed vector itself, and not of draws of which the vector is a function.
 
         Then the vector is a fixed action, so the replay feeds it detached: its gradient to the embedding is the
-        density's alone. And the ratio of two such densities in D dimensions is unbounded, so the density enters the
-        loss in REINFORCE form: its gradient counts, and its value is 0 for old, new and reference policy.
+        density's alone. And the ratio of two such densities in D dimensions is unbounded: see :attr:`score_only`.
+        """
+        return False
+
+    @property
+    def score_only(self) -> bool:
+        """Whether :meth:`log_density` enters the loss in REINFORCE form, for one update at the policy that drew.
+
+        Then its gradient counts, and its value is 0 for old, new and reference policy. So it must be where the noise
+        is narrow beside the difference between the logits of rollout and trainer.
+        """
+        return self.density_of_vector
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Whether the gradient of a perturbed position's entry in the loss has mean 0 over what is drawn there.
+
+        So it is for a token that was drawn from the policy, and for the log-density of all that was drawn. Then a
+        baseline is free: equal advantages for all answers move the policy nowhere. Elsewhere they push along the mean,
+        whatever the reward.
+        """
+        return True
+
+    @property
+    def draws_text(self) -> bool:
+        """Whether the token in the text follows from draws other than the request's own sampling.
+
+        Where top-k, top-p or min-p of the request exclude it, the position stays an ordinary one; so what is left was
+        drawn from another distribution than :meth:`log_density` says.
         """
         return False
 

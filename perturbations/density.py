@@ -16,8 +16,8 @@ LOG_FLOOR = 1e-6
 
 GUMBEL_RANGE = (-1.5, 3.0)
 GUMBEL_MASK = -3.0
-ROUNDING = 1e-4
-"""How far float32 may move a score that is taken back from a weight."""
+_SMALLEST = torch.finfo(torch.float32).tiny
+_REACH = (-40.0, 60.0)  # within which exponentials of noise are finite, and logarithms of them too
 
 DIRICHLET_RANGE = (-5.0, 3.0)
 DIRICHLET_MASK = 0.05
@@ -43,24 +43,26 @@ def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
     return torch.where(drawn, log_density, 0.0)
 
 
-def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
+def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor, drawn: Tensor | None = None) -> Tensor:
     """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i).
 
-    Noise at a bound counts as clamped: it has no gradient.
+    Clamped noise has no gradient, and what the rollout clamped stays at its bound. Which that is, is not asked of
+    y_i − log p_i: the logits of trainer and rollout, which differ, would decide.
 
     Args:
         scores: y, (N, K).
         probabilities: p under the policy at hand, renormalised over the recorded candidates, (N, K).
         kept: which candidates were mixed, (N, K) bool.
+        drawn: the noise as it was drawn, before the clamp, (N, K); None where none was clamped.
 
     Returns:
         (N,): the mean over candidates with log p_i > −3, 0 where there are none.
     """
     log_p = torch.log(probabilities + LOG_FLOOR)
     noise, (low, high) = scores - log_p, GUMBEL_RANGE
-    # At the policy that drew it, clamped noise stands at a bound, and rounding would decide whether it has a gradient.
-    free = (noise > low + ROUNDING) & (noise < high - ROUNDING)
-    noise = torch.where(free, noise, noise.detach().clamp(low, high))
+    noise = torch.where((noise > low) & (noise < high), noise, noise.detach().clamp(low, high))
+    if drawn is not None:
+        noise = torch.where((drawn > low) & (drawn < high), noise, drawn.clamp(low, high))
     return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 
@@ -96,6 +98,72 @@ def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
     distance = (draws - probabilities).clamp(-NORMAL_REACH, NORMAL_REACH) / NORMAL_SIGMA
     terms = -0.5 * distance.square() - math.log(NORMAL_SIGMA * math.sqrt(2.0 * math.pi))
     return _mean(terms, kept & (probabilities > NORMAL_MASK))
+
+
+def censored_gumbel(noise: Tensor, below: Tensor, above: Tensor, kept: Tensor) -> Tensor:
+    """Log-density of Gumbel(0, 1) noise that was drawn, some of it known by a bound alone (a Tobit model).
+
+    Σ_i −n_i − exp(−n_i), log P(g < n_i) = −exp(−n_i) or log P(g > n_i). The bounds are as the rollout drew them, no
+    functions of the policy, so the mean of the gradient is 0.
+
+    Args:
+        noise: n, (N, K); the bound itself where nothing more is known.
+        below: where the noise is known to lie below n, (N, K) bool.
+        above: where it is known to lie above, (N, K) bool.
+        kept: which of them were drawn, (N, K) bool.
+
+    Returns:
+        (N,): a sum, not a mean.
+    """
+    noise = torch.where(kept, noise, 0.0).clamp(*_REACH)
+    share = torch.exp(-noise)
+    terms = torch.where(below, -share, -noise - share)
+    terms = torch.where(above, torch.log(-torch.expm1(-share)), terms)
+    return torch.where(kept, terms, 0.0).sum(dim=-1)
+
+
+def concrete(weights: Tensor, log_p: Tensor, tau: float, kept: Tensor) -> Tensor:
+    """Log-density of Gumbel-softmax weights w = softmax((log p + g) / τ) (Maddison et al., arXiv 1611.00712, eq. 10).
+
+    Σ_i log p_i − n log Σ_i p_i w_i^−τ, up to what does not depend on p. A weight below float32's smallest number is
+    known to be smaller than it: it stays in the second sum, at that bound, and n counts the others.
+
+    Args:
+        weights: w, (N, K).
+        log_p: log p up to a constant in each row, (N, K).
+        tau: τ > 0.
+        kept: which candidates were mixed, (N, K) bool, at least one in each row.
+
+    Returns:
+        (N,).
+    """
+    seen = kept & (weights >= _SMALLEST)
+    powers = log_p - tau * weights.clamp_min(_SMALLEST).log()
+    total = torch.logsumexp(torch.where(kept, powers, -torch.inf), dim=-1)
+    return torch.where(seen, log_p, 0.0).sum(dim=-1) - seen.sum(dim=-1) * total
+
+
+def dirichlet_weights(weights: Tensor, probabilities: Tensor, alpha: float, kept: Tensor) -> Tensor:
+    """Log-density of weights drawn from Dirichlet(α p), up to what does not depend on p.
+
+    A weight below float32's smallest number s is known to be smaller than it: of its Gamma draw, P(γ < s Σγ), which is
+    (s Σγ)^a / Γ(a + 1) with a = α p.
+
+    Args:
+        weights: w, (N, K).
+        probabilities: as in :func:`gumbel`.
+        alpha: α > 0.
+        kept: as in :func:`gumbel`.
+
+    Returns:
+        (N,): a sum over all that were mixed, without clamps.
+    """
+    shape = torch.where(kept, (alpha * probabilities).clamp_min(1e-20), 1.0)
+    log_weights = weights.clamp_min(_SMALLEST).log()
+    seen = (shape - 1.0) * log_weights - torch.lgamma(shape)
+    lost = shape * log_weights - torch.lgamma(shape + 1.0)
+    terms = torch.where(weights < _SMALLEST, lost, seen)
+    return torch.where(kept, terms, 0.0).sum(dim=-1)
 
 
 def _mean(terms: Tensor, used: Tensor) -> Tensor:

@@ -53,6 +53,33 @@ def attach(model: nn.Module, perturbation: Perturbation) -> nn.Module | None:
     return module
 
 
+def freeze(model: nn.Module, perturbation: Perturbation) -> None:
+    """Takes the embedding, the head or both out of training, as the perturbation's ``freeze`` says.
+
+    Args:
+        model: a causal model with ``get_input_embeddings()`` and ``get_output_embeddings()``; a matrix that both share
+            is frozen in either case.
+        perturbation: any perturbation.
+
+    Raises:
+        ValueError: where the head is to be frozen and the model names none.
+    """
+    parts = {
+        "none": (),
+        "embedding": (model.get_input_embeddings,),
+        "head": (model.get_output_embeddings,),
+        "both": (model.get_input_embeddings, model.get_output_embeddings),
+    }[perturbation.freeze]
+    for part in (get() for get in parts):
+        if part is None:
+            raise ValueError(
+                f"perturbation option freeze={perturbation.freeze!r}: {type(model).__name__} names no output embedding"
+                " (get_output_embeddings() is None). Take freeze='embedding' or 'none'."
+            )
+        for parameter in part.parameters():
+            parameter.requires_grad_(False)
+
+
 def attached(model: nn.Module) -> nn.Module | None:
     """The module that :func:`attach` put beside a model, or None."""
     return getattr(model, NAME, None)

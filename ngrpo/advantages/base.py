@@ -29,6 +29,8 @@ class Advantage(Options, ABC):
     paper: ClassVar[str] = "none named"
     counted: ClassVar[bool] = False
     """Whether it needs to know how often each (prompt, answer) outcome was seen."""
+    sums_to_zero: ClassVar[bool] = False
+    """Whether the advantages of each group sum to 0, whatever its rewards."""
     leaves_out_overlong: ClassVar[bool] = False
     """Whether answers that were cut off at the length limit are no part of their groups, and get 0."""
 

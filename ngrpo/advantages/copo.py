@@ -21,6 +21,7 @@ class CountBonus(Advantage):
     """
 
     paper = "COPO, arXiv 2501.12735"
+    sums_to_zero = True
     counted = True
 
     beta: float = option(0.1, "β, the bonus of an outcome never seen before", low=0.0)

@@ -18,6 +18,7 @@ class GroupNorm(Advantage):
     """GRPO's: rewards normalised within the group."""
 
     paper = "GRPO, arXiv 2402.03300"
+    sums_to_zero = True
 
     overlong: str = option(
         "keep",

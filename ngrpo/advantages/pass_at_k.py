@@ -21,6 +21,7 @@ class PassAtK(AnnealedK):
     """Pass@k Training: the mean advantage of an answer over all groups of k that hold it; rewards of 0 and 1."""
 
     paper = "Pass@k Training, arXiv 2508.10751"
+    sums_to_zero = True
 
     form: str = option(
         "pass_at_k",

@@ -47,6 +47,8 @@ class Credit(Options, ABC):
     kind: ClassVar[str] = "credit"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
+    keeps_sums: ClassVar[bool] = False
+    """Whether each token keeps its answer's advantage or has none, whatever the advantages of its group are."""
 
     @abstractmethod
     def formula(self, tokens: StepTokens) -> Tensor:

@@ -20,6 +20,7 @@ class TopEntropy(Credit):
     """80/20: tokens outside the top fraction by entropy, over the whole step, get no advantage."""
 
     paper = "Beyond the 80/20 Rule, arXiv 2506.01939"
+    keeps_sums = True
 
     fraction: float = option(0.2, "ρ, the share of tokens that keep their advantage", above=0.0, high=1.0)
 

@@ -3,9 +3,11 @@
 
 By `ngrpo.trainer.log_prob_replacement`, so the old, the new and the reference log-probabilities are all of the same.
 
-A density of the fed vector itself has no ratio that could be used: in D dimensions it is unbounded, and rounding alone
-moves it by nats. It enters in REINFORCE form, as density − stop_gradient(density): its value is 0 everywhere, so ratio,
-clip and KL are the token's, and its gradient is that of the policy on the first update of a rollout, the only one.
+A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; that of the fed
+vector itself is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
+stop_gradient(density), and enters the policy loss alone: its value is 0 everywhere, so ratio and clip are the token's,
+and its gradient is that of the policy on the first update of a rollout, the only one. The KL term is the token's in
+value and gradient.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Densities:
         """
         self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
         self._advantages = advantages
+        self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
     def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
@@ -60,17 +63,33 @@ class Densities:
             logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
         )
         self.tokens = replayed.token_log_probs.detach()
-        action = self._action(replayed)
+        action = self._action(replayed, inside)
         # Positions that were cut off are written to one more entry, which is dropped.
         target = torch.where(inside, replayed.rows, len(flat))
         padded = torch.cat([flat, flat.new_zeros(1)])
         return padded.index_copy(0, target, action.to(flat.dtype))[:-1].view_as(log_probs)
 
-    def _action(self, replayed: Replayed) -> Tensor:
-        """log π of all that was drawn at each perturbed position, (N,)."""
+    def for_policy_loss(self, log_probs: Tensor) -> Tensor:
+        """The forward's log-probabilities as the policy loss takes them, (B, A): of the last A tokens of each row.
+
+        The same, except where a density counts by its score alone: then that is in them.
+        """
+        density, self._scored = self._scored, None
+        if density is None:
+            return log_probs
+        score = density - density.detach()
+        return log_probs + self._scope.to_tokens(score, tuple(log_probs.shape)).to(log_probs.dtype)
+
+    @property
+    def left(self) -> bool:
+        """Whether a density that counts by its score was computed and not taken: the score would be lost."""
+        return self._scored is not None
+
+    def _action(self, replayed: Replayed, inside: Tensor) -> Tensor:
+        """log π of all that was drawn at each perturbed position, (N,), which exist where ``inside``."""
         tokens = replayed.token_log_probs
         own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)
-        if self._perturbation.density_of_vector and not torch.is_grad_enabled():
+        if self._perturbation.score_only and not torch.is_grad_enabled():
             return own  # old and reference: the value in REINFORCE form
         density = self._perturbation.log_density(replayed)
         if density.shape != tokens.shape:
@@ -78,7 +97,10 @@ class Densities:
                 f"perturbation {self._perturbation.name!r}: log_density returns {tuple(density.shape)} for"
                 f" {len(tokens)} positions: one number for each is needed."
             )
-        return own + (density - density.detach() if self._perturbation.density_of_vector else density)
+        if self._perturbation.score_only:
+            self._scored = torch.where(inside, density, 0.0)
+            return own
+        return own + density
 
 
 @contextmanager
@@ -95,7 +117,7 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
         The densities, or None where the perturbation has none.
 
     Raises:
-        RuntimeError: at the end, where no log-probabilities came through.
+        RuntimeError: at the end, where no log-probabilities came through, or no loss took the gradient of a density.
     """
     perturbation = scope.perturbation
     if perturbation is None or not perturbation.has_density:
@@ -109,6 +131,12 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
         " --perturbation.density token.",
     ):
         yield ours
+    if ours.left:
+        raise RuntimeError(
+            f"the density of perturbation {perturbation.name!r} reached no policy loss: nothing asked for"
+            " Densities.for_policy_loss. Take out what replaces the actor's loss function, or add"
+            " --perturbation.density token."
+        )
 
 
 def token_log_probs(

@@ -14,12 +14,12 @@ import torch
 
 from ngrpo.parameters_file import attach
 from ngrpo.trainer import trajectory_record
-from ngrpo.trainer.density_loss import densities, token_log_probs
+from ngrpo.trainer.density_loss import Densities, densities, token_log_probs
 from ngrpo.trainer.metrics import QUOTIENTS
 from ngrpo.trainer.replay_probe import prove
 from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation
-from perturbations.parameters import attached
+from perturbations.parameters import attached, freeze
 from perturbations.replay.scope import ReplayScope
 
 _LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
@@ -28,7 +28,8 @@ _LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share 
 def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
 
-    So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. The reference model has the
+    So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. What the perturbation freezes
+    gets no gradient from then on. The reference model has the
     parameters that its own folder came with, or the ones that training starts from.
     """
 
@@ -36,6 +37,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
             attach(self.model, current_run().perturbation, pretrain_or_model)
+            freeze(self.model, current_run().perturbation)
 
     return __init__
 
@@ -152,7 +154,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
             scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
             replay = scope(records, experience.attention_mask)
             advantages = experience.advantages if current_run().perturbation.has_density else None
-            with replay as stats, densities(scope, self.actor.temperature, advantages):
+            with replay as stats, densities(scope, self.actor.temperature, advantages) as ratios.densities:
                 result = original(self, experience, kl_ctl, step, *args)
         finally:
             self.actor_loss_fn = loss_fn
@@ -176,15 +178,19 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
 class _RatioProbe:
     """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens.
 
-    The log-ratio is clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
+    What a density adds for the policy loss alone is added here, so that the KL term does not see it. The log-ratio is
+    clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
     """
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
+        self.densities: Densities | None = None
         self.mean = torch.tensor(1.0)
 
     def __call__(self, log_probs: Any, old_log_probs: Any, *args: Any, action_mask: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
+        if self.densities is not None:
+            log_probs = self.densities.for_policy_loss(log_probs)
         return self._loss_fn(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)

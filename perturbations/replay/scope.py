@@ -63,6 +63,7 @@ class _Flat:
     position: Tensor
     edit: InputEdit
     noise_keys: Tensor | None
+    seeds: Tensor
 
 
 def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat:
@@ -71,7 +72,7 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         # Learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
         none = torch.zeros(0, dtype=torch.int64, device=device)
         ids, floats = none.view(0, 1), none.float()
-        return _Flat(none, none, InputEdit(ids, ids.float(), floats, None, floats), none)
+        return _Flat(none, none, InputEdit(ids, ids.float(), floats, None, floats), none, none)
 
     def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
         return torch.from_numpy(np.concatenate(list(parts)).astype(dtype, copy=False)).to(device)
@@ -95,10 +96,10 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
     edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
     position = joined((r.positions for _, r in present), np.int64)
     noise_keys = None
+    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
     if edit.sigma is not None:
-        seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
         noise_keys = streams.keys(seeds, position, streams.Stream.NOISE)
-    return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys)
+    return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys, seeds)
 
 
 def flat_rows(
@@ -234,16 +235,37 @@ class ReplayScope:
         keys, of_positions = self._flat.noise_keys, None
         if advantages is not None:
             of_positions = self._of_positions(advantages)
-        return Replayed(logits, rows, log_probs[rows], temperature, edit, keys, self.lookup, of_positions), inside
+        draws = streams.keys(self._flat.seeds, self._flat.position, streams.Stream.WEIGHTS)
+        own = log_probs[rows]
+        return Replayed(logits, rows, own, temperature, edit, keys, self.lookup, of_positions, draws), inside
 
     def _of_positions(self, values: Tensor) -> Tensor:
         """Values of the last A tokens of each padded row, (B, A), at the recorded positions, (N,); 0 outside."""
+        column, inside = self._columns(values.shape[1])
+        found = values.to(column.device)[torch.where(inside, self._flat.sample, 0), torch.where(inside, column, 0)]
+        return torch.where(inside, found, 0.0)
+
+    def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Values of the recorded positions, (N,), at their tokens in the last A of each padded row, with gradient.
+
+        Args:
+            values: (N,).
+            shape: (B, A).
+
+        Returns:
+            (B, A); 0 at all other tokens. What lies before the last A, or was cut off, is left out.
+        """
+        column, inside = self._columns(shape[1])
+        target = torch.where(inside, self._flat.sample * shape[1] + column, shape[0] * shape[1])
+        full = values.new_zeros(shape[0] * shape[1] + 1)
+        return full.index_add(0, target, values)[:-1].view(shape)
+
+    def _columns(self, count: int) -> tuple[Tensor, Tensor]:
+        """Where the recorded positions lie in the last ``count`` tokens of their rows, and which do, (N,) each."""
         flat, shape = self._flat, tuple(self._shape if self._mask is None else self._mask.shape)
         padded, inside = flat_rows(flat.sample, flat.position, shape, self._mask)
-        column = padded - flat.sample * shape[1] - (shape[1] - values.shape[1])
-        inside = inside & (column >= 0)
-        found = values.to(column.device)[torch.where(inside, flat.sample, 0), torch.where(inside, column, 0)]
-        return torch.where(inside, found, 0.0)
+        column = padded - flat.sample * shape[1] - (shape[1] - count)
+        return column, inside & (column >= 0)
 
     def _scaled(self) -> tuple[float, InputEdit]:
         """The factor of a module that multiplies its output, as Gemma's does, and the edit with σ and vectors times it.
@@ -289,6 +311,8 @@ class ReplayScope:
         learned = self._module
         if learned is not None and scale != 1.0:
             learned = _Scaled(learned, scale)
+        if self.perturbation is not None and self.perturbation.input_gradient == "none":
+            candidates = candidates.detach()  # and not the mixture, from which a module learns
         mixed = mix(candidates, edit, self._flat.noise_keys, learned)
         if self.perturbation is not None and self.perturbation.density_of_vector:
             mixed = mixed.detach()  # a fixed action: the density has the whole gradient
@@ -349,6 +373,7 @@ def replaying(
     model: nn.Module,
     records: Sequence[ReplayRecord | None],
     attention_mask: Tensor | None = None,
+    perturbation: Perturbation | None = None,
 ) -> Iterator[ReplayStats]:
     """Replays recorded inputs in a Hugging Face causal model's forward.
 
@@ -357,6 +382,8 @@ def replaying(
             `perturbations.parameters.attached`.
         records: one per row of the batch, in batch order; None for a row that was not perturbed.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
+        perturbation: that of the records, whose ``input_gradient`` says whether the embedding learns through the fed
+            inputs; None for "full".
 
     Yields:
         Statistics that fill as the model runs.
@@ -364,5 +391,6 @@ def replaying(
     Raises:
         ValueError: inside the forward, where records and batch do not fit.
     """
-    with ReplayScope(model.get_input_embeddings(), module=attached(model))(records, attention_mask) as stats:
+    embedding, module = model.get_input_embeddings(), attached(model)
+    with ReplayScope(embedding, module=module, perturbation=perturbation)(records, attention_mask) as stats:
         yield stats

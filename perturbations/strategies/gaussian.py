@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
+from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit, one_hot, realise
 from perturbations.errors import UsageError
@@ -79,14 +80,12 @@ class Gaussian(Perturbation):
         return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """log N(e'; h(θ), σ² I) with gradient to h(θ).
+        """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h.
 
-        e' is fixed: the recorded mixture and noise, looked up in the policy at hand (as the replay feeds it) and
-        detached.
+        e' − h is σ ε as it was drawn, and not a difference of what rollout and trainer computed: in D dimensions
+        that of logits which differ by 0.03 is as long as the noise itself.
         """
         edit, lookup = replayed.edit, replayed.lookup
-        with torch.no_grad():
-            fed = realise(edit, lookup, replayed.noise_keys).float()
         if self.base == "token":
             mean = lookup(edit.ids[:, 0])
         elif self.base == "fuzzy":
@@ -95,12 +94,20 @@ class Gaussian(Perturbation):
             ids = replayed.top(self.k)
             weights = torch.softmax(replayed.at(ids) * (replayed.temperature / self.tau), dim=-1)
             mean = (lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
-        return densities.gaussian(fed, mean, edit.sigma)
+        mean = mean.float()
+        with torch.no_grad():
+            drawn = edit.sigma.unsqueeze(-1) * streams.normal(replayed.noise_keys, mean.shape[-1])
+        return densities.gaussian(drawn, mean - mean.detach(), edit.sigma)
 
     @property
     def density_of_vector(self) -> bool:
         """The vector is what was drawn."""
         return self.has_density
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Not of a fuzzy position's token, which is the argmax."""
+        return self.has_density or self.base != "fuzzy"
 
     @property
     def draws_token(self) -> bool:

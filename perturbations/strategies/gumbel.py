@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,13 @@ class Gumbel(TopTokens):
     clamp: bool = option(True, "clamp the noise to [-1.5, 3], as the paper does")
     density: str = option(
         "token",
-        "what the loss weighs: the token's probability, or SofT-GRPO's density of the noise",
-        choices=("token", "gumbel"),
+        "what the loss weighs: the token's probability, SofT-GRPO's density of the noise, or its log-density",
+        choices=("token", "gumbel", "exact"),
+    )
+    input_gradient: str = option(
+        "none",
+        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
+        choices=("full", "none"),
     )
 
     def __post_init__(self) -> None:
@@ -45,6 +51,16 @@ class Gumbel(TopTokens):
                 f"perturbation option tau={self.tau:g}: must be at least 0.1 (the default) with density='gumbel':"
                 " below, float32 weights are too small to hold the noise. Raise it, or take density='token'."
             )
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Not of the token: it is drawn from the top-k alone. SofT-GRPO's has a mean of 0.003, for its clamp."""
+        return self.has_density
+
+    @property
+    def draws_text(self) -> bool:
+        """The largest weight."""
+        return True
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
@@ -63,10 +79,15 @@ class Gumbel(TopTokens):
         """Mean over ids with log p_i(θ) > −3 of −g_i(θ) − exp(−g_i(θ)), g_i(θ) = clamp(y_i − log p_i(θ), −1.5, 3).
 
         y_i = τ_g log w_i + normalizer. A weight that float32 lost stands for a y below −5, whose g is clamped in any
-        case.
+        case. ``exact`` is Σ_i log P(g_i): of clamped noise, and of a lost weight's, the bound alone is known.
         """
         edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
-        weights = edit.weights.clamp_min(torch.finfo(torch.float32).tiny)
-        scores = self.tau * weights.log() + edit.normalizer.unsqueeze(-1)
+        smallest = torch.finfo(torch.float32).tiny
+        scores = self.tau * edit.weights.clamp_min(smallest).log() + edit.normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
-        return densities.gumbel(scores, probabilities, kept)
+        (low, high), drawn = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf), replayed.gumbel(edit.ids)
+        if self.density == "gumbel":
+            return densities.gumbel(scores, probabilities, kept, drawn)
+        noise = scores - (probabilities + densities.LOG_FLOOR).log()
+        below = (drawn <= low) | (edit.weights < smallest)
+        return densities.censored_gumbel(noise, below, (drawn >= high) & ~below, kept)

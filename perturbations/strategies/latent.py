@@ -33,8 +33,18 @@ class Latent(Perturbation):
     one_sided: bool = option(True, "where Δ < 0 in an answer with A ≤ 0, the density's gradient is that of −Δ")
     density: str = option(
         "token",
-        "what the loss weighs: the token's probability, or the Gumbel density of the noise",
-        choices=("token", "latent"),
+        "what the loss weighs: the token's probability, the release's density, or that of the noise as it is drawn",
+        choices=("token", "latent", "exact"),
+    )
+    input_gradient: str = option(
+        "none",
+        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
+        choices=("full", "none"),
+    )
+    freeze: str = option(
+        "both",
+        "what of the model does not train; tied matrices are one (its release: both)",
+        choices=("none", "embedding", "head", "both"),
     )
 
     def __post_init__(self) -> None:
@@ -43,11 +53,26 @@ class Latent(Perturbation):
             raise UsageError(
                 f"perturbation option pool={self.pool}: must be at least k={self.k}, the number of tokens mixed."
             )
-        if self.density == "latent" and self.tau < 0.5:
+        if self.has_density and self.tau < 0.5:
             raise UsageError(
-                f"perturbation option tau={self.tau:g}: must be at least 0.5 with density='latent' (the default is 1):"
-                " below, float32 weights are too small to hold the noise. Raise it, or take density='token'."
+                f"perturbation option tau={self.tau:g}: must be at least 0.5 with density={self.density!r} (the default"
+                " is 1): below, float32 weights are too small to hold the noise. Raise it, or take density='token'."
             )
+        if self.density == "exact" and self.scale == 0.0:
+            raise UsageError(
+                "perturbation option scale=0: density='exact' needs noise; the default is 1. Raise it, or take"
+                " density='token'."
+            )
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Only of the exact density: the release's is of other noise than is drawn."""
+        return self.density == "exact"
+
+    @property
+    def draws_text(self) -> bool:
+        """The largest of the noisy log-probabilities."""
+        return True
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log p_i + s (clamp(g_i, −1.5, 3) + 1.5); the k largest y; w = softmax(y / τ); the text: the largest.
@@ -57,10 +82,7 @@ class Latent(Perturbation):
         raw = step.logits * step.temperature.unsqueeze(-1)
         values, ids = raw.topk(min(self.pool, raw.shape[-1]), dim=-1)
         log_p = values - torch.logsumexp(raw, dim=-1, keepdim=True)
-        p = log_p.exp()
-        before = torch.nn.functional.pad(p[:, :-1].cumsum(dim=-1), (1, 0))
-        kept = before < (self.top_p if self.top_p < 1.0 else torch.inf)
-        kept[:, : self.k] = True
+        kept = self._nucleus(log_p)
         low, high = densities.GUMBEL_RANGE
         scores = log_p + self.scale * (step.gumbel(ids).clamp(low, high) - low)
         largest, at = torch.where(kept, scores, -torch.inf).topk(self.k, dim=-1)
@@ -71,15 +93,26 @@ class Latent(Perturbation):
         mixed = torch.where(weights > 0.0, mixed, mixed[:, :1])
         return Proposal(InputEdit(mixed, weights, normalizer=normalizer), mixed[:, 0])
 
+    def _nucleus(self, log_p: Tensor) -> Tensor:
+        """Which of the likeliest tokens, most likely first, take part: (B, n) bool for log p (B, n)."""
+        p = log_p.exp()
+        before = torch.nn.functional.pad(p[:, :-1].cumsum(dim=-1), (1, 0))
+        kept = before < (self.top_p if self.top_p < 1.0 else torch.inf)
+        kept[:, : self.k] = True
+        return kept
+
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the tokens mixed of −Δ_i − exp(−Δ_i), Δ_i = y_i − log p_i(θ), p at temperature 1.
 
         y_i = τ log w_i + normalizer. A token whose weight float32 lost takes no part. With ``one_sided`` and A ≤ 0 a
         term with Δ_i < 0 has the gradient exp(Δ_i) − 1 in log p_i in the place of 1 − exp(−Δ_i), which has no bound.
+        ``exact`` is another: see :meth:`_exact`.
         """
         edit = replayed.edit
         kept = edit.weights > 0.0
         scores = self.tau * torch.where(kept, edit.weights, 1.0).log() + edit.normalizer.unsqueeze(-1)
+        if self.density == "exact":
+            return self._exact(replayed, scores, kept)
         delta = torch.where(kept, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)
         terms = -delta - torch.exp(-delta)
         if self.one_sided and replayed.advantages is not None:
@@ -87,6 +120,36 @@ class Latent(Perturbation):
             turned = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
             terms = torch.where(turned, terms.detach() + other - other.detach(), terms)
         return torch.where(kept, terms, 0.0).sum(dim=-1) / kept.sum(dim=-1).clamp_min(1)
+
+    def _exact(self, replayed: Replayed, scores: Tensor, kept: Tensor) -> Tensor:
+        """The log-density of the k largest y, and of all others being smaller than the last of them.
+
+        y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel; noise that was clamped is known to lie beyond its bound, and that of
+        a token of the nucleus which was not mixed to lie below what would have made it the last one mixed.
+
+        Args:
+            replayed: N positions.
+            scores: y of the tokens mixed, (N, k).
+            kept: which of these there are, (N, k) bool.
+        """
+        low, high = densities.GUMBEL_RANGE
+
+        def noise(y: Tensor, log_p: Tensor) -> Tensor:
+            return (y - log_p) / self.scale + low
+
+        ids, drawn = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
+        pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))
+        both = replayed.log_probs(torch.cat([ids, pool], dim=-1), temperature=1.0)
+        own, log_p = both[:, : ids.shape[-1]], both[:, ids.shape[-1] :]
+        found = densities.censored_gumbel(noise(scores, own), drawn <= low, drawn >= high, kept)
+        others = self._nucleus(log_p.detach()) & ~((pool.unsqueeze(-1) == ids.unsqueeze(-2)) & kept.unsqueeze(-2)).any(
+            -1
+        )
+        last = torch.where(kept, scores, torch.inf).amin(dim=-1, keepdim=True)
+        beyond = noise(last, log_p)
+        # From the upper bound on it says nothing: no noise is larger.
+        others = others & (beyond.detach() < high)
+        return found + densities.censored_gumbel(beyond, others, torch.zeros_like(others), others)
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

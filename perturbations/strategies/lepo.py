@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perturbations import density as densities
 from perturbations.base import Proposal, Replayed
 from perturbations.edit import InputEdit
 from perturbations.gates.base import Gate
@@ -29,9 +30,19 @@ class LEPO(TopTokens):
     tau: float = option(0.5, "temperature of the Gumbel-softmax, τ_g", above=0.0)
     density: str = option(
         "token",
-        "what the loss weighs: the token's probability, or the weighted log-probabilities of what was mixed",
-        choices=("token", "lepo"),
+        "what the loss weighs: the token's probability, the weighted log-probabilities, or the weights' log-density",
+        choices=("token", "lepo", "exact"),
     )
+    input_gradient: str = option(
+        "none",
+        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
+        choices=("full", "none"),
+    )
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Only of the exact density: the token is the likeliest, and Σ w log π is no log-density."""
+        return self.density == "exact"
 
     def propose(self, step: Step) -> Proposal:
         """w = softmax((z̃ + g) / τ_g) over the tokens left; the text takes the likeliest, without the noise."""
@@ -40,7 +51,9 @@ class LEPO(TopTokens):
         return Proposal(InputEdit(ids, torch.softmax(scores / self.tau, dim=-1)), ids[:, 0])
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """Σ_i w_i log π(i), π over the whole vocabulary."""
-        weights = replayed.edit.weights
+        """Σ_i w_i log π(i), π over the whole vocabulary; or the Gumbel-softmax density of w."""
+        weights, ids = replayed.edit.weights, replayed.edit.ids
+        if self.density == "exact":
+            return densities.concrete(weights, replayed.at(ids), self.tau, densities.distinct(ids))
         log_probs = torch.where(weights > 0.0, replayed.log_probs(replayed.edit.ids), 0.0)
         return (weights * log_probs).sum(dim=-1)

@@ -86,6 +86,11 @@ class Neighbor(Perturbation):
         tokens = anchor if self.realization == "anchor" else step.sampled
         return Proposal(InputEdit(ids, mixture), tokens)
 
+    @property
+    def zero_mean_score(self) -> bool:
+        """Not of the anchor, which is the likeliest token and was not drawn."""
+        return self.realization == "sampled"
+
     def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
         return embeddings.index(
             self.metric,

@@ -35,6 +35,21 @@ class Normal(TopTokens):
         "what the loss weighs: the token's probability, or the normal density of the draws",
         choices=("token", "normal"),
     )
+    input_gradient: str = option(
+        "none",
+        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
+        choices=("full", "none"),
+    )
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Not of the token, which is drawn from the top-k alone."""
+        return self.has_density
+
+    @property
+    def draws_text(self) -> bool:
+        """The largest weight."""
+        return True
 
     def propose(self, step: Step) -> Proposal:
         """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
@@ -44,16 +59,23 @@ class Normal(TopTokens):
         normalizer = draws.sum(dim=-1)
         tokens = ids.gather(-1, draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
         return Proposal(
-            InputEdit(ids, draws / normalizer.unsqueeze(-1), normalizer=normalizer if self.has_density else None),
+            InputEdit(ids, draws / normalizer.unsqueeze(-1)),
             tokens,
         )
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15.
 
-        y_i = w_i · normalizer.
+        At the policy that drew y: y_i − p_i is the noise as it was drawn, and not a difference of what rollout and
+        trainer computed, whose p differ by a seventh of 0.05 where their logits differ by 0.03.
         """
         edit = replayed.edit
         kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
-        return densities.normal(edit.weights * edit.normalizer.unsqueeze(-1), probabilities, kept)
+        draws = probabilities.detach() + densities.NORMAL_SIGMA * replayed.normal(edit.ids)
+        return densities.normal(draws, probabilities, kept)
+
+    @property
+    def score_only(self) -> bool:
+        """For its narrow noise."""
+        return self.has_density

@@ -20,7 +20,8 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
     log_probs = torch.log_softmax(logits, dim=-1)[rows, proposal.tokens]
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     temperature = float(step.temperature[0])
-    return Replayed(logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup)
+    draws = step.keys_of(streams.Stream.WEIGHTS)
+    return Replayed(logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup, None, draws)
 
 
 def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:

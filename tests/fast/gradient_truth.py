@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,13 @@ def hrpo_truth(perturbation: Any, model: Model, parameters: dict[str, Tensor]) -
     return branches
 
 
+def tobit(noise: Tensor, drawn: Tensor) -> Tensor:
+    """log f, log F or log(1 − F) of Gumbel(0, 1) ``noise``: where the noise drawn lay within [-1.5, 3] or beyond it."""
+    law = torch.distributions.Gumbel(torch.zeros((), dtype=noise.dtype), 1.0, validate_args=False)
+    density = torch.where(drawn <= -1.5, law.cdf(noise).log(), law.log_prob(noise))
+    return torch.where(drawn >= 3.0, torch.log1p(-law.cdf(noise)), density)
+
+
 def drawn_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
     """SofT-GRPO's three noises on the top-k after top-p, by a sample: one row, many draws; or one draw for each row."""
 
@@ -187,6 +195,15 @@ def drawn_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tens
         tokens = ids.gather(-1, scores.argmax(-1, keepdim=True))
         used = kept & likely
         density = torch.where(used, terms, 0.0).sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp_min(1)
+        if perturbation.density == "exact" and perturbation.name == "gumbel":
+            y = scores.nan_to_num(neginf=0.0)
+            density = torch.where(kept, tobit(y - (p + 1e-6).log(), g), 0.0).sum(-1, keepdim=True)
+        elif perturbation.density == "exact":
+            # Of the Gamma draws, whose sum the fed weights do not show.
+            terms = torch.distributions.Gamma(concentration, 1.0, validate_args=False).log_prob(
+                scores.clamp_min(1e-300)
+            )
+            density = torch.where(kept, terms, 0.0).sum(-1, keepdim=True)
         factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, tokens)
         return factor, tokens, (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
 
@@ -243,7 +260,13 @@ def lepo_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tenso
         noise = -torch.log(torch.empty_like(share).exponential_(generator=generator))
         scores = torch.where(left, ordered.log() + noise, -torch.inf)
         weights = torch.softmax(scores / perturbation.tau, dim=-1)
-        if perturbation.has_density:
+        if perturbation.density == "exact":
+            # Of all noise, whose common shift the fed weights do not show.
+            noise_now = (ordered.log() + noise) - torch.log_softmax(z, dim=-1).gather(-1, ids)
+            law = torch.distributions.Gumbel(torch.zeros((), dtype=z.dtype), 1.0, validate_args=False)
+            density = torch.where(left, law.log_prob(noise_now), 0.0).sum(-1, keepdim=True)
+            factor = (density - density.detach()).exp()
+        elif perturbation.has_density:
             density = (weights * torch.log_softmax(z, dim=-1).gather(-1, ids)).sum(-1, keepdim=True)
             factor = (density - density.detach()).exp()
         else:
@@ -268,6 +291,12 @@ def latent_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Ten
         y, ids = y[:, : perturbation.k], ids[:, : perturbation.k]
         delta = y - log_p.gather(-1, ids)
         density = (-delta - torch.exp(-delta)).mean(-1, keepdim=True)
+        if perturbation.density == "exact":
+            # Of all noise in the nucleus: what is not fed has no part in the reward, so its score averages out.
+            taking = (before < perturbation.top_p) | (place < perturbation.k)
+            all_y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
+            terms = tobit((all_y - log_p) / perturbation.scale - 1.5, noise)
+            density = torch.where(taking, terms, 0.0).sum(-1, keepdim=True)
         factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, ids[:, :1])
         weights = torch.softmax(y / perturbation.tau, dim=-1)
         return factor, ids[:, :1], (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
@@ -275,6 +304,7 @@ def latent_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Ten
     return branches
 
 
+@cache
 def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
     """True gradients by name: (1, …) where they are exact, (CHUNKS, …) where they are means of independent samples."""
     model, found = Model(perturbation), {}
@@ -301,16 +331,18 @@ def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
         "orthogonal": orthogonal_truth,
         "hrpo": lambda o: hrpo_truth(o, model, parameters),
     }
+    # What is fed: through the policy's embedding, or constant.
+    mixed = E if perturbation.input_gradient == "full" or perturbation.density_of_vector else E.detach()
     branches = by_sample[name](perturbation, generator) if sampled else written[name](perturbation)
     for _ in range(CHUNKS if sampled else 1):
         value = torch.zeros((), dtype=torch.float64)
         for prompt in range(PROMPTS):
-            first, tokens, fed = branches(torch.tanh(E[[prompt]]) @ head.T / TEMPERATURE, E)
+            first, tokens, fed = branches(torch.tanh(E[[prompt]]) @ head.T / TEMPERATURE, mixed)
             if steps == 1:
                 outcomes = first * BANDIT.double()[tokens]
             else:
                 flat = fed.flatten(0, 1)
-                second, then, _ = branches(torch.tanh(flat) @ head.T / TEMPERATURE, E)
+                second, then, _ = branches(torch.tanh(flat) @ head.T / TEMPERATURE, mixed)
                 rewards = TWO_STEPS.double()[tokens.reshape(-1, 1), then]
                 outcomes = first * (second * rewards).sum(-1).view_as(first)
             value = value + (outcomes.mean() if sampled else outcomes.sum()) / PROMPTS

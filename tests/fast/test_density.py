@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from perturbations import density as d
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
-from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.testing.density_check import replayed
@@ -132,6 +131,55 @@ def test_distinct_finds_the_places_that_hold_a_repeated_token() -> None:
     assert d.distinct(ids).tolist() == want
 
 
+# --- exact densities ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [(0.5, 0.5), (0.9, 0.1)])
+def test_gumbel_softmax_weights_integrate_to_1(p: tuple) -> None:
+    """With what does not depend on p, Γ(2) τ (w_1 w_2)^(−τ−1), over w_1 in (0, 1); p up to a constant."""
+    tau, t = 0.5, torch.linspace(-60.0, 60.0, 20_001, dtype=torch.float64)  # w = σ(t)
+    weights = torch.stack([torch.sigmoid(t), torch.sigmoid(-t)], dim=-1)
+    log_p = (3.0 * double(*p)).log().expand_as(weights)
+    found = d.concrete(weights, log_p, tau, torch.ones_like(weights, dtype=torch.bool))
+    whole = found + math.log(tau) - (tau + 1.0) * weights.log().sum(-1) + weights.log().sum(-1)  # dw = w_1 w_2 dt
+    assert torch.trapezoid(whole.exp(), t).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_gumbel_softmax_weight_that_float32_lost() -> None:
+    """P(w_2 < s) = 1 / (1 + (p_2 / p_1) s^−τ): log p + g is then τ log s smaller, a difference of two Gumbels."""
+    s, tau = torch.finfo(torch.float32).tiny, 0.1
+    got = d.concrete(double(1.0, 0.0), double(0.8, 0.2).log(), tau, all_kept(2)).item()
+    assert got == pytest.approx(-math.log1p(0.25 * s**-tau), abs=1e-9)
+
+
+def test_dirichlet_weights_by_hand() -> None:
+    """α p = 2, 1 and w = 1/4, 3/4: ln(1/4) − ln Γ(2) − ln Γ(1). A third at p = 0 that was cut takes no part."""
+    kept = torch.tensor([[True, True, False]])
+    got = d.dirichlet_weights(double(0.25, 0.75, 0.0), double(2 / 3, 1 / 3, 0.0), 3.0, kept).item()
+    assert got == pytest.approx(math.log(0.25), abs=1e-9)
+    halves = d.dirichlet_weights(double(0.5, 0.5), double(0.5, 0.5), 1.0, all_kept(2)).item()
+    assert halves == pytest.approx(math.log(2.0) - math.log(math.pi), abs=1e-9)  # Γ(1/2)² = π
+
+
+def test_dirichlet_weight_that_float32_lost() -> None:
+    """α p = 0.9, 0.1: P(w_2 < s) · Γ(α)⁻¹, the integral of x^(a−1) below s in logarithms."""
+    s = math.log(torch.finfo(torch.float32).tiny)
+    t = torch.linspace(s - 400.0, s, 2_000_001, dtype=torch.float64)
+    integral = torch.trapezoid((0.1 * t).exp(), t).item()
+    want = math.log(integral) - math.lgamma(0.9) - math.lgamma(0.1)
+    assert d.dirichlet_weights(double(1.0, 0.0), double(0.9, 0.1), 1.0, all_kept(2)).item() == pytest.approx(
+        want, abs=1e-6
+    )
+
+
+def test_censored_gumbel_by_hand() -> None:
+    """F(n) = exp(−exp(−n)): at 0, ln f = −1, ln F = −1, ln(1 − F) = ln(1 − 1/e); at 2, ln F = −e^−2."""
+    below, above = torch.tensor([[False, True, False, True, False]]), torch.tensor([[False, False, True, False, True]])
+    kept = torch.tensor([[True, True, True, True, False]])
+    got = d.censored_gumbel(double(0.0, 0.0, 0.0, 2.0, 1.0), below, above, kept).item()
+    assert got == pytest.approx(-2.0 + math.log(1 - 1 / math.e) - math.exp(-2.0), abs=1e-9)
+
+
 # --- gradients in float64 -------------------------------------------------------------------------
 
 
@@ -188,9 +236,15 @@ PERTURBATIONS = [
     create("normal", density="normal"),
     create("gaussian", density="gaussian", base="soft", k=5),
 ]
+EXACT = [
+    create("gumbel", density="exact"),
+    create("dirichlet", density="exact", alpha=4.0),
+    create("lepo", density="exact", k=4),
+    create("latent", density="exact", k=3),
+]
 
 
-@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda o: o.name)
+@pytest.mark.parametrize("perturbation", [*PERTURBATIONS[:2], *EXACT], ids=lambda o: f"{o.name}-{o.density}")
 def test_gradient_of_each_perturbation_reaches_the_logits(perturbation: Perturbation) -> None:
     """The whole of log_density against central differences in float64, at a policy other than the rollout's."""
     step = a_step(likely(6), temperature=0.7)
@@ -207,6 +261,24 @@ def test_gradient_of_each_perturbation_reaches_the_logits(perturbation: Perturba
     moved = base.clone().requires_grad_()
     density(moved).sum().backward()
     assert (moved.grad.abs().sum(dim=-1) > 0.0).sum() >= 5
+
+
+def test_gradient_of_the_normal_density_is_that_of_the_policy_that_drew() -> None:
+    """With y = p(θ) + 0.05 ε held fixed, as the paper writes it; two of five candidates are often cut or unlikely."""
+    perturbation = create("normal", density="normal")
+    step = a_step(likely(40), temperature=0.7)
+    edit = perturbation.propose(step).edit
+    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
+    logits = (step.logits + 0.02 * torch.randn(40, V, generator=generator(11))).requires_grad_()
+    kept = d.distinct(edit.ids)
+    p = torch.softmax(torch.where(kept, logits.double().gather(-1, edit.ids), -torch.inf), dim=-1)
+    y = p.detach() + 0.05 * streams.normal(keys, edit.ids).double()
+    terms = -0.5 * ((y - p).clamp(-0.15, 0.15) / 0.05).square()
+    used = kept & (p > 0.05)
+    want = torch.where(used, terms, 0.0).sum(-1) / used.sum(-1)
+    score, true = (torch.autograd.grad(f.sum(), logits)[0] for f in (by_kind(perturbation, step, logits), want))
+    torch.testing.assert_close(score, true, rtol=1e-4, atol=1e-4)
+    assert (true.abs().sum(-1) > 0.1).sum() > 30
 
 
 def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_action() -> None:
@@ -241,7 +313,7 @@ def test_gumbel_takes_its_noise_back_from_the_record() -> None:
     for logits in (step.logits, step.logits + 0.5 * torch.randn(500, V, generator=generator(2))):
         old = torch.softmax(step.logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
         p = torch.softmax(logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
-        noise = (g + old.log() - p.log()).clamp(-1.5, 3.0)
+        noise = torch.where((g > -1.5) & (g < 3.0), (g + old.log() - p.log()).clamp(-1.5, 3.0), g)
         used = p.log() > -3.0
         want = torch.where(used, -noise - torch.exp(-noise), 0.0).sum(-1) / used.sum(-1)
         assert (by_kind(perturbation, step, logits).double() - want).abs().max() < 2e-5
@@ -250,7 +322,7 @@ def test_gumbel_takes_its_noise_back_from_the_record() -> None:
 def test_gumbel_with_weights_too_small_for_float32() -> None:
     """p = 1 - 1e-9, 1e-9 and τ = 0.1: the second weight is e^-180 = 0. Its y counts as unlikely, g clamped to -1.5."""
     perturbation = create("gumbel", density="gumbel", k=2, top_p=1.0)
-    step = a_step(torch.tensor([[1.0, 1e-9, 0.0]]))
+    step = a_step(torch.tensor([[1.0, 1e-9, 0.0]]), seed=10)
     edit = perturbation.propose(step).edit
     assert edit.weights[0, 1] < 1e-38
     half = torch.zeros(1, 3)
@@ -259,12 +331,15 @@ def test_gumbel_with_weights_too_small_for_float32() -> None:
     assert by_kind(perturbation, step, half).item() == pytest.approx(want, abs=1e-4)
 
 
-def by_hand(name: str, draws: list[float], p: list[float]) -> float:
-    """The paper's mean for one position, in plain numbers: ``draws`` and p(θ) of the ids that top-p left."""
+def by_hand(name: str, draws: list[float], p: list[float], noise: list[float]) -> float:
+    """The paper's mean for one position, in plain numbers: ``draws`` and p(θ) of the ids that top-p left.
+
+    Noise that the rollout clamped stays where it was.
+    """
     terms = []
-    for y, share in zip(draws, p):
+    for y, share, g in zip(draws, p, noise):
         if name == "gumbel" and math.log(share + 1e-6) > -3.0:
-            g = min(max(y - math.log(share + 1e-6), -1.5), 3.0)
+            g = min(max(y - math.log(share + 1e-6), -1.5), 3.0) if -1.5 < g < 3.0 else g
             terms.append(-g - math.exp(-g))
         elif name == "dirichlet" and share > 0.05:
             shape = 4.0 * share
@@ -295,44 +370,54 @@ def test_draws_come_back_from_the_record(name: str, top_p: float, moved: float) 
         widths.add(len(kept))
         at = torch.tensor([kept])
         old, new = (torch.softmax(values[row].double()[at], dim=-1) for values in (step.logits, logits))
-        key = keys[row : row + 1]
+        key, noise = keys[row : row + 1], torch.zeros_like(old)
         if name == "gumbel":
-            draws = (old + 1e-6).log() + streams.gumbel(key, at).double().clamp(-1.5, 3.0)
+            noise = streams.gumbel(key, at).double().clamp(-1.5, 3.0)
+            draws = (old + 1e-6).log() + noise
         elif name == "dirichlet":
             draws = streams.log_gamma(key, at, (4.0 * old).float()).double().exp()
         else:
-            draws = old + 0.05 * streams.normal(key, at).double()
-        want = by_hand(name, draws[0].tolist(), new[0].tolist())
+            draws = new + 0.05 * streams.normal(key, at).double()  # whatever policy asks drew them
+        want = by_hand(name, draws[0].tolist(), new[0].tolist(), noise[0].tolist())
         assert got[row].item() == pytest.approx(want, rel=1e-3, abs=1e-3), f"row {row} of {len(kept)} ids"
     assert len(widths) > 1 if top_p < 1.0 else widths == {5}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_gaussian_soft_is_the_paper_s(temperature: float) -> None:
-    """−‖e' − h(θ)‖² / (2σ²) and the constant, h(θ) = Σ softmax(z/τ) E over the new policy's own top-k."""
+    """The score of −‖e' − h(θ)‖² / (2σ²) where e' = h(θ) + σ ε, h(θ) = Σ softmax(z/τ) E over the policy's top-k."""
     perturbation = create("gaussian", density="gaussian", base="soft", k=4)
     step = a_step(likely(50), temperature)
     edit = perturbation.propose(step).edit
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    fed = realise(edit, step.embeddings.lookup, keys).double()
-    sigma = edit.sigma.double()
-    for logits in (step.logits, step.logits + 0.3 * torch.randn(50, V, generator=generator(2))):
+    noise, sigma = streams.normal(keys, D).double(), edit.sigma.double()
+    for moved in (0.0, 0.3):  # a policy that moved a little counts as the one that drew e'
+        logits = (step.logits + moved * torch.randn(50, V, generator=generator(2))).requires_grad_()
+        got = by_kind(perturbation, step, logits)
         values, ids = logits.double().topk(4, dim=-1)
         shares = torch.softmax(values * temperature / 0.5, dim=-1).unsqueeze(-1)
         h = (step.embeddings.lookup(ids) * shares).sum(dim=1)
+        fed = h.detach() + sigma.unsqueeze(-1) * noise
         want = -(fed - h).square().sum(-1) / (2 * sigma**2) - D * (sigma * math.sqrt(2 * math.pi)).log()
-        torch.testing.assert_close(by_kind(perturbation, step, logits).double(), want, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+        score, true = (torch.autograd.grad(part.sum(), logits)[0] for part in (got, want))
+        torch.testing.assert_close(score, true, rtol=1e-4, atol=1e-4 * true.abs().max().item())
 
 
 def test_gaussian_fuzzy_follows_the_argmax() -> None:
+    """The embedding of the policy's own argmax learns, by ε/σ."""
     with pytest.warns(UserWarning, match="argmax"):
         perturbation = create("gaussian", density="gaussian", base="fuzzy")
     step = a_step(likely(20))
     moved = step.logits.clone()
     moved[:, 0] = 100.0
-    same = step.logits.argmax(-1) == 0
-    change = by_kind(perturbation, step, moved) - by_kind(perturbation, step, step.logits)
-    assert (change[~same] < -1.0).all() and (change[same] == 0.0).all()
+    matrix = step.embeddings.lookup(torch.arange(V)).clone().requires_grad_()
+    seen = replayed(step, perturbation.propose(step), moved)
+    seen = Replayed(**{**vars(seen), "lookup": lambda ids: nn.functional.embedding(ids, matrix)})
+    perturbation.log_density(seen).sum().backward()
+    noise, sigma = streams.normal(seen.noise_keys, D), seen.edit.sigma.unsqueeze(-1)
+    torch.testing.assert_close(matrix.grad[0], (noise / sigma).sum(0))
+    assert not matrix.grad[1:].any()
 
 
 def test_gaussian_on_the_token_does_not_depend_on_the_logits() -> None:

@@ -140,7 +140,7 @@ def test_each_recipe_names_a_perturbation_and_its_options() -> None:
             warnings.simplefilter("ignore", UserWarning)  # STHT's fuzzy tokens: the text is never trained
             made.append(create(flags["--perturbation"], **options))
             check_flags(["--actor.model_name_or_path", "m", *words], RunSettings(perturbation_spec=made[-1].spec()))
-        if made[-1].density_of_vector:
+        if made[-1].score_only:
             assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
     assert {o.name for o in made} == in_tree - {"none", "neighbor", "hrpo"}  # which have recipes of their own

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,9 @@ def run(
     scope = ReplayScope(model.embedding, perturbation=perturbation)
     with scope(records, mask), densities(scope, temperature) as ours:
         result = hooked(model(tokens) / temperature, labels)
-    if packed:
-        result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
+        if packed:
+            result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
+        result = torch.cat([ours.for_policy_loss(result[:, :-1]), result[:, -1:]], dim=1)
     return result, ours
 
 
@@ -172,8 +174,9 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
                 None if record.normalizer is None else torch.from_numpy(record.normalizer[i : i + 1]),
             )
             row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
-            alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding)
-            if not perturbation.density_of_vector:
+            draws = streams.keys(torch.tensor([record.seed]), torch.tensor([t]), streams.Stream.WEIGHTS)
+            alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding, None, draws)
+            if not perturbation.score_only:
                 want[sample, t - 1] = perturbation.log_density(alone)
             elif not perturbation.draws_token:
                 want[sample, t - 1] = 0.0
@@ -202,7 +205,10 @@ def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(pertu
     with torch.no_grad():
         model.head.weight += 0.1 * torch.randn(V, D, generator=generator())
         moved, _ = run(model, perturbation, tokens, mask, records)
-    assert ((moved - old)[at].abs() > 1e-3).sum() >= 5
+    if perturbation.score_only and not perturbation.draws_token:
+        assert torch.equal(moved[at], old[at]), "what counts by its score alone has no value"
+    else:
+        assert ((moved - old)[at].abs() > 1e-3).sum() >= 5
 
 
 def test_left_padding_and_cut_trajectories() -> None:
@@ -239,8 +245,8 @@ def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Pertur
     assert seen[0] == seen[1], "as many lookups, forward and backward, as with perturbed positions"
 
 
-@pytest.mark.parametrize("perturbation", [o for o in EVERY if o.density_of_vector], ids=name_of)
-def test_a_vector_s_density_enters_as_reinforce(perturbation: Perturbation) -> None:
+@pytest.mark.parametrize("perturbation", [o for o in EVERY if o.score_only], ids=name_of)
+def test_a_density_that_counts_by_its_score_enters_as_reinforce(perturbation: Perturbation) -> None:
     """Values are the token's, or 0 where none was drawn; the gradient is the density's and the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
@@ -263,16 +269,18 @@ def test_a_vector_s_density_enters_as_reinforce(perturbation: Perturbation) -> N
     torch.testing.assert_close(model.head.weight.grad, want[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("input_gradient", ["full", "none"])
 @pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
-def test_the_fed_vector_has_a_gradient_where_its_density_is_of_draws(perturbation: Perturbation) -> None:
-    """Through the input alone: a vector that is itself the action is fixed, a mixture of draws is not."""
-    model = Model()
+def test_the_fed_vector_has_a_gradient_where_it_is_asked_for(perturbation: Perturbation, input_gradient: str) -> None:
+    """Through the input alone: a vector that is itself the action is fixed, a mixture of draws where asked to be."""
+    perturbation, model = replace(perturbation, input_gradient=input_gradient), Model()
     tokens, mask, records = batch(perturbation)
     with ReplayScope(model.embedding, perturbation=perturbation)(records, mask):
         fed = model.embedding(tokens)
     at = [(s, t) for s, r in enumerate(records) for _, t in perturbed(r, mask[s])]
     sum(fed[s, t].sum() for s, t in at).backward()
-    assert model.embedding.weight.grad.any() != perturbation.density_of_vector
+    wanted = input_gradient == "full" and not perturbation.density_of_vector
+    assert model.embedding.weight.grad.any() == wanted
 
 
 def test_a_forward_that_never_asks_for_log_probabilities_is_an_error() -> None:

@@ -52,7 +52,7 @@ FLOORS = (
     ),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer", "ngrpo.trl"),
-    ("ngrpo.flags", "ngrpo.presets", "ngrpo.preflight", "ngrpo.summary", "ngrpo.progress"),
+    ("ngrpo.flags", "ngrpo.presets", "ngrpo.entry_check", "ngrpo.preflight", "ngrpo.summary", "ngrpo.progress"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
     ("ngrpo.data_preparation", "ngrpo.dry_run", "ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),

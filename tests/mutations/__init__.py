@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation, problem, survives
 from tests.mutations.of_advantages import ADVANTAGES, AT_THE_BOUND, BEST_OF_K, CREDITS, NOISES, OVERLONG, RISK
+from tests.mutations.of_gradients import GRADIENTS
 from tests.mutations.of_inputs import DENSITIES, MIXTURES, SAMPLING
 from tests.mutations.of_schedules import SCHEDULES
 
 MUTATIONS = [
     *DENSITIES, *ADVANTAGES, *BEST_OF_K, *AT_THE_BOUND, *RISK, *OVERLONG, *CREDITS, *NOISES, *SAMPLING, *MIXTURES,
-    *SCHEDULES,
+    *SCHEDULES, *GRADIENTS,
 ]  # fmt: skip
 
 __all__ = ["MUTATIONS", "Mutation", "problem", "survives"]

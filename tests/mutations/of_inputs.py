@@ -20,7 +20,11 @@ DENSITIES = [
         ("kept & (probabilities > DIRICHLET_MASK)", "kept", "dirichlet: unlikely candidates are counted in the mean"),
         ("terms.clamp(*DIRICHLET_RANGE)", "terms", "dirichlet: terms are not clamped"),
         ("(shape - 1.0) * log_draws", "shape * log_draws", "dirichlet: the exponent of the Gamma density"),
-        (" - torch.lgamma(shape)", "", "dirichlet: not normalised, though its constant depends on the policy"),
+        (
+            "log_draws.exp() - torch.lgamma(shape)",
+            "log_draws.exp()",
+            "dirichlet: not normalised, though its constant depends on the policy",
+        ),
         ("kept & (probabilities > NORMAL_MASK)", "kept", "normal: the mask is missing"),
         (".clamp(-NORMAL_REACH, NORMAL_REACH)", "", "normal: draws are not clamped"),
         ("-0.5 * distance.square()", "-distance.square()", "normal: σ² in the place of 2 σ²"),
@@ -28,16 +32,11 @@ DENSITIES = [
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
     ),
     *of_file(
-        "perturbations/density.py",
-        f"{_GRADIENT}[gumbel-density-bandit]",
-        ("ROUNDING = 1e-4", "ROUNDING = 0.0", "gumbel: rounding decides whether clamped noise has a gradient"),
-    ),
-    *of_file(
         "perturbations/strategies/gumbel.py",
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
-        ("self.tau * weights.log()", "weights.log()", "gumbel: τ is missing where y comes back"),
-        ("weights.log() + edit.normalizer.unsqueeze(-1)", "weights.log()", "gumbel: the total is missing"),
+        ("self.tau * edit.weights.clamp_min", "edit.weights.clamp_min", "gumbel: τ is missing where y comes back"),
+        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
     ),
     *of_file(
         "perturbations/strategies/dirichlet.py",
@@ -53,7 +52,6 @@ DENSITIES = [
             "edit.ids >= 0",
             "normal: ids that top-p cut take part",
         ),
-        ("edit.weights * edit.normalizer.unsqueeze(-1)", "edit.weights", "normal: the total is missing"),
     ),
     *of_file(
         "perturbations/strategies/gaussian.py",

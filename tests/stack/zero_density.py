@@ -46,9 +46,10 @@ def log_probs(model: Any, perturbation: Any, record: Any, tokens: Any) -> Any:
 
     mask = torch.ones_like(tokens)
     scope = replay_scope(SimpleNamespace(model=model), perturbation)
-    with scope([record], mask), densities(scope, TEMPERATURE):
+    with scope([record], mask), densities(scope, TEMPERATURE) as ours:
         logits = model(tokens, attention_mask=mask).logits.float() / TEMPERATURE
-        return hooked(logits, torch.roll(tokens, -1, 1))
+        found = hooked(logits, torch.roll(tokens, -1, 1))
+        return torch.cat([ours.for_policy_loss(found[:, :-1]), found[:, -1:]], dim=1)
 
 
 def check(engine: Any, plain: Any, perturbation: Any) -> None:

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a perturbation's entry in the loss can go with: refusals, warnings, the KL term, and what is frozen."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngrpo import advantages, credits, entry_check, policy_noises, preflight
+from ngrpo.catalogue import described
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.trainer.model_actors import replaying_actor, replaying_training_step
+from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from perturbations.base import Perturbation
+from perturbations.errors import UsageError
+from perturbations.parameters import freeze
+from perturbations.registry import create
+from tests.fast.run import run_with
+from tests.fast.test_density_actor import PolicyModelActor
+from tests.fast.test_density_loss import batch
+
+MODEL = ["--actor.model_name_or_path", "m"]
+GROUPS = ["--algo.advantage.estimator", "group_norm"]
+
+
+def made(name: str, **options: Any) -> Perturbation:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return create(name, **options)
+
+
+def settings(perturbation: Perturbation, **parts: Any) -> RunSettings:
+    return RunSettings(perturbation_spec=perturbation.spec(), **parts)
+
+
+# --- advantages and scores --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(advantages.available()))
+def test_which_advantages_sum_to_zero(name: str) -> None:
+    """What a class says of its advantages, for groups with none, one, some and all right."""
+    advantage = advantages.create(name)
+    rewards = torch.tensor([[0.0] * 8, [1.0] + [0.0] * 7, [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1.0] * 8])
+    counts = torch.arange(32.0).view(4, 8)
+    sums = advantage.compute(rewards, counts).sum(-1).abs()
+    assert (sums.max().item() < 1e-4) == advantage.sums_to_zero, sums
+
+
+LATENT = made("latent", density="latent")
+
+
+@pytest.mark.parametrize(
+    ("perturbation", "words", "parts", "named"),
+    [
+        (LATENT, GROUPS, {"advantage_spec": {"name": "nsr"}}, "--advantage nsr"),
+        (LATENT, GROUPS, {"advantage_spec": {"name": "ngrpo"}}, "--advantage ngrpo"),
+        (LATENT, GROUPS, {"credit_spec": {"name": "first_token"}}, "--credit first_token"),
+        (LATENT, ["--algo.advantage.estimator", "reinforce"], {}, "--algo.advantage.estimator reinforce"),
+        (LATENT, [], {}, "--algo.advantage.estimator gae"),
+        (made("lepo"), GROUPS, {"advantage_spec": {"name": "psr"}}, "--advantage psr"),
+        (made("neighbor"), GROUPS, {"advantage_spec": {"name": "psr"}}, "--advantage psr"),
+        (LATENT, GROUPS, {}, None),
+        (LATENT, GROUPS, {"advantage_spec": {"name": "pass_at_k"}}, None),
+        (LATENT, GROUPS, {"credit_spec": {"name": "top_entropy"}}, None),
+        (made("latent", density="exact"), GROUPS, {"advantage_spec": {"name": "nsr"}}, None),
+        (made("multiplex", density="joint"), GROUPS, {"advantage_spec": {"name": "nsr"}}, None),
+        (made("soft"), [], {"advantage_spec": {"name": "psr"}}, None),
+    ],
+)
+def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
+    perturbation: Perturbation, words: list[str], parts: dict, named: str | None
+) -> None:
+    found = entry_check.notes(Flags([*MODEL, *words]), settings(perturbation, **parts))
+    if named is None:
+        assert found == []
+    else:
+        assert len(found) == 1 and f"so {named}, whose advantages do not sum to zero" in found[0]
+        assert found[0].startswith(f"--perturbation {perturbation.name}")
+
+
+def test_a_run_without_a_perturbation_is_not_warned_of() -> None:
+    assert entry_check.notes(Flags(MODEL), RunSettings(advantage_spec={"name": "psr"})) == []
+
+
+def test_the_listing_says_which_scores_have_mean_0() -> None:
+    text = described("latent")
+    assert "mean of the score" in text
+    line = next(line for line in text.splitlines() if "mean of the score" in line)
+    assert line.endswith(": 0 with density exact; not 0 with density token, latent")
+    assert ": 0 with density token, joint" in described("multiplex") and ": 0 with density token" in described("soft")
+
+
+# --- rollouts of another policy ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(policy_noises.available()))
+@pytest.mark.parametrize("correction", ["off", "token"])
+def test_a_density_that_counts_by_its_score_refuses_noisy_rollouts(name: str, correction: str) -> None:
+    words = [*MODEL, "--algo.advantage.is_correction_level", correction]
+    for perturbation in (made("gaussian", base="soft", density="gaussian"), made("normal", density="normal")):
+        with pytest.raises(UsageError, match=r"cannot be used with the density.*too narrow"):
+            preflight.check_policy_noise(Flags(words), settings(perturbation, policy_noise_spec={"name": name}))
+    if correction == "off":
+        plain = settings(made("gaussian", base="soft"), policy_noise_spec={"name": name})
+        preflight.check_policy_noise(Flags(words), plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "named"),
+    [
+        (["--train.async_enable"], {}, "--train.async_enable"),
+        ([], {"policy_noise_spec": {"name": "aqn"}}, "--policy_noise aqn"),
+        ([], {}, None),
+    ],
+)
+def test_densities_of_draws_have_no_correction_and_say_so(words: list[str], parts: dict, named: str | None) -> None:
+    perturbation = made("multiplex", density="joint")
+    found = entry_check.notes(Flags([*MODEL, *GROUPS, *words]), settings(perturbation, **parts))
+    assert len(found) == (named is not None) and all("nothing corrects" in note and named in note for note in found)
+    assert entry_check.notes(Flags([*MODEL, *GROUPS, *words]), settings(made("multiplex"), **parts)) == []
+
+
+# --- filters of the request -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sampling", "named"),
+    [
+        (["--rollout.top_p", "0.9"], {}, "--rollout.top_p 0.9"),
+        ([], {"top_k": 4}, "--sampling.top_k 4"),
+        ([], {"min_p": 0.1}, "--sampling.min_p 0.1"),
+        (["--rollout.top_p", "1"], {}, None),
+    ],
+)
+def test_a_request_s_filters_would_choose_among_the_draws(words: list[str], sampling: dict, named: str | None) -> None:
+    for name, density in (("gumbel", "gumbel"), ("latent", "exact"), ("multiplex", "joint"), ("gumbel", "token")):
+        run = settings(made(name, density=density), sampling=sampling)
+        if named is None or name == "multiplex" or density == "token":
+            preflight.check_flags([*MODEL, *words], run)  # further draws are within the filters; tokens have no density
+        else:
+            with pytest.raises(UsageError, match=rf"^{named} cannot be used with the density of --perturbation {name}"):
+                preflight.check_flags([*MODEL, *words], run)
+
+
+# --- the KL term ------------------------------------------------------------------------------------
+
+
+def test_kl_needs_a_token() -> None:
+    fuzzy = settings(made("gaussian", base="fuzzy", density="gaussian"))
+    for words in ([], ["--algo.kl.init_coef", "0.001"]):
+        with pytest.raises(UsageError, match=r"--algo\.kl\.init_coef 0\.0\d+ cannot be used with the density"):
+            entry_check.check_kl(Flags([*MODEL, *words]), fuzzy)
+    entry_check.check_kl(Flags([*MODEL, "--algo.kl.init_coef", "0"]), fuzzy)
+    for other in (made("gaussian", base="soft", density="gaussian"), made("gumbel", density="gumbel")):
+        entry_check.check_kl(Flags(MODEL), settings(other))
+
+
+def kl_gradient(monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation) -> tuple[Tensor, Tensor]:
+    """Gradients to the head of a k3 term, and of a policy loss with A = 1, in one training step."""
+    run_with(monkeypatch, perturbation_spec=perturbation.spec())
+    tokens, mask, records = batch(perturbation)
+    records[1] = records[0].truncate(5)
+    action = mask.clone()[:, 1:]
+    action[:, :4] = 0
+    actor, found = replaying_actor(PolicyModelActor)(), {}
+
+    def training_step(self: Any, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
+        weight = self.actor.model.head.weight
+        log_probs = self.actor(experience.sequences, experience.action_mask, experience.attention_mask)
+        gap = log_probs - 0.9 * log_probs.detach()
+        k3 = ((-gap).exp() - 1.0 + gap) * experience.action_mask
+        loss = self.actor_loss_fn(log_probs, log_probs.detach(), None, action_mask=experience.action_mask)
+        for name, part in (("kl", k3.sum()), ("policy", loss)):
+            found[name] = torch.autograd.grad(part, weight, retain_graph=True)[0]
+        return {"metrics": {}, "weights": {}}
+
+    experience = SimpleNamespace(
+        sequences=tokens,
+        action_mask=action,
+        attention_mask=mask,
+        mm_train_inputs=[TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records],
+        advantages=torch.ones(action.shape),
+    )
+    trainer = SimpleNamespace(
+        actor=actor.actor, actor_loss_fn=lambda log_probs, *_, action_mask: -(log_probs * action_mask).sum()
+    )
+    replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+    return found["kl"], found["policy"]
+
+
+def test_the_kl_term_is_the_tokens_in_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a vector's density as without it; the policy loss has the density's score."""
+    tokens, plain = kl_gradient(monkeypatch, made("gaussian", base="soft", k=5))
+    beside, scored = kl_gradient(monkeypatch, made("gaussian", base="soft", k=5, density="gaussian"))
+    torch.testing.assert_close(beside, tokens)
+    assert tokens.abs().max() > 1e-3 and (scored - plain).abs().max() > 0.1
+
+
+def test_a_score_that_no_loss_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngrpo.trainer.density_loss import densities
+    from perturbations.replay.scope import ReplayScope
+    from tests.fast.test_density_loss import Model, hooked
+
+    perturbation, model = made("gaussian", base="soft", density="gaussian", k=5), Model()
+    tokens, mask, records = batch(perturbation)
+    scope = ReplayScope(model.embedding, perturbation=perturbation)
+    with pytest.raises(RuntimeError, match="reached no policy loss"), scope(records, mask), densities(scope, 1.0):
+        hooked(model(tokens), torch.roll(tokens, -1, 1))
+
+
+# --- frozen parts -----------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding, a layer and a head, which may share the embedding's matrix."""
+
+    def __init__(self, tied: bool, head: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self._named = head
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.head if self._named else None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("part", ["none", "embedding", "head", "both"])
+def test_freezing(part: str, tied: bool) -> None:
+    model = Tied(tied)
+    freeze(model, made("soft", freeze=part))
+    embedding = part in ("embedding", "both") or (tied and part == "head")
+    head = part in ("head", "both") or (tied and part == "embedding")
+    assert model.embedding.weight.requires_grad != embedding and model.head.weight.requires_grad != head
+    assert model.layer.weight.requires_grad
+
+
+def test_freezing_needs_a_head_to_freeze() -> None:
+    freeze(Tied(False, head=False), made("soft", freeze="embedding"))
+    with pytest.raises(ValueError, match=r"freeze='head'.*names no output embedding"):
+        freeze(Tied(False, head=False), made("soft", freeze="head"))
+
+
+def test_frozen_inputs_and_reentrant_checkpointing() -> None:
+    words = [*MODEL, "--actor.gradient_checkpointing_reentrant"]
+    with pytest.raises(UsageError, match=r"reentrant cannot be used with --perturbation\.freeze both"):
+        preflight.check_flags(words, settings(made("latent")))
+    preflight.check_flags(words, settings(made("latent", freeze="head")))
+
+
+def test_the_defaults_are_the_releases() -> None:
+    constant = {"gumbel", "dirichlet", "normal", "lepo", "latent"}
+    for name in constant | {"multiplex", "neighbor", "hrpo", "soft", "gaussian"}:
+        assert made(name).input_gradient == ("none" if name in constant else "full"), name
+        assert made(name).freeze == ("both" if name == "latent" else "none"), name
+
+
+def test_which_credits_keep_sums() -> None:
+    assert [name for name in sorted(credits.available()) if credits.create(name).keeps_sums] == ["top_entropy"]

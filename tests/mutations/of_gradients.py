@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of densities, where gradients go, and what an entry in the loss can go with."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import of_file
+
+_TRUE = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
+_MEANS = "test_score_error.py::test_which_scores_have_mean_0"
+
+GRADIENTS = [
+    *of_file(
+        "perturbations/strategies/gaussian.py",
+        "test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
+        (
+            "densities.gaussian(drawn, mean - mean.detach(), edit.sigma)",
+            "densities.gaussian(realise(edit, lookup, replayed.noise_keys).float().detach(), mean, edit.sigma)",
+            "gaussian: the noise is a difference of what rollout and trainer computed",
+        ),
+    ),
+    *of_file(
+        "perturbations/strategies/gaussian.py",
+        "test_density.py",
+        ("edit.sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
+    ),
+    *of_file(
+        "perturbations/strategies/gumbel.py",
+        "test_score_error.py::test_no_density_is_drowned_and_differences_are",
+        (
+            "densities.gumbel(scores, probabilities, kept, drawn)",
+            "densities.gumbel(scores, probabilities, kept)",
+            "gumbel: rounding decides whether clamped noise has a gradient",
+        ),
+    ),
+    *of_file(
+        "perturbations/strategies/gumbel.py",
+        f"{_TRUE}[gumbel-exact-bandit]",
+        ("(drawn >= high) & ~below", "drawn > 1e9", "gumbel: noise clamped from above counts as drawn"),
+        ("below = (drawn <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
+    ),
+    *of_file(
+        "perturbations/strategies/normal.py",
+        "test_density.py",
+        ("densities.NORMAL_SIGMA * replayed.normal", "replayed.normal", "normal: the noise without its scale"),
+        ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
+    ),
+    *of_file(
+        "perturbations/density.py",
+        "test_density.py",
+        ("torch.log(-torch.expm1(-share))", "-noise", "exact: noise above a bound"),
+        ("torch.where(below, -share,", "torch.where(below, -noise,", "exact: noise below a bound"),
+        ("- seen.sum(dim=-1) * total", "- total", "exact: the weights' density counts its total once"),
+        ("log_p - tau * weights", "log_p + tau * weights", "exact: the power of the weights"),
+        ("seen = kept & (weights >= _SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
+        ("shape * log_weights - torch.lgamma(shape + 1.0)", "0.0 * shape", "exact: a lost weight of Dirichlet's"),
+        (
+            "seen = (shape - 1.0) * log_weights - torch.lgamma(shape)",
+            "seen = (shape - 1.0) * log_weights",
+            "exact: Dirichlet's density is not normalised",
+        ),
+    ),
+    *of_file(
+        "perturbations/strategies/latent.py",
+        f"{_MEANS}[latent-exact]",
+        ("/ self.scale + low", "/ self.scale", "latent, exact: the shift of the noise"),
+        ("others & (beyond.detach() < high)", "others", "latent, exact: noise that no bound could hold is waited for"),
+        (
+            "return found + densities",
+            "return found + 0.0 * densities",
+            "latent, exact: the tokens not mixed are missing",
+        ),
+        ("drawn >= high, kept)", "drawn > 1e9, kept)", "latent, exact: noise clamped from above counts as drawn"),
+    ),
+    *of_file(
+        "perturbations/replay/scope.py",
+        "test_density_loss.py",
+        ("candidates = candidates.detach()", "candidates = candidates", "constant inputs have a gradient"),
+        (
+            "column = padded - flat.sample * shape[1] - (shape[1] - count)",
+            "column = padded - flat.sample * shape[1] - (shape[1] - count) - 1",
+            "a score stands at the token before",
+        ),
+    ),
+    *of_file(
+        "ngrpo/trainer/density_loss.py",
+        "test_entry_check.py::test_the_kl_term_is_the_tokens_in_gradient",
+        (
+            "            return own\n        return own + density",
+            "            return own + density - density.detach()\n        return own + density",
+            "the KL term has the gradient of a density",
+        ),
+    ),
+    *of_file(
+        "ngrpo/preflight.py",
+        "test_entry_check.py",
+        ("perturbation.has_density and perturbation.score_only", "False", "a vector's density at noisy rollouts"),
+        ("if perturbation.draws_text:", "if False:", "a request's filters choose among the draws"),
+    ),
+    *of_file(
+        "ngrpo/entry_check.py",
+        "test_entry_check.py",
+        ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
+        ("not settings.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
+        ("not perturbation.draws_token and", "False and", "a KL term without a token"),
+    ),
+    *of_file(
+        "perturbations/parameters.py",
+        "test_entry_check.py",
+        (
+            '"both": (model.get_input_embeddings, model.get_output_embeddings)',
+            '"both": (model.get_input_embeddings,)',
+            "freezing both leaves the head out",
+        ),
+    ),
+]
