@@ -89,7 +89,7 @@ class Neighbor(Perturbation):
     @property
     def zero_mean_score(self) -> bool:
         """Not of the anchor, which is the likeliest token and was not drawn."""
-        return self.realization == "sampled"
+        return self.samples_text
 
     def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
         return embeddings.index(
