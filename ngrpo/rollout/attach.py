@@ -18,8 +18,8 @@ from ngrpo.rollout import runner_v1, runner_v2
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask import SamplingMaskStore
-from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_schedule
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
@@ -81,8 +81,10 @@ class AttachedPerturbation:
         )
         self.module = _module(perturbation, self._hidden, runner)
         self.perturbation = perturbation
-        recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
-        masks = SamplingMaskStore(self._vocabulary) if recorded else None
+        config = runner.vllm_config.additional_config
+        masks = None
+        if config.get(SAMPLING_MASKS):
+            masks = SamplingMaskStore(self._vocabulary, store.slots, runner.max_model_len, read_mask_limit(config))
         self.perturber = RolloutPerturber(
             perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks, self.schedule
         )

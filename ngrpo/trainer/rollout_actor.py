@@ -18,6 +18,7 @@ from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
     KEY,
     REPLAY_BUFFER,
+    SAMPLING_MASK_GIB,
     SAMPLING_MASKS,
     SAMPLING_SCHEDULE,
     SEEDED_DRAWS,
@@ -180,6 +181,7 @@ def perturbed_engine(plain: type) -> type:
                 KEY: perturbation.spec(),
                 SEEDED_DRAWS: run.reproducible,
                 SAMPLING_MASKS: run.corrects_sampling,
+                SAMPLING_MASK_GIB: run.sampling.get("mask_gib"),
                 SAMPLING_SCHEDULE: run.sampling_schedule_spec,
                 REPLAY_BUFFER: run.replay_buffer_spec,
             }
