@@ -8,7 +8,7 @@ computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,17 @@ from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
 from perturbations.shard import Shard, over_ranks
 
+if TYPE_CHECKING:
+    from perturbations.neighbors import Drift
+
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
 _VOCABULARY_PADDING = 64
 
 
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
+
+    _asleep = False
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
         """
@@ -74,6 +79,7 @@ class AttachedPerturbation:
             raise UsageError(
                 f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
+        self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, (self._vocabulary, self._hidden))
         gate = BoundGate(
@@ -108,8 +114,29 @@ class AttachedPerturbation:
 
     def prepare(self) -> None:
         """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""
+        self._check_awake("perturbation_prepare: nothing can be computed of the weights")
         if self._ahead:
             self.perturbation.prepare(self.embeddings)
+
+    def drift(self) -> Drift | None:
+        """How many neighbor sets the latest weight sync changed."""
+        self._check_awake("perturbation_drift: neighbors cannot be looked for")
+        return self.embeddings.drift()
+
+    def weights_left(self) -> None:
+        """The engine sleeps: the addresses of its weights lead nowhere, and reading them ends the process."""
+        self._asleep = True
+
+    def weights_back(self) -> None:
+        """The engine has its weights in memory again."""
+        self._asleep = False
+
+    def _check_awake(self, what: str) -> None:
+        if self._asleep:
+            raise UsageError(
+                f"{what} while the engine sleeps and its weights are not in memory. Wake it first, at least with"
+                " wake_up(tags=['weights'])."
+            )
 
     def weights_changed(self) -> None:
         """All new weights are in place."""
