@@ -195,7 +195,7 @@ def _plugin() -> Finding:
 
 
 def _model_runner(hardware: str) -> Iterator[Finding]:
-    """What takes the choice of vLLM's model runner away without a word (0.26 to 0.31); nothing where nothing does."""
+    """What takes the choice of the model runner away with one line in vLLM's log (0.29); nothing where nothing does."""
     points = entry_points(group=_LOGITS_PROCESSORS)
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if not points or chosen is not None:
