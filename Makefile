@@ -95,6 +95,7 @@ format: $(READY)
 bench: $(READY)
 	@$(BIN)/python -m benchmarks.exactness
 	@$(BIN)/python -m benchmarks.sampling_mask
+	@$(BIN)/python -m benchmarks.sampling_mask --cost
 	@$(BIN)/python -m benchmarks.rollout
 	@$(BIN)/python -m benchmarks.decode_step
 	@$(BIN)/python -m benchmarks.replay

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far is the trainer's log-probability from the one that a truncated rollout drew with, and what corrects it?
 
-    python -m benchmarks.sampling_mask [--model smollm2-135m] [--rollout vllm|hf]
+    python -m benchmarks.sampling_mask [--model smollm2-135m] [--rollout vllm|hf] [--cost]
 
 The engine's log-probability after top-p, top-k or min-p is log π_S, π renormalised over the tokens left. Printed for
 each of these: |log π_S of the rollout − log π of the trainer| on average and at worst, and the mean of the ratio
 π_trainer / π_S of the rollout, with the trainer as it is and with ``--sampling.correct_mask``; then the mean number of
 tokens left, and the mask's bytes per token. Float32, so what is left with the correction is rounding. With
 ``--rollout hf`` Hugging Face's generate() draws instead of an engine: the same filters, in less memory.
+
+``--cost`` measures instead what recording costs the host of a large engine, beside the copies themselves: milliseconds
+of a step, megabytes that come from the device, and memory by position, with 40 tokens left of 151,936; then what the
+bytes of a finished trajectory cost. `bits`: a bit for each token is copied, and the host looks for those that are set
+and keeps their ids in arrays. `ids`: what the rollout does, which picks them out on the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
+import time
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -25,7 +33,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from benchmarks.machine import describe
 from ngrpo.models import resolve
-from ngrpo.rollout.sampling_mask import SamplingMaskStore, pack
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.tokens_left import TokensLeft
 from perturbations import ReplayRecord
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample_with_masks, trainer_log_probs
 
@@ -62,10 +71,11 @@ def generate_rollouts(folder: str, model: Any) -> Draw:
                 output_scores=True,
                 return_dict_in_generate=True,
             )
-            store = SamplingMaskStore(out.scores[0].shape[-1])
+            store = SamplingMaskStore(out.scores[0].shape[-1], COPIES, len(prompt) + TOKENS)
             for t, scores in enumerate(out.scores):
-                places = [len(prompt) + t] * COPIES
-                store.write(range(COPIES), places, *(part.numpy() for part in pack(scores)))
+                left = TokensLeft(scores, lambda part: part)
+                left.ask()
+                store.write(range(COPIES), [len(prompt) + t] * COPIES, *left.read(None))
             length = len(prompt) + TOKENS
             record = ReplayRecord(
                 0, len(prompt), length, none, none.reshape(0, 1), none.reshape(0, 1).astype("f4"), None, none > 0
@@ -79,11 +89,73 @@ def generate_rollouts(folder: str, model: Any) -> Draw:
     return draw
 
 
+def _of_bits(bits: np.ndarray, size: int) -> list[np.ndarray]:
+    """The ids whose bits are set in each row, (B, ⌈V/8⌉): eight bytes at once, of which nearly all are 0."""
+    words = np.zeros((len(bits), -(-bits.shape[1] // 8)), dtype=np.uint64)
+    words.view(np.uint8)[:, : bits.shape[1]] = bits
+    rows, places = np.nonzero(words)
+    found = words.view(np.uint8).reshape(*words.shape, 8)[rows, places]
+    which, bit = np.nonzero(np.unpackbits(found, axis=1, bitorder="little"))
+    return np.split(64 * places[which] + bit, np.searchsorted(rows[which], np.arange(1, len(bits))))
+
+
+def _traced(act: Callable[..., None], *args: Any) -> int:
+    """Bytes that something leaves allocated."""
+    tracemalloc.start()
+    act(*args)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken
+
+
+def _milliseconds(act: Callable[..., Any], *args: Any) -> float:
+    """Of one core."""
+    began = time.thread_time()
+    act(*args)
+    return 1e3 * (time.thread_time() - began)
+
+
+def print_cost(size: int = 151_936, left: int = 40, steps: int = 400) -> None:
+    """Prints what a step's recording costs the host."""
+    print(f"{describe()}; {left} of {size} tokens left")
+    print(f"{'rows':>5s} recorded  ms/step copied MB bytes/position ms/1,000 positions")
+    for rows in (128, 1024):
+        _print_cost(rows, size, left, steps)
+
+
+def _print_cost(rows: int, size: int, left: int, steps: int) -> None:
+    draws, kept = np.random.default_rng(0), np.zeros((rows, size), dtype=bool)
+    for row in kept:
+        row[draws.choice(size, left, replace=False)] = True
+    bits, counts = np.packbits(kept, axis=1, bitorder="little"), np.full(rows, left)
+    ids = np.nonzero(kept)[1].astype(np.int32)
+    del kept
+    held: dict[int, dict[int, tuple[bool, np.ndarray]]] = {row: {} for row in range(rows)}
+    store, slots = SamplingMaskStore(size, rows, steps), np.arange(rows)
+
+    def keep(position: int) -> None:
+        for row, found in enumerate(_of_bits(bits, size)):
+            held[row][position] = False, found
+
+    times = [_milliseconds(keep, position) for position in range(12)]
+    taken = _traced(keep, 12) / rows
+    print(f"{rows:5d} bits     {statistics.median(times):8.2f} {bits.nbytes / 1e6:9.2f} {taken:14.1f}", flush=True)
+    times = [_milliseconds(store.write, slots, np.full(rows, at), counts, ids) for at in range(steps)]
+    assert store.read(rows - 1).left()[7].tolist() == held[rows - 1][7][1].tolist()
+    packed = _milliseconds(lambda: store.read(0).to_bytes()) * 1000 / steps
+    print(f"{rows:5d} ids      {statistics.median(times):8.2f} {(ids.nbytes + counts.nbytes) / 1e6:9.2f}", end=" ")
+    print(f"{store.bytes / (rows * steps):14.1f} {packed:18.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rollout", choices=("vllm", "hf"), default="vllm")
+    parser.add_argument("--cost", action="store_true", help="what recording costs the host of a large engine")
     options = parser.parse_args()
+    if options.cost:
+        print_cost()
+        return
     import torch
     from transformers import AutoModelForCausalLM
 

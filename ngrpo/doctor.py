@@ -38,6 +38,7 @@ from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 _PLUGIN = "ngrpo_perturbation"
+_LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
 _SECONDS = 300
 _LARGEST_GAP = 1e-4
 _SPEC = {"name": "gumbel", "rate": 0.5}
@@ -111,6 +112,7 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield Finding("flash-attn", _flash_attn(profile.name))
     yield _seams(profile.name)
     yield _plugin()
+    yield from _model_runner(profile.name)
     if named is not None:
         told = _model(named)
         yield told
@@ -206,6 +208,21 @@ def _plugin() -> Finding:
     if allowed is not None and _PLUGIN not in allowed.split(","):
         return Finding(subject, f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it")
     return Finding(subject, "registered")
+
+
+def _model_runner(hardware: str) -> Iterator[Finding]:
+    """What takes the choice of the model runner away with one line in vLLM's log (0.29); nothing where nothing does."""
+    points = entry_points(group=_LOGITS_PROCESSORS)
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if not points or chosen is not None:
+        return
+    names = ", ".join(f"{point.name} of {point.dist.name}" if point.dist else point.name for point in points)
+    told = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
+    fix = (
+        "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA; or set"
+        " VLLM_USE_V2_MODEL_RUNNER=0, so that V1 is what was asked for"
+    )
+    yield Finding("model runner", told, fix if hardware == "cuda" else None)
 
 
 def _self_test(model: str) -> Finding:

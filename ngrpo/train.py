@@ -51,6 +51,7 @@ sampling of the rollouts; evaluation is as it was
   --sampling.correct_mask   take log-probabilities among the tokens that top-p,
                             top-k and min-p left (temperature and top-p:
                             --rollout.temperature, --rollout.top_p)
+  --sampling.mask_gib N     memory that a rollout worker may take for that [8]
   --sampling.schedule NAME  a temperature that changes within an answer or over
                             the run, see below [none]
   --sampling.schedule.<option> VALUE

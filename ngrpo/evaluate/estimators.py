@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean@n and Pass@k from the number of right answers among n."""
+"""Mean@n, Pass@k and Cover@τ from the number of right answers among n."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def mean_at_n(n: int, c: int) -> float:
     """The share of right answers, c / n; n and c as in :func:`pass_at_k`."""
     _check_counts(n, c)
     return c / n
+
+
+def cover_at(n: int, c: int, tau: float) -> bool:
+    """Whether at least the share τ of the answers is right; Cover@τ is the share of problems of which that holds.
+
+    Dragoi et al. 2025 (arXiv 2510.08325) define it by the chance that an answer is right; c / n is put in its place.
+
+    Args:
+        n: answers, at least 1.
+        c: right ones among them, in [0, n].
+        tau: in (0, 1].
+
+    Raises:
+        ValueError: for a number outside its range.
+    """
+    _check_counts(n, c)
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0.0 < tau <= 1.0:
+        raise ValueError(f"tau={tau!r}: must be a number in (0, 1].")
+    return c / n >= tau
 
 
 def _check_counts(n: int, c: int) -> None:

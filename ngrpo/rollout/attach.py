@@ -8,7 +8,7 @@ computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from ngrpo.rollout.input_override import (
 )
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask import SamplingMaskStore
-from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_schedule
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import parameters
 from perturbations.base import Perturbation
@@ -34,12 +34,17 @@ from perturbations.gates.default import BoundGate
 from perturbations.replay.buffers.base import ReplayBuffer
 from perturbations.shard import Shard, over_ranks
 
+if TYPE_CHECKING:
+    from perturbations.neighbors import Drift
+
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
 _VOCABULARY_PADDING = 64
 
 
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
+
+    _asleep = False
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
         """
@@ -80,6 +85,7 @@ class AttachedPerturbation:
             raise UsageError(
                 f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
+        self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, (self._vocabulary, self._hidden))
         gate = BoundGate(
@@ -87,8 +93,10 @@ class AttachedPerturbation:
         )
         self.module = _module(perturbation, self._hidden, runner)
         self.perturbation = perturbation
-        recorded = runner.vllm_config.additional_config.get(SAMPLING_MASKS)
-        masks = SamplingMaskStore(self._vocabulary) if recorded else None
+        config = runner.vllm_config.additional_config
+        masks = None
+        if config.get(SAMPLING_MASKS):
+            masks = SamplingMaskStore(self._vocabulary, store.slots, runner.max_model_len, read_mask_limit(config))
         self.perturber = RolloutPerturber(
             perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks, self.schedule
         )
@@ -112,8 +120,29 @@ class AttachedPerturbation:
 
     def prepare(self) -> None:
         """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""
+        self._check_awake("perturbation_prepare: nothing can be computed of the weights")
         if self._ahead:
             self.perturbation.prepare(self.embeddings)
+
+    def drift(self) -> Drift | None:
+        """How many neighbor sets the latest weight sync changed."""
+        self._check_awake("perturbation_drift: neighbors cannot be looked for")
+        return self.embeddings.drift()
+
+    def weights_left(self) -> None:
+        """The engine sleeps: the addresses of its weights lead nowhere, and reading them ends the process."""
+        self._asleep = True
+
+    def weights_back(self) -> None:
+        """The engine has its weights in memory again."""
+        self._asleep = False
+
+    def _check_awake(self, what: str) -> None:
+        if self._asleep:
+            raise UsageError(
+                f"{what} while the engine sleeps and its weights are not in memory. Wake it first, at least with"
+                " wake_up(tags=['weights'])."
+            )
 
     def weights_changed(self) -> None:
         """All new weights are in place."""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.rollout.tokens_left import TokensLeft
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -44,6 +46,6 @@ class Note:
     positions: np.ndarray
     rows: np.ndarray | None
     log_probs: Tensor
-    left: tuple[Tensor, ...]
+    left: TokensLeft | None
     edited: tuple[np.ndarray, np.ndarray]
     edits: dict[str, Tensor]

@@ -8,7 +8,6 @@ knows which rows are gated (that needs no logits), so there is no loop over requ
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,8 +16,11 @@ from torch import Tensor, nn
 
 from ngrpo.rollout.in_flight import Batch, Edits, Note
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.notes import Notes
 from ngrpo.rollout.sample_tokens import sample_tokens
-from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore, pack
+from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.tokens_left import TokensLeft
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from ngrpo.sampling_schedules.base import NextTokens, SamplingSchedule
 from perturbations import streams
@@ -58,10 +60,9 @@ class RolloutPerturber:
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
         self._edits: Edits | None = None
-        self._notes: deque[Note] = deque()
         self._batch: Batch | None = None
         self._at_once = _AT_ONCE
-        self.noted = self.written = 0  # notes taken so far, and how many of them are in the store
+        self._notes = Notes(store, masks, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class RolloutPerturber:
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
-        self.drain(until=self.noted)
+        self._notes.drain_slot(slot)
         found = self._store.edits(slot, start, start + count)
         if not found:
             return
@@ -167,7 +168,7 @@ class RolloutPerturber:
         if not self._gate.always_open:
             self._gate.open(torch.zeros_like(rows), step, rows)
         if self._masks is not None:
-            pack(scaled)
+            TokensLeft(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows))
 
@@ -231,7 +232,7 @@ class RolloutPerturber:
                 seen = tuple(part[kept] for part in seen)
             self._gate.observe(*seen)
         log_probs = counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
-        left = () if self._masks is None else pack(drawable)
+        left = None if self._masks is None else TokensLeft(drawable, self._download)
         self._note(batch, within, log_probs, gated, edits, left)
         return tokens
 
@@ -307,9 +308,9 @@ class RolloutPerturber:
         log_probs: Tensor,
         gated: np.ndarray,
         edits: dict[str, Tensor],
-        left: tuple[Tensor, ...],
+        left: TokensLeft | None,
     ) -> None:
-        log_probs, left = self._download(log_probs), tuple(self._download(part) for part in left)
+        log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
         ready = self._event()
         slots, positions, rows = batch.slots, batch.next_positions, None
@@ -321,9 +322,7 @@ class RolloutPerturber:
         self._last_position[slots] = positions
         at = batch.slots[gated], batch.next_positions[gated]
         self._store.has_edits[at[0]] = True
-        self._notes.append(Note(ready, slots, positions, rows, log_probs, left, at, edits))
-        self.noted += 1
-        self.drain()
+        self._notes.add(Note(ready, slots, positions, rows, log_probs, left, at, edits))
 
     def _event(self) -> torch.cuda.Event | None:
         """Tells when the copies made so far have arrived; None where they have."""
@@ -333,32 +332,19 @@ class RolloutPerturber:
         event.record()
         return event
 
+    @property
+    def noted(self) -> int:
+        """Steps whose outcome was noted so far."""
+        return self._notes.taken
+
+    @property
+    def written(self) -> int:
+        """How many of these are in the store."""
+        return self._notes.written
+
     def drain(self, until: int = 0) -> None:
         """Moves notes into the store: those that have arrived, and the first ``until`` ever taken, waited for."""
-        while self._notes:
-            note = self._notes[0]
-            if note.ready is not None:
-                if self.written < until:
-                    note.ready.synchronize()
-                elif not note.ready.query():
-                    return
-            self._notes.popleft()
-            self._write(note)
-            self.written += 1
-
-    def _write(self, note: Note) -> None:
-        def whole(part: Tensor) -> np.ndarray:
-            return part.numpy() if note.rows is None else part.numpy()[note.rows]
-
-        self._store.write_tokens(note.slots, note.positions, whole(note.log_probs))
-        if self._masks is not None:
-            self._masks.write(note.slots, note.positions, *map(whole, note.left))
-        if note.edits:
-            parts = {name: part.numpy() for name, part in note.edits.items()}
-            fed, at = parts.pop("fed"), note.edited
-            if not fed.all():
-                parts, at = {name: part[fed] for name, part in parts.items()}, tuple(part[fed] for part in at)
-            self._store.write_edits(*at, parts)
+        self._notes.drain(until)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -368,6 +354,9 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)
+            self._notes.grow(self._store.slots)
+            if self._masks is not None:
+                self._masks.grow(self._store.slots)
             self._gate.grow(self._store.slots)
         self._last_position[slot] = -1
         self._gate.reset(slot)

@@ -48,6 +48,9 @@ def register() -> None:
     # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
     refresh = _then(lambda attached: attached.weights_changed())
     _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
+    # (A worker for CPUs has its own of these two, which do nothing.)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.sleep", _then(lambda attached: attached.weights_left()))
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.wake_up", _then_awake)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.core", "EngineCore.add_request", _probed_first)
     _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)
@@ -163,6 +166,18 @@ def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[.
         return method
 
     return make
+
+
+def _then_awake(original: Callable[..., None]) -> Callable[..., None]:
+    """An engine may wake in parts; without tags all of it does."""
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        original(self, tags)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None and (tags is None or "weights" in tags):
+            attached.weights_back()
+
+    return wake_up
 
 
 def _with_length(original: Callable[..., None]) -> Callable[..., None]:
@@ -347,7 +362,7 @@ def _extend_workers() -> None:
         self.perturbation.requests.drop(names)
 
     def drift(self: Any) -> tuple[int, int, int, int] | None:
-        found = self.perturbation.embeddings.drift()
+        found = self.perturbation.drift()
         return None if found is None else dataclasses.astuple(found)
 
     def prepare(self: Any) -> None:

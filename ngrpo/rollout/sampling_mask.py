@@ -7,33 +7,50 @@ left at each position of a trajectory, exactly and sparsely; a position where no
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from perturbations.replay import packing
 
-_VERSION = 1
+_VERSION = 2
+# A word of this value stands for so many tokens skipped, and for none that is named.
+_SKIP = 0xFFFF
 
 
-def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn, small enough to be copied to the host at every step.
+def as_words(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sets of tokens as 16-bit words: how many tokens lie between one and the next, the first one's from the start.
 
     Args:
-        drawable: logits after everything that cuts tokens, which are -inf there, (B, V).
+        ids: ascending within each set, (Σ counts,).
+        counts: tokens of each set, (N,).
 
     Returns:
-        One bit for each token, the first in a byte's lowest, (B, ⌈V/8⌉) uint8; and how many are set, (B,) int64.
+        Words, (Σ lengths,) uint16, of which one more stands before a token for each 65,535 skipped; and how many words
+        each set has, (N,) int64.
     """
-    kept = drawable > -torch.inf
-    bits = F.pad(kept, (0, -kept.shape[-1] % 8)).view(len(kept), -1, 8)
-    places = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits * places).sum(dim=-1, dtype=torch.uint8), kept.sum(dim=-1)
+    gaps = np.diff(ids, prepend=ids[:1])
+    gaps -= 1
+    starts = (np.cumsum(counts) - counts)[counts > 0]
+    gaps[starts] = ids[starts]
+    if not len(gaps) or int(gaps.max()) < _SKIP:
+        return gaps.astype(np.uint16), counts
+    skips = gaps // _SKIP
+    ends = np.cumsum(skips + 1, dtype=np.int64)
+    words = np.full(ends[-1], _SKIP, dtype=np.uint16)
+    words[ends - 1] = gaps - _SKIP * skips
+    total = np.concatenate([np.zeros(1, dtype=np.int64), ends])[np.cumsum(counts)]
+    return words, np.diff(total, prepend=0)
+
+
+def as_ids(words: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What :func:`as_words` was given: ids, (Σ counts,) int64, and counts, (N,) int64."""
+    named = words != _SKIP
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(words.astype(np.int64) + named)])
+    starts, ends = np.cumsum(lengths) - lengths, np.cumsum(lengths)
+    ids = total[1:] - np.repeat(total[starts], lengths) - 1
+    count = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(named)])
+    return ids[named], count[ends] - count[starts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,37 +60,33 @@ class SamplingMask:
     Attributes:
         size: V.
         positions: of the tokens drawn, ascending, (N,) int64.
-        cut: whether ``ids`` names the tokens that were cut, being fewer, and not those left, (N,) bool.
-        counts: how many ids belong to each position, (N,) int64.
-        ids: ascending within a position, (Σ counts,) int64.
+        cut: whether the words name the tokens that were cut, being fewer, and not those left, (N,) bool.
+        lengths: how many words belong to each position, (N,) int64.
+        words: the tokens, as of :func:`as_words`, (Σ lengths,) uint16.
     """
 
     size: int
     positions: np.ndarray
     cut: np.ndarray
-    counts: np.ndarray
-    ids: np.ndarray
+    lengths: np.ndarray
+    words: np.ndarray
 
     @classmethod
     def of(cls, size: int, left: dict[int, tuple[bool, np.ndarray]]) -> SamplingMask:
         """From each position's ``cut`` and ids."""
         positions = np.array(sorted(left), dtype=np.int64)
         pairs = [left[int(position)] for position in positions]
-        ids = [ids for _, ids in pairs]
-        return cls(
-            size,
-            positions,
-            np.array([cut for cut, _ in pairs], dtype=bool),
-            np.array([len(part) for part in ids], dtype=np.int64),
-            np.concatenate([np.zeros(0, dtype=np.int64), *ids]).astype(np.int64),
-        )
+        ids = np.concatenate([np.zeros(0, dtype=np.int64), *(ids for _, ids in pairs)]).astype(np.int64)
+        words, lengths = as_words(ids, np.array([len(part) for _, part in pairs], dtype=np.int64))
+        return cls(size, positions, np.array([cut for cut, _ in pairs], dtype=bool), lengths, words)
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def by_position(self) -> dict[int, tuple[bool, np.ndarray]]:
         """What :meth:`of` takes."""
-        parts = np.split(self.ids, np.cumsum(self.counts)[:-1]) if len(self) else []
+        ids, counts = as_ids(self.words, self.lengths)
+        parts = np.split(ids, np.cumsum(counts)[:-1]) if len(self) else []
         return {int(p): (bool(cut), ids) for p, cut, ids in zip(self.positions, self.cut, parts)}
 
     def left(self) -> list[np.ndarray]:
@@ -81,9 +94,18 @@ class SamplingMask:
         every = np.arange(self.size)
         return [np.delete(every, ids) if cut else ids for cut, ids in self.by_position().values()]
 
+    def _of(self, wanted: slice) -> SamplingMask:
+        """The mask of some of the positions, by their index."""
+        ends = np.cumsum(self.lengths)
+        first, last, _ = wanted.indices(len(self))
+        words = slice(int(ends[first - 1]) if first else 0, int(ends[last - 1]) if last else 0)
+        return SamplingMask(
+            self.size, self.positions[wanted], self.cut[wanted], self.lengths[wanted], self.words[words]
+        )
+
     def truncate(self, num_tokens: int) -> SamplingMask:
         """The mask of the trajectory's first ``num_tokens`` tokens."""
-        return SamplingMask.of(self.size, {p: entry for p, entry in self.by_position().items() if p < num_tokens})
+        return self._of(slice(0, int(np.searchsorted(self.positions, num_tokens))))
 
     def joined(self, later: SamplingMask, turn: int) -> SamplingMask:
         """The mask of a trajectory after a further turn.
@@ -92,18 +114,14 @@ class SamplingMask:
             later: of the turn that begins at position ``turn``.
             turn: positions from here on are the later turn's.
         """
-        both = {p: entry for p, entry in self.by_position().items() if p < turn}
-        both |= {p: entry for p, entry in later.by_position().items() if p >= turn}
-        return SamplingMask.of(later.size, both)
+        both = self.truncate(turn), later._of(slice(int(np.searchsorted(later.positions, turn)), len(later)))
+        names = ("positions", "cut", "lengths", "words")
+        return SamplingMask(later.size, *(np.concatenate([getattr(part, name) for part in both]) for name in names))
 
     def to_bytes(self) -> bytes:
-        """Serialises without loss: one to two bytes an id, at most V/2 bytes a position, and a checksum at the end."""
-        starts = np.cumsum(self.counts) - self.counts
-        gaps = np.diff(self.ids, prepend=0)
-        first = starts[self.counts > 0]
-        gaps[first] = self.ids[first]
-        head = [np.array([self.size, len(self)]), np.diff(self.positions, prepend=0), 2 * self.counts + self.cut]
-        return packing.sealed([_varints(np.concatenate([*head, gaps]))], _VERSION)
+        """Serialises without loss: two bytes an id, at most V bytes a position, and a checksum at the end."""
+        head = [np.array([self.size, len(self)]), np.diff(self.positions, prepend=0), 2 * self.lengths + self.cut]
+        return packing.sealed([_varints(np.concatenate(head)), self.words.astype("<u2").tobytes()], _VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SamplingMask:
@@ -112,17 +130,21 @@ class SamplingMask:
         Raises:
             ValueError: where the bytes were cut or altered.
         """
-        numbers = _from_varints(packing.unsealed(data, _VERSION, "sampling mask").rest())
-        if len(numbers) < 2 or len(numbers) < 2 + 2 * numbers[1]:
-            raise ValueError(f"sampling mask is cut short: {len(numbers)} numbers.")
-        size, n = int(numbers[0]), int(numbers[1])
-        gaps, packed, deltas = numbers[2 : 2 + n], numbers[2 + n : 2 + 2 * n], numbers[2 + 2 * n :]
-        counts = packed // 2
-        if len(deltas) != counts.sum():
-            raise ValueError(f"sampling mask is cut short: {counts.sum()} ids wanted, {len(deltas)} there.")
-        total = np.cumsum(deltas)
-        before = np.concatenate([np.zeros(1, dtype=np.int64), total])[np.cumsum(counts) - counts]
-        return cls(size, np.cumsum(gaps), packed % 2 == 1, counts, total - np.repeat(before, counts))
+        reader = packing.unsealed(data, _VERSION, "sampling mask")
+        size, n = reader.varint(), reader.varint()
+        rest = reader.rest()
+        # A number takes four bytes at most, so no more are read as numbers than there can be.
+        raw = np.frombuffer(rest[: 8 * n], dtype=np.uint8)
+        ends = np.flatnonzero(raw < 0x80)[: 2 * n]
+        if len(ends) < 2 * n:
+            raise ValueError(f"sampling mask is cut short: {len(ends)} of {2 * n} numbers.")
+        used = int(ends[-1]) + 1 if n else 0
+        numbers = _from_varints(rest[:used])
+        gaps, packed = numbers[:n], numbers[n:]
+        words, lengths = rest[used:], packed // 2
+        if len(words) != 2 * lengths.sum():
+            raise ValueError(f"sampling mask is cut short: {2 * lengths.sum()} bytes wanted, {len(words)} there.")
+        return cls(size, np.cumsum(gaps), packed % 2 == 1, lengths, np.frombuffer(words, "<u2").astype(np.uint16))
 
 
 def _varints(values: np.ndarray) -> bytes:
@@ -135,53 +157,8 @@ def _varints(values: np.ndarray) -> bytes:
 
 def _from_varints(data: bytes) -> np.ndarray:
     raw = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+    if not len(raw):
+        return raw
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(raw < 0x80) + 1])[:-1]
     place = np.arange(len(raw)) - np.repeat(starts, np.diff(starts, append=len(raw)))
     return np.add.reduceat((raw & 0x7F) << 7 * place, starts)
-
-
-class SamplingMaskStore:
-    """The masks of a worker's live trajectories, by slot."""
-
-    def __init__(self, size: int) -> None:
-        """
-        Args:
-            size: V.
-        """
-        self._size = size
-        self._left: defaultdict[int, dict[int, tuple[bool, np.ndarray]]] = defaultdict(dict)
-
-    def write(self, slots: Sequence[int], positions: Sequence[int], bits: np.ndarray, counts: np.ndarray) -> None:
-        """Notes the tokens left at one position of each of several slots.
-
-        Args:
-            slots: (N,).
-            positions: (N,).
-            bits: as :func:`pack` makes them, (N, ⌈V/8⌉).
-            counts: likewise, (N,).
-        """
-        cut = 2 * counts > self._size
-        # Eight bytes at once: of a large vocabulary nearly all of them are 0.
-        words = np.zeros((len(bits), -(-bits.shape[1] // 8)), dtype=np.uint64)
-        sparse = words.view(np.uint8)
-        sparse[:, : bits.shape[1]] = bits
-        sparse[cut, : bits.shape[1]] ^= 0xFF
-        rows, places = np.nonzero(words)
-        found = sparse.reshape(*words.shape, 8)[rows, places]
-        which, bit = np.nonzero(np.unpackbits(found, axis=1, bitorder="little"))
-        rows, ids = rows[which], 64 * places[which] + bit
-        inside = ids < self._size  # inverted, the last byte has bits beyond the vocabulary
-        parts = np.split(ids[inside], np.searchsorted(rows[inside], np.arange(1, len(slots))))
-        for slot, position, is_cut, part in zip(slots, positions, cut, parts):
-            if is_cut and not len(part):
-                self._left[int(slot)].pop(int(position), None)
-            else:
-                self._left[int(slot)][int(position)] = (bool(is_cut), part)
-
-    def read(self, slot: int) -> SamplingMask:
-        """The mask of a slot's trajectory so far."""
-        return SamplingMask.of(self._size, self._left[slot])
-
-    def clear(self, slot: int) -> None:
-        """A trajectory begins or ends."""
-        self._left.pop(slot, None)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ngrpo import sampling_schedules
@@ -34,6 +35,9 @@ Whoever asks gets its error, which is lost to them where an engine in a process 
 being asked, the engine proves itself before its first request.
 """
 
+SAMPLING_MASK_GIB = "sampling_mask_gib"
+"""Key of ``additional_config``: the memory in GiB that the sampling masks of a worker's running requests may take."""
+
 SAMPLING_SCHEDULE = "sampling_schedule"
 """Key of ``additional_config``: how temperatures change, a dictionary with name and options; implies seeded draws."""
 
@@ -52,6 +56,7 @@ def read(additional_config: Any) -> Perturbation | None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")
+    read_mask_limit(given)
     seeded = any(switches.values()) or read_schedule(given) is not None
     if spec is None and seeded:
         spec = {"name": "none"}
@@ -64,6 +69,20 @@ def read(additional_config: Any) -> Perturbation | None:
         )
     perturbation = registry.create(**spec)
     return perturbation if perturbation.active or seeded else None
+
+
+def read_mask_limit(additional_config: Mapping[str, Any]) -> int | None:
+    """The bytes that ``additional_config={"sampling_mask_gib": 16}`` allows; None where it says nothing.
+
+    Raises:
+        UsageError: for anything that is not a positive number.
+    """
+    value = additional_config.get(SAMPLING_MASK_GIB)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UsageError(f"additional_config[{SAMPLING_MASK_GIB!r}]={value!r}: must be a positive number, such as 8.")
+    return int(value * 2**30)
 
 
 def read_schedule(additional_config: Any) -> SamplingSchedule | None:

@@ -64,11 +64,24 @@ class Chunks:
                 self._arrays[name][rows] = 0
         self.counts[slots] = at + 1
 
-    def read(self, slot: int) -> dict[str, np.ndarray]:
-        """All rows of a slot, (N, …) by name; empty where it has none."""
-        at = np.arange(self.counts[slot])
+    def read(self, slot: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:
+        """The rows of a slot from ``first`` to before ``last``, (N, …) by name; empty where there are none."""
+        at = np.arange(first, self.counts[slot] if last is None else last)
         rows = self._table[slot, at // _CHUNK] * _CHUNK + at % _CHUNK
         return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
+
+    def find(self, slot: int, name: str, value: int) -> int:
+        """Index of a slot's first row whose ``name`` is not below a value; the array ascends along the slot.
+
+        Looked at are the first row of each chunk and the rows of one, however long the slot is.
+        """
+        count = int(self.counts[slot])
+        if not count:
+            return 0
+        array, chunks = self._arrays[name], self._table[slot, : -(-count // _CHUNK)] * _CHUNK
+        chunk = max(int(np.searchsorted(array[chunks], value)) - 1, 0)
+        rows = array[chunks[chunk] : chunks[chunk] + min(_CHUNK, count - chunk * _CHUNK)]
+        return chunk * _CHUNK + int(np.searchsorted(rows, value))
 
     def clear(self, slot: int) -> None:
         """Gives the chunks of a slot back."""
@@ -163,8 +176,7 @@ class TrajectoryStore:
         again = at < self._tokens.counts[slots]
         if again.any():
             for i in again.nonzero()[0]:
-                edited = self._edits.read(slots[i]).get("positions", positions[:0])
-                self._edits.counts[slots[i]] = np.searchsorted(edited, positions[i])
+                self._edits.counts[slots[i]] = self._edits.find(slots[i], "positions", positions[i])
         self._tokens.write(slots, at, {"log_probs": log_probs})
 
     def write_edits(self, slots: np.ndarray, positions: np.ndarray, parts: dict[str, np.ndarray]) -> None:
@@ -197,11 +209,7 @@ class TrajectoryStore:
 
     def edits(self, slot: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """The edits of a slot at positions from ``start`` to before ``stop``, (N, …) by name; empty for none."""
-        rows = self._edits.read(slot)
-        if not rows:
-            return {}
-        part = slice(*np.searchsorted(rows["positions"], [start, stop]))
-        return {name: array[part] for name, array in rows.items()} if part.start < part.stop else {}
+        return self._edits.read(slot, *(self._edits.find(slot, "positions", at) for at in (start, stop)))
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
         """The record and the log-probabilities of the generated tokens so far.

@@ -23,6 +23,7 @@ _BIAS = (
     "On SmolLM2-135M each log-probability is off by 0.04 on average with top-p 0.95, by 0.06 with top-k 50 (at worst"
     " 0.96) and by 0.15 with min-p 0.05, always downwards, and a baseline is not free."
 )
+_OURS = ("correct_mask", "mask_gib")  # which say nothing of how tokens are drawn
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
@@ -35,6 +36,15 @@ class Sampling(Options):
     top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
     min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
     correct_mask: bool = option(False, "take log-probabilities among the tokens that top-p, top-k and min-p left")
+    mask_gib: float | None = option(None, "memory of a worker's records of these tokens, in GiB; 8 if none", above=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask_gib is not None and not self.correct_mask:
+            raise UsageError(
+                f"--sampling.mask_gib {self.mask_gib:g} is the memory of what --sampling.correct_mask records, which is"
+                " not asked for. Add that flag, or leave this one out."
+            )
 
     def given(self) -> dict[str, Any]:
         """The settings that are on."""
@@ -43,7 +53,7 @@ class Sampling(Options):
     def notes(self, flags: Flags) -> list[str]:
         """A warning where rollouts are drawn from a truncated distribution and the loss does not know."""
         top_p = _openrlhf(flags)["top_p"]
-        cut = {name: value for name, value in self.given().items() if name != "correct_mask"}
+        cut = {name: value for name, value in self.given().items() if name not in _OURS}
         cut |= {} if top_p >= 1.0 else {"top_p": top_p}
         if not cut or self.correct_mask:
             return []
@@ -74,7 +84,8 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, args: Sequence[str]) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not cut."""
-    return {**_openrlhf(Flags(args)), **sampling.spec()}
+    drawn = {name: value for name, value in sampling.spec().items() if name != "mask_gib"}
+    return {**_openrlhf(Flags(args)), **drawn}
 
 
 def _openrlhf(flags: Flags) -> dict[str, float]:
@@ -92,7 +103,7 @@ _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default
 
 def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
     """Calls a samples generator's method while the masks are on."""
-    token = _masks.set({k: v for k, v in current_run().sampling.items() if k != "correct_mask"})
+    token = _masks.set({k: v for k, v in current_run().sampling.items() if k not in _OURS})
     try:
         return generate(generator, **kwargs)
     finally:

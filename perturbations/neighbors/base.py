@@ -29,3 +29,14 @@ class NeighborIndex(ABC):
     def precompute(self, k: int) -> None:
         """Does all the work of queries for up to k neighbors ahead of time, where the index can."""
         return None
+
+    def follow(self) -> None:
+        """Keeps what an index of later weights can take over, where the index can; called before anything is asked."""
+        return None
+
+    def take_over(self, old: NeighborIndex) -> None:
+        """Takes from an index of earlier weights, which has been told to follow, what these weights have not changed.
+
+        Answers are the same with and without.
+        """
+        return None

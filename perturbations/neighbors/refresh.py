@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perturbations.errors import UsageError
 from perturbations.neighbors.base import NeighborIndex
+from perturbations.neighbors.table import TableIndex
 from perturbations.options import nearest
 from perturbations.shard import Shard
 
@@ -78,14 +79,15 @@ class Drift:
 class MakeIndex(Protocol):
     """Makes an index from an embedding matrix; a ``probe`` answers for few tokens and is then thrown away."""
 
-    def __call__(self, embedding: Shard, probe: bool) -> NeighborIndex: ...
+    def __call__(self, embedding: Shard, probe: bool) -> TableIndex: ...
 
 
 class Neighborhood(NeighborIndex):
     """Answers from an index that it keeps or makes anew, as the refresh policy says, and follows the drift.
 
-    Where sets outlive a weight sync, the index is made from a copy of the matrix, so that a row first needed later is
-    of the same weights as the others.
+    Where sets outlive a weight sync, all are of the same weights: on a CPU, where a row may be needed first later, the
+    index is made from a copy of the matrix; elsewhere the table is complete before the weights change, and a larger k
+    than it was made for gives all sets anew, from the weights as they are then.
 
     Followed are at most 128 tokens (8 for L1) of those that were asked for; where there are more, evenly spaced by
     id. At a sync their sets are computed from the new weights, whether or not the policy takes these into use. A set
@@ -115,6 +117,8 @@ class Neighborhood(NeighborIndex):
 
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :meth:`NeighborIndex.query`."""
+        if k > self._index.width and self._outlived:
+            self._index = self._built()
         found = self._index.query(token_ids, k)
         self._asked.index_fill_(0, token_ids, True)
         self._k = k
@@ -122,6 +126,8 @@ class Neighborhood(NeighborIndex):
 
     def precompute(self, k: int) -> None:
         """See :meth:`NeighborIndex.precompute`."""
+        if k > self._index.width and self._outlived:
+            self._index = self._built()
         self._index.precompute(k)
 
     @property
@@ -138,6 +144,10 @@ class Neighborhood(NeighborIndex):
         old, k = self._index, self._k
         if due:
             self._index = self._built()
+            self._index.take_over(old)
+            if not self._on_demand and old.width:
+                self._index.precompute(old.width)
+        self._outlived = not due and not self._on_demand
         self._k = 0
         if not k:
             self.drift = None
@@ -156,10 +166,15 @@ class Neighborhood(NeighborIndex):
             self.drift = Drift(len(since), int(since.sum()), len(changed), int(changed.sum()))
             self._watched, self._last, self._first = torch.cat([self._watched, joining]), now, first
 
-    def _built(self) -> NeighborIndex:
+    def _built(self) -> TableIndex:
         matrix = self._matrix()
-        kept = matrix if self._refresh.every == 1 else replace(matrix, rows=matrix.rows.clone())
-        return self._make(kept, probe=False)
+        self._on_demand, self._outlived = rows_on_demand(matrix), False
+        if self._on_demand and self._refresh.every != 1:
+            matrix = replace(matrix, rows=matrix.rows.clone())
+        index = self._make(matrix, probe=False)
+        if self._refresh.every is not None:
+            index.follow()
+        return index
 
     def _joining(self, k: int) -> Tensor:
         """Tokens asked for that are not followed yet, as many as there is room for."""
@@ -173,6 +188,11 @@ class Neighborhood(NeighborIndex):
         if len(new) > room:
             new = new[torch.arange(room, device=new.device) * len(new) // max(room, 1)]
         return new
+
+
+def rows_on_demand(matrix: Shard) -> bool:
+    """Whether an index of this matrix computes its rows as they are asked for, and not all before."""
+    return matrix.rows.device.type == "cpu"
 
 
 def _sets(index: NeighborIndex, tokens: Tensor, k: int) -> Tensor:

@@ -89,6 +89,11 @@ class TableIndex(NeighborIndex):
         self._fill_all()
 
     @property
+    def width(self) -> int:
+        """The largest k that was asked for so far."""
+        return self._width
+
+    @property
     def most(self) -> int:
         """The largest k: a token that is excluded itself has as many others as one that is not."""
         others = self._size - int(self._excluded.sum())

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def test_a_plugin_that_vllm_would_not_load(capsys: pytest.CaptureFixture, monkey
     monkeypatch.setattr(doctor, "entry_points", lambda group: ())
     code, head = findings(capsys, "--no-self-test")
     assert code == 1 and "is not registered" in lines_of(head, "vLLM's plugin")
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+def test_logits_processors_take_the_choice_of_the_runner_away(hardware: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert list(doctor._model_runner(hardware)) == []
+    point = SimpleNamespace(name="thinking_budget", dist=SimpleNamespace(name="some-package"))
+    monkeypatch.setattr(doctor, "entry_points", lambda group: (point,) if group == "vllm.logits_processors" else ())
+    (finding,) = doctor._model_runner(hardware)
+    assert "thinking_budget of some-package" in finding.told and "V1" in finding.told
+    # A CPU has V1 in any case.
+    assert (finding.fix is None) if hardware == "cpu" else ("VLLM_USE_V2_MODEL_RUNNER=0" in finding.fix)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert list(doctor._model_runner(hardware)) == [], "the user has chosen"
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
     assert "has neither results.json nor diagnosis.json nor summary.json" in said(str(tmp_path))
     assert "takes one folder or file, got 0" in said()
-    assert "takes one folder or file, got 2" in said("a", "b")
+    assert "a: there is no such file" in said("a", "b")
     assert "unknown word '--output'" in said("a", "--output", "x") and "Did you mean '--out'?" in said(
         "a", "--output=x"
     )

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore, pack
+from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.tokens_left import TokensLeft
 
 V = 203  # not a multiple of 8
 
@@ -22,10 +24,17 @@ def masked(rows: list[list[int]]) -> torch.Tensor:
 
 def stored(rows: list[list[int]], positions: list[int]) -> SamplingMask:
     """One trajectory with these tokens left at these positions, through the store."""
-    store = SamplingMaskStore(V)
-    bits, counts = (part.numpy() for part in pack(masked(rows)))
-    store.write([4] * len(rows), positions, bits, counts)
+    store = SamplingMaskStore(V, 5, 1 << 17)
+    for row, position in zip(rows, positions):
+        write(store, [4], [position], [row])
     return store.read(4)
+
+
+def write(store: SamplingMaskStore, slots: list[int], positions: list[int], rows: list[list[int]]) -> None:
+    """A step that leaves these tokens at these positions of these slots."""
+    left = TokensLeft(masked(rows), lambda part: part)
+    left.ask()
+    store.write(slots, positions, *left.read(None))
 
 
 ALL = list(range(V))
@@ -38,7 +47,7 @@ def test_the_tokens_left_come_back() -> None:
     expected = {p: row for p, row in zip(POSITIONS, ROWS) if row != ALL}  # nothing cut, nothing recorded
     assert mask.positions.tolist() == list(expected)
     assert [left.tolist() for left in mask.left()] == list(expected.values())
-    assert mask.counts.max() <= V // 2
+    assert mask.lengths.max() <= V // 2
 
 
 def test_bytes_are_lossless_and_bounded() -> None:
@@ -47,7 +56,7 @@ def test_bytes_are_lossless_and_bounded() -> None:
     again = SamplingMask.from_bytes(data)
     assert again.size == V and [a.tolist() for a in again.left()] == [a.tolist() for a in mask.left()]
     assert again.positions.tolist() == mask.positions.tolist()
-    assert len(data) <= 14 + len(mask) * (V // 2 + 6)
+    assert len(data) <= 14 + len(mask) * (V + 6)
     nothing = stored([ALL], [3])
     assert len(nothing) == 0 and len(nothing.to_bytes()) == 3 + 4
     assert len(SamplingMask.from_bytes(nothing.to_bytes())) == 0
@@ -65,16 +74,16 @@ def test_bytes_at_any_vocabulary(largest: int) -> None:
 
 
 def test_a_store_keeps_slots_apart_and_takes_the_latest() -> None:
-    store = SamplingMaskStore(V)
-
-    def write(slots: list[int], positions: list[int], rows: list[list[int]]) -> None:
-        store.write(slots, positions, *(part.numpy() for part in pack(masked(rows))))
-
-    write([0, 1], [5, 5], [[1, 2], [3]])
-    write([0, 1], [6, 6], [[4], ALL])
+    store = SamplingMaskStore(V, 2, 100)
+    write(store, [0, 1], [5, 5], [[1, 2], [3]])
+    write(store, [0, 1], [6, 6], [[4], ALL])
     assert [left.tolist() for left in store.read(0).left()] == [[1, 2], [4]]
     assert [left.tolist() for left in store.read(1).left()] == [[3]]
-    write([0], [5], [ALL])
+    write(store, [0], [6], [[9, 10]])
+    assert [left.tolist() for left in store.read(0).left()] == [[1, 2], [9, 10]]
+    write(store, [0], [5], [ALL])  # what came after it was drawn from other logits
+    assert store.read(0).positions.tolist() == []
+    write(store, [0], [6], [[7]])
     assert store.read(0).positions.tolist() == [6]
     store.clear(0)
     assert len(store.read(0)) == 0 and len(store.read(1)) == 1

@@ -105,6 +105,7 @@ DENSITIES = [
 ]
 
 _LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_LEFT = "ngrpo/rollout/tokens_left.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
 SAMPLING = [
@@ -140,14 +141,25 @@ SAMPLING = [
         _STORE, "np.delete(every, ids) if cut else ids", "ids", _STORED, "sampling mask: tokens cut for tokens left"
     ),
     Mutation(
-        _STORE,
-        "cut = 2 * counts > self._size",
-        "cut = 2 * counts > 2 * self._size",
+        _LEFT,
+        "(2 * counts > size).mul(0xFF)",
+        "(2 * counts > 2 * size).mul(0xFF)",
         _STORED,
         "sampling mask: not the smaller of the two sets",
     ),
     Mutation(
-        _STORE, "inside = ids < self._size", "inside = ids >= 0", _STORED, "sampling mask: ids beyond the vocabulary"
+        _LEFT,
+        "bits[:, -1] &= (1 << size % 8) - 1",
+        "bits[:, -1] &= 0xFF",
+        _STORED,
+        "sampling mask: ids beyond the vocabulary",
+    ),
+    Mutation(
+        _STORE,
+        "np.cumsum(words.astype(np.int64) + named)",
+        "np.cumsum(words.astype(np.int64) + 1)",
+        "test_sampling_mask_store.py",
+        "sampling mask: tokens that are skipped counted one too many",
     ),
 ]
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample results, of ``ngrpo eval`` or of lm-evaluation-harness: how often each problem was solved.
+
+`ngrpo eval` writes ``samples.jsonl`` with a line for each answer. lm-evaluation-harness (0.4, ``--log_samples``) writes
+``samples_TASK_DATE.jsonl`` with a line for each problem and filter, whose metrics stand beside ``doc_id``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perturbations.errors import UsageError
+
+_SAMPLES = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """How the answers of one file were scored.
+
+    Attributes:
+        name: of the file, for people.
+        metric: what the scores are.
+        scores: of each answer, by problem; each in [0, 1].
+    """
+
+    name: str
+    metric: str
+    scores: dict[str, tuple[float, ...]]
+
+
+def read(path: Path, *, metric: str | None = None, chosen_filter: str | None = None) -> SampleFile:
+    """Reads a file, or the folder of an evaluation.
+
+    Args:
+        path: ``samples.jsonl`` or a folder with one, or a ``samples_*.jsonl`` of lm-evaluation-harness.
+        metric: of lm-evaluation-harness; None where there is one alone.
+        chosen_filter: likewise, of its filters.
+
+    Raises:
+        UsageError: for a file that cannot be read or is something else, and a metric or filter that must be named.
+    """
+    file = path / _SAMPLES if path.is_dir() else path
+    name = path.name if path.is_dir() or file.name != _SAMPLES else file.parent.name
+    rows = _rows(file)
+    if all("problem" in row and "correct" in row for row in rows):
+        of_problem: dict[str, dict[Any, float]] = defaultdict(dict)
+        for row in rows:  # of two with the same number the first counts
+            of_problem[str(row["problem"])].setdefault(row.get("sample"), float(bool(row["correct"])))
+        scores = {problem: tuple(found.values()) for problem, found in of_problem.items()}
+        return SampleFile(name, "correct", scores)
+    if not all("doc_id" in row for row in rows):
+        raise UsageError(
+            f"{file} holds no per-sample results: its lines have neither 'problem' and 'correct', as of ngrpo eval, nor"
+            " 'doc_id', as of lm-evaluation-harness with --log_samples."
+        )
+    rows = _of_filter(file, rows, chosen_filter)
+    metric = _metric(file, rows, metric)
+    answers: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        answers[str(row.get("doc_hash") or row["doc_id"])].append(_score(file, row, metric))
+    return SampleFile(name, metric, {problem: tuple(found) for problem, found in answers.items()})
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in lines]
+    except FileNotFoundError:
+        raise UsageError(
+            f"{file}: there is no such file. Give the folder of an ngrpo eval or a samples file."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} is not a file of JSON lines: {error}.") from None
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{file} holds no per-sample results: a JSON object in each line was expected.")
+    return rows
+
+
+def _of_filter(file: Path, rows: Sequence[dict[str, Any]], chosen: str | None) -> list[dict[str, Any]]:
+    filters = sorted({str(row.get("filter", "none")) for row in rows})
+    if (chosen is None and len(filters) > 1) or (chosen is not None and chosen not in filters):
+        raise UsageError(f"{file} has the filters {', '.join(filters)}: choose with --filter {filters[0]}.")
+    return [row for row in rows if chosen is None or str(row.get("filter", "none")) == chosen]
+
+
+def _metric(file: Path, rows: Sequence[Mapping[str, Any]], chosen: str | None) -> str:
+    first = rows[0]
+    fixed = {"doc_id", "filter", "metrics", "target", "arguments", "resps", "filtered_resps", "doc"}
+    there = first.get("metrics") or [key for key in first if key not in fixed and _is_score(first[key])]
+    names = sorted(name for name in there if _is_score(first.get(name)))
+    if not names:
+        raise UsageError(f"{file} has no metric that is a number in [0, 1] for each sample.")
+    if (chosen is None and len(names) > 1) or (chosen is not None and chosen not in names):
+        raise UsageError(f"{file} has the metrics {', '.join(names)}: choose with --metric {names[0]}.")
+    return chosen or names[0]
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and 0.0 <= value <= 1.0
+
+
+def _score(file: Path, row: Mapping[str, Any], metric: str) -> float:
+    value = row.get(metric)
+    if not _is_score(value):
+        raise UsageError(f"{file}: {metric} of doc_id {row['doc_id']} is {value!r}, must be a number in [0, 1].")
+    return float(value)

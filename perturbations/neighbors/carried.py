@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a neighbor table outlives a weight sync: rows whose sets are proven to be as they were.
+
+Scores of these metrics change by no more than the two tokens have moved: by the triangle inequality for distances, and
+for cosines by the distance that the directions have moved. A row is known with a bound that no token outside of its
+set exceeds; with each sync this bound rises by what the row and the others have moved. As long as the set's own
+scores, computed anew, stay above it, the set is that of a full search. Few tokens move much: they are left out
+of "the others" and compared with every row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from perturbations.neighbors.scores import order
+
+if TYPE_CHECKING:
+    from perturbations.neighbors.exact import ExactIndex
+
+ADDITIVE = ("cosine", "l2", "l1")
+# Of so many tokens one is compared with every row, those that moved the most.
+_MOVERS = 64
+# Scores are rounded to float32 and equal ones ordered by id, so that less than this decides nothing; in their size.
+_DOUBT = 2.0**-20
+_DOUBT_OF_COSINES = 1e-9  # which may be far smaller than the products that they are the sum of
+
+
+def movement(before: Tensor, now: Tensor, metric: str, block: int) -> Tensor:
+    """How far each token has moved, no less: (V,) float64.
+
+    Args:
+        before: (V, D), anywhere.
+        now: (V, D).
+        metric: cosine, l2 or l1.
+        block: rows looked at at once.
+    """
+    parts = []
+    for start in range(0, len(now), block):
+        old = before[start : start + block].to(now.device).double()
+        new = now[start : start + block].double()
+        if metric == "cosine":
+            norms = old.norm(dim=-1, keepdim=True), new.norm(dim=-1, keepdim=True)
+            directions = (
+                part / norm.clamp_min(torch.finfo(torch.float64).tiny) for part, norm in zip((old, new), norms)
+            )
+            moved = torch.sub(*directions).norm(dim=-1)
+            # A zero vector has no direction, and -1 for a cosine with anything.
+            moved = torch.where((norms[0] == 0.0).squeeze(-1) ^ (norms[1] == 0.0).squeeze(-1), 4.0, moved)
+        else:
+            moved = torch.linalg.vector_norm(new - old, ord=1 if metric == "l1" else 2, dim=-1)
+        parts.append(torch.where((new == old).all(dim=-1), 0.0, moved))
+    return torch.cat(parts) * (1.0 + 1e-9)
+
+
+def carry(old: ExactIndex, new: ExactIndex) -> None:
+    """Fills the table of an index from a complete one of earlier weights; searches only the rows in doubt."""
+    new._widen(old._width)
+    moved = movement(old._before, new._rows, new.metric, new._pairs.block)
+    if not bool(moved.any()):
+        for name in ("_ids", "_scores", "_rest", "_filled", "_before"):
+            setattr(new, name, getattr(old, name))
+        old._before = None
+        return
+    ids, scores = _scored_again(old, new)
+    least = scores[:, -1].double()
+    rest = _bound(old, new, moved, ids)
+    doubt = _DOUBT * least.abs() + (_DOUBT_OF_COSINES if new.metric == "cosine" else 0.0)
+    again = ~(least > rest + doubt)
+    new._ids, new._scores = ids.int(), scores
+    # Rounded up: to the next float32 at least.
+    new._rest = torch.where(rest.isinf(), rest, rest + rest.abs() * 2.0**-22).float()
+    new._filled = ~again
+    new._fill(again.nonzero().flatten())
+    new._before, old._before = old._before.copy_(new._rows), None
+
+
+def _scored_again(old: ExactIndex, new: ExactIndex) -> tuple[Tensor, Tensor]:
+    """The old sets with the scores of the new weights, in order: (V, k) each."""
+    found = []
+    for tokens in torch.arange(old._size, device=old._device).split(new._pairs.block):
+        ids = old._ids[tokens].long()
+        pairs = torch.arange(len(tokens), device=ids.device).repeat_interleave(ids.shape[1])
+        scores = new._pairs.of(tokens, new._shard.lookup(tokens), pairs, ids.flatten())
+        found.append(order(ids, scores.view_as(ids)))
+    ids, scores = (torch.cat(parts) for parts in zip(*found))
+    return ids, scores
+
+
+def _bound(old: ExactIndex, new: ExactIndex, moved: Tensor, ids: Tensor) -> Tensor:
+    """What no token outside of a row's set exceeds with the new weights, (V,) float64."""
+    few = max(len(moved) // _MOVERS, 1)
+    movers = moved.topk(few).indices
+    movers = movers[moved[movers] > 0.0]
+    others = moved.clone()
+    others[movers] = 0.0
+    rest = old._rest.double()
+    rest = torch.where(rest.isinf(), rest, rest + rest.abs() * _DOUBT + moved + others.max())
+    # An excluded token is in no set, however near it has come.
+    for tokens in movers[~new._excluded[movers]].split(max(1, new._scratch // (16 * new._size))):
+        own = new._shard.lookup(tokens)
+        _, highest = new._bounds(tokens, own, of_all=True)
+        highest = new._as_score(highest).double()
+        of_set = (ids.unsqueeze(0) == tokens.view(-1, 1, 1)).any(dim=-1)
+        of_set[torch.arange(len(tokens), device=tokens.device), tokens] = True
+        highest.masked_fill_(of_set, -torch.inf)
+        near, rows = (highest > rest).nonzero(as_tuple=True)
+        highest[near, rows] = new._pairs.of(tokens, own, near, rows).double()
+        if len(tokens):
+            rest = torch.maximum(rest, highest.amax(dim=0))
+    return rest

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that sleeps has no weights in memory: what would read them is refused with a clear error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.rollout import plugin
+from ngrpo.rollout.attach import AttachedPerturbation
+from perturbations import create
+from perturbations.embeddings import matrix_embeddings
+from perturbations.errors import UsageError
+
+
+class Worker:
+    """vLLM's worker as far as sleeping goes, with a perturbation attached to it."""
+
+    def __init__(self) -> None:
+        self.perturbation = AttachedPerturbation.__new__(AttachedPerturbation)
+        self.perturbation._ahead, self.perturbation._runner, self.perturbation._tokenizer = True, None, None
+        self.perturbation.perturbation = create("neighbor", metric="l2")
+        self.perturbation.requests = SimpleNamespace(running=0)
+        self.perturbation.embeddings = matrix_embeddings(torch.tensor([[0.0], [1.0], [3.0], [10.0]]))
+
+    def sleep(self, level: int = 1) -> None:
+        pass
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+
+def asleep() -> Worker:
+    worker = Worker()
+    plugin._then(lambda attached: attached.weights_left())(Worker.sleep)(worker, level=1)
+    return worker
+
+
+def wake_up(worker: Worker, *args: Any, **kwargs: Any) -> None:
+    plugin._then_awake(Worker.wake_up)(worker, *args, **kwargs)
+
+
+CALLS = {
+    "prepare": lambda attached: attached.prepare(),
+    "replace": lambda attached: attached.replace(create("gumbel")),
+    "drift": lambda attached: attached.drift(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_reads_weights_is_refused(call: Any) -> None:
+    worker = asleep()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"engine sleeps.*wake_up\(tags=\['weights'\]\)"):
+            call(worker.perturbation)
+        wake_up(worker, ["kv_cache"])  # of a hybrid engine the last part to wake
+
+
+@pytest.mark.parametrize("tags", [(), (None,), (["weights"],), (["kv_cache", "weights"],)])
+def test_an_engine_that_is_awake_again_is_not(tags: tuple[Any, ...]) -> None:
+    worker = asleep()
+    wake_up(worker, *tags)
+    worker.perturbation.prepare()
+    assert worker.perturbation.drift() is None
+
+
+def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
+    worker = SimpleNamespace()
+    plugin._then_awake(lambda self, tags: None)(worker, tags=None)
+    assert vars(worker) == {}
