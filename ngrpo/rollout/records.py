@@ -138,7 +138,14 @@ def neighbor_drift(llm: Any) -> Drift | None:
 
 def _ask(llm: Any, what: str, *args: Any) -> Any:
     """The first worker's answer, once every worker is known to have a perturbation."""
-    check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
+    try:
+        fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")
+    except Exception as error:
+        # What vLLM raises where workers lack a method depends on the process that they are in; it names the method.
+        if "perturbation_fingerprint" not in str(error):
+            raise
+        fingerprints = [""]
+    check_installed(fingerprints)
     return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
 
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the rollout actor has its engine prove itself, and that requests wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ngrpo.trainer.rollout_actor import EngineProof
+from tests.fast.run import run_with
+
+
+class Engine:
+    def __init__(self, error: str | None = None) -> None:
+        self.asked, self._error = 0, error
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        assert method == "perturbation_probe"
+        self.asked += 1
+        await asyncio.sleep(0)
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return [None]
+
+
+@pytest.mark.parametrize(("strict", "asked"), [(False, 1), (True, 2)])
+def test_once_at_the_start_and_if_strict_after_each_sync(
+    strict: bool, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(monkeypatch, strict=strict)
+    engine = Engine()
+
+    async def use() -> None:
+        proof = EngineProof(engine, perturbed=True)
+        await asyncio.gather(*(proof.passed() for _ in range(3)))
+        assert engine.asked == 1
+        proof.weights_synced()
+        assert engine.asked == 1, "not at the end of the sync, when a KV cache may be asleep"
+        await asyncio.gather(*(proof.passed() for _ in range(3)))
+
+    asyncio.run(use())
+    assert engine.asked == asked
+
+
+def test_every_request_gets_the_error() -> None:
+    async def use() -> list[Any]:
+        proof = EngineProof(Engine("does not feed"), perturbed=True)
+        return await asyncio.gather(*(proof.passed() for _ in range(2)), return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(use())] == ["does not feed"] * 2
+
+
+def test_an_unperturbed_engine_is_not_asked() -> None:
+    engine = Engine()
+    asyncio.run(EngineProof(engine, perturbed=False).passed())
+    assert engine.asked == 0
