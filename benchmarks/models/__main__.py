@@ -50,7 +50,7 @@ def main() -> int:
     ]
     known = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.exists() else []
     done = {cases.key(row) for row in known}
-    todo = asked or [case for case in cases.ALL if options.again or cases.key(vars(case)) not in done]
+    todo = asked or [case for case in cases.in_order() if options.again or cases.key(vars(case)) not in done]
     wrong, end = 0, time.monotonic() + options.seconds
     with Engines() as engines:
         for case in todo:

@@ -109,6 +109,7 @@ def _measured(case: Case, engines: Engines, limit: float, log: Path | None) -> d
     from ngrpo.models import resolve
 
     began = time.perf_counter()
+    torch.set_num_threads(1)
     row: dict[str, Any] = asdict(case)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / case.type

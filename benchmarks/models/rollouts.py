@@ -7,6 +7,7 @@ takes as long as a case. No trainer's model lives there: vLLM's Transformers bac
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
@@ -160,6 +161,8 @@ def main(runner: str, compiled: bool) -> None:
     """Answers the cases on standard input until it ends."""
     # Settings that are read once. Without Dynamo an eager engine does not compile its sampling, which takes longest.
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    # One thread: the models are tiny, and two that wait for each other take many times as long on a busy machine.
+    os.environ |= {"OMP_NUM_THREADS": "1"}
     os.environ |= {} if compiled else {"TORCHDYNAMO_DISABLE": "1"}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -184,6 +187,7 @@ def _in_own_process(asked: dict[str, Any]) -> bool:
             log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.dump_traceback_later(0.9 * asked["limit"])  # where a case hangs is told in its log
             Path(asked["target"]).write_bytes(pickle.dumps(sampled(asked["folder"], asked["case"])))
         except BaseException:
             traceback.print_exc()
