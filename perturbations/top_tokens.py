@@ -12,13 +12,14 @@ from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.replay.record import MOST_CANDIDATES
+from perturbations.step import Step
 
 
-def truncated(logits: Tensor, k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def truncated(step: Step, k: int, top_p: float) -> tuple[Tensor, Tensor]:
     """The k most likely tokens after top-p, with their probabilities renormalised.
 
     Args:
-        logits: (B, V) float32, temperature-scaled.
+        step: B positions.
         k: how many at most.
         top_p: keep the smallest set of most likely tokens that holds this probability.
 
@@ -26,8 +27,8 @@ def truncated(logits: Tensor, k: int, top_p: float) -> tuple[Tensor, Tensor]:
         ids (B, k), most likely first, and probabilities (B, k) that sum to 1. In the place of a token cut by top-p
         the first one stands again, with probability 0.
     """
-    values, ids = logits.topk(k, dim=-1)
-    probabilities = (values - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
+    values, ids = step.top(k)
+    probabilities = (values - step.log_total().unsqueeze(-1)).exp()
     if top_p < 1.0:  # at 1 nothing is cut, though a float32 sum may reach 1 before the last token
         before = probabilities.cumsum(dim=-1) - probabilities
         kept = before < top_p
@@ -61,9 +62,9 @@ class TopTokens(Perturbation):
     k: int = option(5, "number of tokens mixed at most", low=1)
     top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
 
-    def top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def top(self, step: Step) -> tuple[Tensor, Tensor]:
         """Ids and probabilities as :func:`truncated` gives them."""
-        return truncated(logits, self.k, self.top_p)
+        return truncated(step, self.k, self.top_p)
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

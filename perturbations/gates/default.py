@@ -135,8 +135,7 @@ class BoundGate:
         """
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
-            log_p = torch.log_softmax(step.logits, dim=-1)
-            is_open = is_open & (torch.special.entr(log_p.exp()).sum(dim=-1) >= self._options.entropy_min)
+            is_open = is_open & (step.entropy() >= self._options.entropy_min)
         if self._options.gate is not None:
             is_open = is_open & self._options.gate.open(GateStep.of(step, step.positions - first))
         return is_open

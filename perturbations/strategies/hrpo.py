@@ -42,7 +42,7 @@ class HRPO(Perturbation):
         p / ‖p‖ does not change with p's scale, so the kept probabilities need no share of the others'. The sampled
         token goes first with weight 0: the module takes its embedding as e.
         """
-        values, ids = step.logits.topk(self.k, dim=-1)
+        values, ids = step.top(self.k)
         probabilities = torch.softmax(values, dim=-1)
         weights = probabilities / probabilities.norm(dim=-1, keepdim=True)
         ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)

@@ -14,6 +14,7 @@ from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
+from perturbations.row_blocks import log_total
 from perturbations.step import Step
 from perturbations.top_tokens import TopTokens
 
@@ -53,9 +54,9 @@ class Latent(TopTokens):
 
         p is at temperature 1, over the smallest set of tokens that holds top_p, and at least over the k likeliest.
         """
-        raw = step.logits * step.temperature.unsqueeze(-1)
-        values, ids = raw.topk(min(self.pool, raw.shape[-1]), dim=-1)
-        log_p = values - torch.logsumexp(raw, dim=-1, keepdim=True)
+        scale = step.temperature.unsqueeze(-1)
+        values, ids = step.top(min(self.pool, step.logits.shape[-1]))
+        log_p = values * scale - log_total(step.logits * scale).unsqueeze(-1)
         p = log_p.exp()
         kept = p.cumsum(dim=-1) - p < (self.top_p if self.top_p < 1.0 else torch.inf)
         kept[:, : self.k] = True

@@ -29,7 +29,7 @@ class SeLaR(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         """H ≥ τ: w_v = (1 + H) p_v − H · 1[v likeliest], with p renormalised over the k likeliest and H over ln k."""
-        ids, p = truncated(step.logits, self.k, 1.0)
+        ids, p = truncated(step, self.k, 1.0)
         h = (torch.special.entr(p).sum(dim=-1, keepdim=True) / math.log(self.k)).clamp(0.0, 1.0)
         mixed = (1.0 + h) * p
         mixed[:, :1] -= h
