@@ -47,22 +47,23 @@ def blocks(logits: Tensor) -> Tensor:
     return logits.view(logits.shape[0], -1, BLOCK)
 
 
-def summary(logits: Tensor) -> Summary:
-    """Of logits (B, V) float32."""
+def summary(logits: Tensor, maxima: Tensor | None = None) -> Summary:
+    """Of logits (B, V) float32; ``maxima`` where they are known."""
     parts = blocks(logits)
-    maxima = parts.amax(dim=-1)
+    if maxima is None:
+        maxima = parts.amax(dim=-1)
     shift = torch.where(maxima > -torch.inf, maxima, 0.0)
-    totals = (parts - shift.unsqueeze(-1)).exp().sum(dim=-1)
-    log_totals = totals.log() + shift
-    most = maxima.amax(dim=-1)
+    log_totals = (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
+    most = log_totals.amax(dim=-1)
     safe = torch.where(most > -torch.inf, most, 0.0)
-    log_total = ((shift - safe.unsqueeze(-1)).exp() * totals).sum(dim=-1).log() + safe
-    return Summary(maxima, log_totals, log_total)
+    return Summary(maxima, log_totals, (log_totals - safe.unsqueeze(-1)).exp().sum(dim=-1).log() + safe)
 
 
-def log_total(logits: Tensor) -> Tensor:
-    """log Σ exp of each row, (B, V) float32 to (B,)."""
-    return torch.logsumexp(logits, dim=-1) if logits.device.type == "cpu" else summary(logits).log_total
+def log_total(logits: Tensor, maxima: Tensor | None = None) -> Tensor:
+    """log Σ exp of each row, (B, V) float32 to (B,); ``maxima`` as in :func:`summary`."""
+    if logits.device.type == "cpu" and maxima is None:
+        return torch.logsumexp(logits, dim=-1)
+    return summary(logits, maxima).log_total
 
 
 def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
@@ -80,7 +81,7 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
 
 
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, largest first; in place of ``torch.topk``, which passes over a long row six times.
+    """The k largest of each row, largest first; in place of ``torch.topk``, which reads a long row again and again.
 
     Elsewhere than on a CPU, of equal logits the one with the lower id comes first, on any device and in any batch.
     On a CPU equal logits come in the order of ``torch.topk``, which is one and the same for a row in any batch.

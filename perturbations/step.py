@@ -49,12 +49,19 @@ class Step:
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
 
-        On a GPU it costs a sixth of ``logits.topk`` or less, and equal logits stand by rising id.
+        On a GPU it reads little more than the blocks that hold them, and equal logits stand by rising id.
         """
         return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
 
-    def log_total(self) -> Tensor:
-        """log Σ exp z̃, (B,) float32: taken from the draw of the token, where that is known."""
+    def log_total(self, scale: Tensor | None = None) -> Tensor:
+        """log Σ exp z̃, (B,) float32: taken from the draw of the token, where that is known.
+
+        Args:
+            scale: above 0, (B, 1) float32: log Σ exp(scale · z̃) is asked for; None for 1.
+        """
+        if scale is not None:
+            maxima = None if self.summary is None else self.summary.maxima * scale
+            return row_blocks.log_total(self.logits * scale, maxima)
         return row_blocks.log_total(self.logits) if self.summary is None else self.summary.log_total
 
     def entropy(self) -> Tensor:

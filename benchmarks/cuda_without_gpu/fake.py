@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A perturber's decode step on fake tensors of a real model's size: its kernels and the bytes that they move.
 
-What is compiled on a GPU is counted in the code that the compiler writes for an H100; the operations between these parts
-are counted one by one. A mixture of devices is an error of the operation, as on a GPU.
+What is compiled on a GPU is counted in the code that the compiler writes for an H100; the operations between these
+parts are counted one by one. A mixture of devices is an error of the operation, as on a GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
-from perturbations.neighbors import Neighborhood
+from perturbations.neighbors import Neighborhood, Refresh
 from perturbations.neighbors.table import TableIndex
 
 _PROMPT = 20
+_WARM_UP = 2  # steps until each one clears what the last one wrote
 # The parts that all perturbations share, compiled once.
 _SHARED: dict[tuple[Any, ...], Region] = {}
 _GATHERS = ("index", "index_select", "gather", "embedding")
@@ -57,6 +58,11 @@ class Cost:
     between: list[str] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
 
+    @property
+    def beyond_draw(self) -> int:
+        """Launches without those of the token's draw."""
+        return self.kernels - self.regions["_drawn"].kernels
+
 
 class _Operations(TorchDispatchMode):
     """Counts each operation on the device as one kernel: of its operands and results each element once."""
@@ -71,7 +77,13 @@ class _Operations(TorchDispatchMode):
         made = [part for part in tree_leaves(out) if isinstance(part, Tensor)]
         on_device = any(part.device.type == "cuda" for part in (*tensors, *made))
         same = name in ("to", "_to_copy") and made and tensors and made[0] is tensors[0]
-        if not on_device or func.is_view or same or name in ("device", "detach") or name.startswith(("empty", "new_empty")):
+        if (
+            not on_device
+            or func.is_view
+            or same
+            or name in ("device", "detach")
+            or name.startswith(("empty", "new_empty"))
+        ):
             return out
         size = _bytes(made) + _bytes(tensors)
         if name in _GATHERS:  # only what is picked is read
@@ -114,8 +126,8 @@ def fake_cuda() -> Iterator[None]:
     """Tensors made here hold nothing; those on ``cuda`` behave as on a GPU."""
     guard.load()
     with contextlib.ExitStack() as stack:
-        # Or tensors of one element would really be copied to the device.
-        stack.enter_context(patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0))
+        # Or tensors of one element, or of none, would really be copied to the device.
+        stack.enter_context(patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda self, *_: self))
         stack.enter_context(patch.object(torch.cuda, "Event", _Event))
         stack.enter_context(FakeTensorMode())
@@ -172,7 +184,8 @@ class FakeDecoding:
 
     def step(self, dtype: torch.dtype = torch.float32) -> None:
         """One decode step of all requests, from logits of a dtype."""
-        logits, temperature = torch.empty(self._shape, dtype=dtype, device="cuda"), torch.ones(len(self.names), device="cuda")
+        logits = torch.empty(self._shape, dtype=dtype, device="cuda")
+        temperature = torch.empty(len(self.names), device="cuda")
         starts = np.full(len(self.names), self._position)
         self.perturber.begin(self.names, starts, np.ones_like(starts), np.zeros(len(starts), dtype=bool))
         self.perturber.finish(logits, temperature, logits, None)
@@ -180,7 +193,12 @@ class FakeDecoding:
 
 
 def decode_step(
-    perturbation: Perturbation, batch: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float32
+    perturbation: Perturbation,
+    batch: int,
+    vocabulary: int,
+    hidden: int,
+    dtype: torch.dtype = torch.float32,
+    capability: int = 90,
 ) -> Cost:
     """Counts one decode step with every request in it, after one that warms up.
 
@@ -190,20 +208,22 @@ def decode_step(
         vocabulary: V.
         hidden: D.
         dtype: of the logits.
+        capability: 90 for an H100, 80 for an A100.
     """
     cost = Cost()
     with contextlib.ExitStack() as stack:
-        region = stack.enter_context(inductor.compiling_for(90))
+        region = stack.enter_context(inductor.compiling_for(capability))
         stack.enter_context(fake_cuda())
         stack.enter_context(torch.inference_mode())
-        for name, value in _prepared(vocabulary).items():
+        for name, value in _prepared().items():
             stack.enter_context(patch.object(*name, value))
         decoding = FakeDecoding(perturbation, batch, vocabulary, hidden)
         plain = patch.object(step_kernels.Compiled, "__call__", lambda self, *args: self.plain(*args))
         with plain:
-            decoding.step(dtype)
+            for _ in range(_WARM_UP):
+                decoding.step(dtype)
         operations = _Operations(cost)
-        known = batch, vocabulary, perturbation.active, perturbation.until is None
+        known = capability, batch, vocabulary, perturbation.active, perturbation.until is None
 
         def compiled(self: step_kernels.Compiled, *args: Any) -> Any:
             with torch.utils._python_dispatch._disable_current_modes(), contextlib.ExitStack() as inner:
@@ -219,15 +239,33 @@ def decode_step(
                 cost.kernels, cost.bytes = cost.kernels + found.kernels, cost.bytes + found.bytes
                 return self.plain(*args)
 
-        mode = next(m for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode))
+        mode = next(
+            m for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)
+        )
         with patch.object(step_kernels.Compiled, "__call__", compiled), operations:
             decoding.step(dtype)
     return cost
 
 
-def _prepared(vocabulary: int) -> dict[tuple[Any, str], Any]:
-    """What waits for the device, by design and outside of steps, or takes long: tables are full, and gates reset."""
+class _Table(TableIndex):
+    """A neighbor table that is full: to fill one waits for the device, by design and outside of steps."""
 
-    def fill(self: Any, *_: Any) -> None: ...
+    def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
-    return {(BoundGate, "reset"): fill, (TableIndex, "_fill_all"): fill, (TableIndex, "most"): property(lambda self: vocabulary - 1)}
+    def _fill_all(self) -> None: ...
+
+    @property
+    def most(self) -> int:
+        return self._size - 1
+
+
+def _neighborhood(self: ModelEmbeddings, *_: Any) -> Neighborhood:
+    return Neighborhood(
+        lambda shard, probe: _Table(shard.size, shard.rows.device), self._matrices["input"], Refresh.parse("every_sync")
+    )
+
+
+def _prepared() -> dict[tuple[Any, str], Any]:
+    """Tables are there, and no row of the gate's state needs to be set, which takes long on fake tensors."""
+    return {(BoundGate, "reset"): lambda self, row: None, (ModelEmbeddings, "_neighborhood"): _neighborhood}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device guard for CUDA that PyTorch's CPU build leaves out, and without which no tensor can say that it is there."""
+"""The device guard for CUDA that PyTorch's CPU build leaves out: without it no tensor can say that it is there."""
 
 from __future__ import annotations
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from perturbations.errors import UsageError
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class InputOverride:
@@ -33,24 +36,42 @@ class InputOverride:
         module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
         module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
         module.__class__ = _subclass(type(module))
-        self._dirty = False
+        # Rows whose flags may be set: these, none of them (empty), or any (None).
+        self._flagged: np.ndarray | None = _NONE
 
     def lookup(self, ids: Tensor) -> Tensor:
         """The embedding's own output for ids (N,): (N, D), summed over tensor-parallel ranks."""
         return self._plain_forward(self._module, ids)
 
-    def clear(self) -> None:
-        """No row of the next forward is replaced."""
-        if self._dirty:
-            self._module.overridden.zero_()
-            self._dirty = False
+    def clear(self, rewritten: np.ndarray | None = None) -> None:
+        """No row of the next forward is replaced, but for those that are put at once.
 
-    def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None) -> None:
-        """Replaces rows of the next forward: rows (N,) int64, vectors (N, D), where mask (N,) bool is True."""
+        Args:
+            rewritten: the rows that :meth:`put` is told next, (N,) int64, or None. Where they are those of the last
+                forward, as in a batch that goes on decoding, there is nothing to clear.
+        """
+        if self._flagged is None or (len(self._flagged) and not _equal(self._flagged, rewritten)):
+            self._module.overridden.zero_()
+            self._flagged = _NONE
+
+    def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None, on_host: np.ndarray | None = None) -> None:
+        """Replaces rows of the next forward.
+
+        Args:
+            rows: (N,) int64.
+            vectors: (N, D).
+            mask: the rows that are replaced; the others are not, (N,) bool; None for all.
+            on_host: the same rows, where they are known there.
+        """
         self._module.override.index_copy_(0, rows, vectors)
         flags = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
         self._module.overridden.index_copy_(0, rows, flags.unsqueeze(-1))
-        self._dirty = True
+        known = self._flagged is not None and (not len(self._flagged) or _equal(self._flagged, on_host))
+        self._flagged = on_host if known else None
+
+
+def _equal(rows: np.ndarray, others: np.ndarray | None) -> bool:
+    return others is not None and np.array_equal(rows, others)
 
 
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:

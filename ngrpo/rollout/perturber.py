@@ -75,11 +75,12 @@ class RolloutPerturber:
             discard: requests whose prefill is not complete, so that their sample is thrown away, (B,) bool.
         """
         self._locate_rows(names)
-        self._override.clear()
         slots, ends = self._slots, starts + counts
         last_rows = np.cumsum(counts) - 1
         if self._edits is not None and len(self._edits.slots):
             self._place_fresh(self._edits, ends, last_rows)
+        else:
+            self._override.clear()
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
         for row in (~fresh & self._store.has_edits[slots]).nonzero()[0]:
@@ -101,11 +102,15 @@ class RolloutPerturber:
     def _place_fresh(self, edits: Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
         rows = self._row_of_slot[edits.slots]
         present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
-        if present.all():
-            self._override.put(self._upload(last_rows[rows]), edits.vectors, edits.fed)
-        elif present.any():
+        if not present.any():
+            self._override.clear()
+            return
+        vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
+        self._override.clear(rewritten=target)
+        if not present.all():
             keep = self._upload(present.nonzero()[0])
-            self._override.put(self._upload(last_rows[rows[present]]), edits.vectors[keep], edits.fed[keep])
+            vectors, fed = vectors[keep], fed[keep]
+        self._override.put(self._upload(target), vectors, fed, target)
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""

@@ -155,23 +155,29 @@ class StepKernels:
         """
         known = () if drawn.summary is None else vars(drawn.summary).values()
         inputs = [rows.slots, rows.prompts, drawn.tokens, scaled, temperature, drawable, greedy, *known]
-        if not self.compiled:
-            return self._edit(gated, *perturbed, *inputs)
-        if greedy is None:  # one version for both
-            if len(self._free) < len(scaled):
-                self._free = torch.full((max(len(scaled), 2),), -1, dtype=torch.int64, device=scaled.device)
-            inputs[6] = self._free[: len(scaled)]
         count, batch = len(gated), len(scaled)
+        if not self.compiled:
+            chosen, vectors, parts = self._edit(gated, *perturbed, *inputs)
+            return self._placed(drawn.tokens, gated, chosen), vectors, parts
+        if greedy is None:  # one version for both
+            if len(self._free) < batch:
+                self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=scaled.device)
+            inputs[6] = self._free[:batch]
         if batch == 1:
             inputs = [None if part is None else _twice(part) for part in inputs]
         of_gated = [gated, *perturbed]
         if count == 1:
             of_gated = [_twice(part) for part in of_gated]
-        tokens, vectors, parts = self._edit(*of_gated, *inputs)
-        if batch == 1 or count == 1:
-            tokens, vectors = tokens[:batch], vectors[:count]
-            parts = {name: part[:count] for name, part in parts.items()}
-        return tokens, vectors, parts
+        chosen, vectors, parts = self._edit(*of_gated, *inputs)
+        if count == 1:
+            chosen, vectors = chosen[:1], vectors[:1]
+            parts = {name: part[:1] for name, part in parts.items()}
+        return self._placed(drawn.tokens, gated, chosen), vectors, parts
+
+    @staticmethod
+    def _placed(tokens: Tensor, gated: Tensor, chosen: Tensor) -> Tensor:
+        """The tokens of all rows; the gated ones stand in the order of the batch."""
+        return chosen if len(gated) == len(tokens) else tokens.index_copy_(0, gated, chosen)
 
     def _edited(
         self,
@@ -236,7 +242,7 @@ class StepKernels:
             "normalizer": edit.normalizer,
         }
         parts = {name: part for name, part in parts.items() if part is not None}
-        return (chosen if everything else tokens.index_copy(0, gated, chosen)), vectors, parts
+        return chosen, vectors, parts
 
     def settle(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
         """Tells the gate which tokens were produced.

@@ -14,7 +14,6 @@ from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.row_blocks import log_total
 from perturbations.step import Step
 from perturbations.top_tokens import TopTokens
 
@@ -56,7 +55,7 @@ class Latent(TopTokens):
         """
         scale = step.temperature.unsqueeze(-1)
         values, ids = step.top(min(self.pool, step.logits.shape[-1]))
-        log_p = values * scale - log_total(step.logits * scale).unsqueeze(-1)
+        log_p = values * scale - step.log_total(scale).unsqueeze(-1)
         p = log_p.exp()
         kept = p.cumsum(dim=-1) - p < (self.top_p if self.top_p < 1.0 else torch.inf)
         kept[:, : self.k] = True
