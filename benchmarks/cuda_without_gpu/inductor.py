@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that PyTorch's compiler writes for a GPU that is not there, what it costs, and Triton's machine code of it."""
+"""The code that PyTorch's compiler writes for a GPU that is not there, its cost, and Triton's machine code of it."""
 
 from __future__ import annotations
 
@@ -239,18 +239,14 @@ def _memory(node: Any) -> int:
             for each in dependencies:
                 if each.name in inside or (not kind and each.name in made) or not tensor(each.name):
                     continue
-                numel = number(V.graph.get_numel(each.name))
-                index: Any = None
-                if isinstance(each, MemoryDep):
-                    index = each.index
-                    numel = min(
-                        numel, math.prod(map(number, each.size)) if each.is_indirect() else number(each.get_numel())
-                    )
+                numel, index = number(V.graph.get_numel(each.name)), None
+                if isinstance(each, MemoryDep) and each.is_indirect():
+                    numel, index = min(numel, math.prod(map(number, each.size))), each.index
+                elif isinstance(each, MemoryDep):
+                    numel = min(numel, number(each.get_numel()))
+                # The same elements by another order of loops are no further ones; other indices may pick others.
                 of_buffer = touched.setdefault((each.name, kind), {})
-                # The same elements by another order of loops are no further ones.
-                of_buffer[index if isinstance(each, MemoryDep) and each.is_indirect() else None] = max(
-                    numel, of_buffer.get(None, 0)
-                )
+                of_buffer[index] = max(numel, of_buffer.get(index, 0))
     return sum(
         min(sum(found.values()), number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
         for (name, _), found in touched.items()

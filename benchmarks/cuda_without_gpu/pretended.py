@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU's tensors that say they are on ``cuda:0``: with values, unlike fake ones, so that what depends on them runs too.
+"""A CPU's tensors that say they are on ``cuda:0``: with values, unlike fake ones, for what depends on them.
 
-They mix with tensors of the host as a GPU's do, which is an error, and what would make the host wait is noted. A copy to
-the host that does not wait holds rubbish until an event recorded after it has arrived, so that whoever reads it too
-early reads rubbish.
+They mix with tensors of the host as a GPU's do, which is an error, and what would make the host wait is noted. A copy
+to the host that does not wait holds rubbish until an event recorded after it has arrived, so that whoever reads it
+too early reads rubbish.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ngrpo.rollout import step_kernels
 
 _WAITS = (
     "_local_scalar_dense",
+    "item",
     "nonzero",
     "masked_select",
     "_unique2",

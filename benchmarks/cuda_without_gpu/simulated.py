@@ -79,15 +79,12 @@ class Request:
 
 def _requests(seed: int, count: int) -> list[Request]:
     draws = random.Random(seed)
-    return [
-        Request(
-            f"r{i}-{i:08d}",
-            draws.choices(range(VOCABULARY), k=draws.randrange(1, 12)),
-            draws.randrange(1, 20),
-            7 * i + 1,
-        )
-        for i in range(count)
-    ]
+
+    def one(i: int) -> Request:
+        prompt = draws.choices(range(VOCABULARY), k=draws.randrange(1, 12))
+        return Request(f"r{i}-{i:08d}", prompt, draws.randrange(1, 20), 7 * i + 1)
+
+    return [one(i) for i in range(count)]
 
 
 def _logits(name: str, position: int, last: int) -> Tensor:
