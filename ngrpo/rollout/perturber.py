@@ -183,7 +183,7 @@ class RolloutPerturber:
         """What the temperatures of the step in flight are multiplied with.
 
         Args:
-            scaled: logits at the temperatures that the requests ask for, (B, V) float32.
+            scaled: logits at the temperatures that the requests ask for, (B, V).
             temperature: these, (B,) float32.
             greedy: as in :meth:`finish`.
 
@@ -196,7 +196,7 @@ class RolloutPerturber:
         # A prompt that is not complete yet draws a token that is thrown away.
         generated = np.maximum(self._batch.next_positions - self._store.prompts[self._batch.slots], 0)
         steps = self._training_steps
-        at = NextTokens(scaled, temperature, self._upload(generated), steps.clamp_min(0))
+        at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0))
         factor = self._schedule.factor(at)
         if factor is None:
             return None
@@ -207,7 +207,7 @@ class RolloutPerturber:
         """Draws the next tokens and the edits of the gated rows.
 
         Args:
-            scaled: z̃, (B, V) float32.
+            scaled: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
             temperature: (B,) float32, 1 for greedy rows.
             drawable: logits after top-k, top-p and min-p, (B, V) float32.
             greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.

@@ -82,4 +82,4 @@ def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> t
     scores = left - exponentials(keys, left.shape[1] * BLOCK).view_as(left).log()
     best, place = scores.max(dim=-1)
     block = best.argmax(dim=-1, keepdim=True)
-    return (block * BLOCK + place.to(torch.int32).gather(1, block)).squeeze(1), summary(scaled)
+    return (block * BLOCK + place.to(torch.int8).gather(1, block)).squeeze(1), summary(scaled)
