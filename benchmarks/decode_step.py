@@ -6,7 +6,7 @@
 No model and no engine: random logits are given to a real perturber, on CUDA where there is one. Counted per step, with
 every request decoding. `waits`: operations that need a value from the device (`.item()`, `nonzero`, indexing with a
 mask); on CUDA PyTorch's own check is on as well, and any wait is an error. `loops`: lines of Python that each further
-request adds. `launches`: operations on tensors, views left out, and the compiled token draw taken as one; up and down:
+request adds. `launches`: operations on tensors, views left out, and each compiled part taken as one; up and down:
 copies between host and device. At last, what the record of a long answer costs when its request has finished.
 """
 
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import describe
-from ngrpo.rollout import perturber as hot_path
+from ngrpo.rollout import step_kernels
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore
@@ -85,7 +86,9 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     On CUDA a step that waits for the device raises ``RuntimeError``.
     """
     counts, begin, finish = Counts(), perturber.begin, perturber.finish
-    upload, download, draw = perturber._upload, perturber._download, hot_path.sample_tokens
+    upload, download, draw = perturber._upload, perturber._download, step_kernels.sample_tokens
+    kernels = perturber._kernels
+    parts = {name: getattr(kernels, name) for name in ("_draw", "_edit", "_settle") if kernels.compiled}
     operations, decoding = _Operations(counts), False
 
     def lines(frame: Any, event: str, _: Any) -> Any:
@@ -123,22 +126,25 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
         counts.downloads += decoding
         return download(part)
 
-    def compiled(*args: Any) -> Any:
+    def compiled(part: Callable[..., Any], *args: Any) -> Any:
         counts.launches += decoding
         tracer = sys.gettrace()
         sys.settrace(None)
         try:
             with torch.utils._python_dispatch._disable_current_modes():
-                return draw(*args)
+                return part(*args)
         finally:
             sys.settrace(tracer)
 
     perturber.begin, perturber.finish = counted_begin, counted_finish
-    perturber._upload, perturber._download, hot_path.sample_tokens = counted_upload, counted_download, compiled
+    perturber._upload, perturber._download = counted_upload, counted_download
+    step_kernels.sample_tokens = partial(compiled, draw)
+    vars(kernels).update({name: partial(compiled, part) for name, part in parts.items()})
     try:
         yield counts
     finally:
-        hot_path.sample_tokens = draw
+        step_kernels.sample_tokens = draw
+        vars(kernels).update(parts)
         for name in ("begin", "finish", "_upload", "_download"):
             delattr(perturber, name)
 

@@ -17,6 +17,7 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import GateOptions
 from perturbations.options import option
 from perturbations.registry import perturbations
+from perturbations.row_blocks import largest
 from perturbations.step import Step
 
 
@@ -99,7 +100,7 @@ class Replayed:
     def top(self, k: int) -> Tensor:
         """The k likeliest tokens at each position, (N, k) int64."""
         with torch.no_grad():  # in slices: the rows' copies would be as large as the logits
-            return torch.cat([self.logits[part].topk(k, dim=-1).indices for part in self.rows.split(256)])
+            return torch.cat([largest(self.logits[part], k)[1] for part in self.rows.split(256)])
 
 
 _LAST_SEED = 2**63 - 1

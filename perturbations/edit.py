@@ -52,12 +52,11 @@ def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: 
     Returns:
         (N, D) in the candidates' dtype, with gradient to them and to the module's parameters.
     """
-    wide = candidates.float()
-    mixed = (wide * edit.weights.unsqueeze(-1)).sum(dim=-2)
+    mixed = (candidates.float() * edit.weights.unsqueeze(-1)).sum(dim=-2)
     if edit.sigma is not None:
         mixed = mixed + edit.sigma.unsqueeze(-1) * streams.normal(noise_keys, candidates.shape[-1])
     if module is not None:
-        mixed = module(wide[:, 0], mixed)
+        mixed = module(candidates[:, 0].float(), mixed)
     if edit.vectors is not None:
         mixed = mixed + edit.vectors
     return mixed.to(candidates.dtype)

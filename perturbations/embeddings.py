@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from perturbations import traced
 from perturbations.shard import Shard
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ModelEmbeddings:
         self._indices: dict[tuple[str | bool, ...], tuple[Neighborhood, int]] = {}
         self._syncs = 0
         self._rms: Tensor | None = None
+        self._number = traced.number_of(self)
 
     def matrix(self, space: str = "input") -> Tensor:
         """The input or output embedding matrix, (V, D), as it is now; gathered where ranks share it."""
@@ -53,6 +55,8 @@ class ModelEmbeddings:
 
     def rms(self) -> Tensor:
         """Root-mean-square element of E, a float32 scalar tensor."""
+        if torch.compiler.is_compiling():
+            return traced.rms(Shard.of(self._matrices["input"]()).rows, self._number)
         if self._rms is None:
             shard = Shard.of(self._matrices["input"]())
             # A block at a time: E in float32 would be twice its size in bfloat16.
@@ -85,6 +89,8 @@ class ModelEmbeddings:
             ValueError: for a bad value, or ``skip_same_word`` where the token's texts are not known.
         """
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
+        if torch.compiler.is_compiling():
+            return traced.TracedIndex(self._number, key)
         if key not in self._indices:
             self._indices[key] = self._neighborhood(*key), self._syncs
         found, seen = self._indices[key]

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perturbations import streams
+from perturbations import row_blocks, streams
 from perturbations.embeddings import ModelEmbeddings
-
-_BLOCK = 64
+from perturbations.row_blocks import BLOCK, Summary
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,8 @@ class Step:
             excluded, (B, V) float32; None where nothing is. ``sampled`` was drawn from these.
         keys: the keys of streams at these positions, (B,) int64 each, where they were computed before; those of
             other streams follow from seeds and positions.
+        summary: what the draw of the tokens left of ``logits``; None where :meth:`top`, :meth:`log_total` and
+            :meth:`entropy` have to read them.
     """
 
     logits: Tensor
@@ -43,6 +44,29 @@ class Step:
     embeddings: ModelEmbeddings
     drawable: Tensor | None = None
     keys: Mapping[streams.Stream, Tensor] = field(default_factory=dict)
+    summary: Summary | None = None
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
+
+        On a GPU it reads little more than the blocks that hold them, and equal logits stand by rising id.
+        """
+        return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
+
+    def log_total(self, scale: Tensor | None = None) -> Tensor:
+        """log Σ exp z̃, (B,) float32: taken from the draw of the token, where that is known.
+
+        Args:
+            scale: above 0, (B, 1) float32: log Σ exp(scale · z̃) is asked for; None for 1.
+        """
+        if scale is not None:
+            maxima = None if self.summary is None else self.summary.maxima * scale
+            return row_blocks.log_total(self.logits * scale, maxima)
+        return row_blocks.log_total(self.logits) if self.summary is None else self.summary.log_total
+
+    def entropy(self) -> Tensor:
+        """The entropy of softmax(z̃) in nats, (B,) float32."""
+        return row_blocks.entropy(self.logits, None if self.summary is None else self.summary.log_total)
 
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
@@ -79,18 +103,18 @@ class Step:
         # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
         # more than all the rest of a step.
         logits, keys = self.logits if self.drawable is None else self.drawable, self._own_keys()
-        rows, vocabulary = logits.shape
-        blocks = torch.nn.functional.pad(logits, (0, -vocabulary % _BLOCK), value=-torch.inf).view(rows, -1, _BLOCK)
-        totals = blocks.logsumexp(dim=-1)
+        blocks = row_blocks.blocks(logits)
+        known = self.summary is not None and self.drawable is None
+        totals = self.summary.log_totals if known else blocks.logsumexp(dim=-1)
         count = totals.shape[1]
-        each, places = (torch.arange(size, device=logits.device) for size in (count, _BLOCK))
+        each, places = (torch.arange(size, device=logits.device) for size in (count, BLOCK))
 
         def one(j: int) -> Tensor:
-            first = j * (count + count * _BLOCK)  # counters of this draw: one for each block, one for each token
+            first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
             chosen = _race(totals, keys, first + each)
-            tokens = chosen.unsqueeze(-1) * _BLOCK + places
-            inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
-            return chosen * _BLOCK + _race(inside, keys, first + count + tokens)
+            tokens = chosen.unsqueeze(-1) * BLOCK + places
+            inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, BLOCK)).squeeze(1)
+            return chosen * BLOCK + _race(inside, keys, first + count + tokens)
 
         return torch.stack([one(j) for j in range(n)], dim=-1)
 

@@ -12,13 +12,14 @@ from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.replay.record import MOST_CANDIDATES
+from perturbations.step import Step
 
 
-def truncated(logits: Tensor, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
+def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
     """The k most likely tokens after top-p, with their probabilities renormalised.
 
     Args:
-        logits: (B, V) float32, temperature-scaled.
+        step: B positions.
         k: how many at most.
         top_p: keep the smallest set of most likely tokens that holds this share: at least one, and no further token
             once those before it hold exactly this much.
@@ -28,11 +29,11 @@ def truncated(logits: Tensor, k: int, top_p: float, top_p_of: str = "top_k") -> 
         ids (B, k), most likely first, and probabilities (B, k) that sum to 1. In the place of a token cut by top-p
         the first one stands again, with probability 0.
     """
-    values, ids = logits.topk(k, dim=-1)
+    values, ids = step.top(k)
     if top_p_of == "top_k":
         probabilities = torch.softmax(values, dim=-1)
     else:
-        probabilities = (values - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
+        probabilities = (values - step.log_total().unsqueeze(-1)).exp()
     if top_p < 1.0:  # at 1 nothing is cut, though a float32 sum may reach 1 before the last token
         before = torch.nn.functional.pad(probabilities[:, :-1].cumsum(dim=-1), (1, 0))
         kept = before < top_p
@@ -71,9 +72,9 @@ class TopTokens(Perturbation):
         choices=("top_k", "vocabulary"),
     )
 
-    def top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def top(self, step: Step) -> tuple[Tensor, Tensor]:
         """Ids and probabilities as :func:`truncated` gives them."""
-        return truncated(logits, self.k, self.top_p, self.top_p_of)
+        return truncated(step, self.k, self.top_p, self.top_p_of)
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from perturbations.errors import UsageError
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class InputOverride:
@@ -47,29 +50,43 @@ class InputOverride:
         module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
         module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
         module.__class__ = _subclass(base, self._bare)
-        self._dirty = False
+        # Rows whose flags may be set: these, none of them (empty), or any (None).
+        self._flagged: np.ndarray | None = _NONE
 
     def lookup(self, ids: Tensor) -> Tensor:
         """The embedding matrix's rows for ids of any shape: shape + (D,), summed over tensor-parallel ranks."""
         return self._bare.forward(self._module, ids)
 
-    def clear(self) -> None:
-        """No row of the next forward is replaced."""
-        if self._dirty:
-            self._module.overridden.zero_()
-            self._dirty = False
+    def clear(self, rewritten: np.ndarray | None = None) -> None:
+        """No row of the next forward is replaced, but for those that are put at once.
 
-    def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None) -> None:
-        """Replaces rows of the next forward: rows (N,) int64, vectors (N, D), where mask (N,) bool is True."""
+        Args:
+            rewritten: the rows that :meth:`put` is told next, (N,) int64, or None. Where they are those of the last
+                forward, as in a batch that goes on decoding, there is nothing to clear.
+        """
+        if self._flagged is None or (len(self._flagged) and not _equal(self._flagged, rewritten)):
+            self._module.overridden.zero_()
+            self._flagged = _NONE
+
+    def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None, on_host: np.ndarray | None = None) -> None:
+        """Replaces rows of the next forward.
+
+        Args:
+            rows: (N,) int64.
+            vectors: (N, D).
+            mask: the rows that are replaced; the others are not, (N,) bool; None for all.
+            on_host: the same rows, where they are known there.
+        """
         self._module.override.index_copy_(0, rows, vectors)
         flags = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
         self._module.overridden.index_copy_(0, rows, flags.unsqueeze(-1))
-        self._dirty = True
+        known = self._flagged is not None and (not len(self._flagged) or _equal(self._flagged, on_host))
+        self._flagged = on_host if known else None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Look-ups within are not those of the forward: an encoder may embed a few tokens of its own."""
-        if not self._dirty:
+        if self._flagged is not None and not len(self._flagged):
             yield
             return
         overridden = self._module.overridden.clone()
@@ -78,6 +95,10 @@ class InputOverride:
             yield
         finally:
             self._module.overridden.copy_(overridden)
+
+
+def _equal(rows: np.ndarray, others: np.ndarray | None) -> bool:
+    return others is not None and np.array_equal(rows, others)
 
 
 def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:

@@ -9,6 +9,7 @@ knows which rows are gated (that needs no logits), so there is no loop over requ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from ngrpo.rollout.in_flight import Batch, Edits, Note
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.notes import Notes
-from ngrpo.rollout.sample_tokens import sample_tokens
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
 from ngrpo.rollout.tokens_left import TokensLeft
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from ngrpo.sampling_schedules.base import NextTokens, SamplingSchedule
@@ -30,8 +31,6 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.step import Positions, Step
 
-# Their keys are computed on the host for all gated rows at once: on the device each takes three dozen small operations.
-_STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
 _AT_ONCE = 1024
 
@@ -54,6 +53,7 @@ class RolloutPerturber:
         self._perturbation, self._store, self._gate = perturbation, store, gate
         self._embeddings, self._override, self.device = embeddings, override, device
         self._module, self._masks, self._schedule = module, masks, schedule
+        self._kernels = StepKernels(perturbation, gate, embeddings, override.lookup, device, module, masks is not None)
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._slot_tensor = self._prompts = self._training_steps = torch.zeros(0, dtype=torch.int64)
@@ -76,11 +76,12 @@ class RolloutPerturber:
             discard: requests whose prefill is not complete, so that their sample is thrown away, (B,) bool.
         """
         self._locate_rows(names)
-        self._override.clear()
         slots, ends = self._slots, starts + counts
         last_rows = np.cumsum(counts) - 1
         if self._edits is not None and len(self._edits.slots):
             self._place_fresh(self._edits, ends, last_rows)
+        else:
+            self._override.clear()
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
         stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
@@ -103,11 +104,15 @@ class RolloutPerturber:
     def _place_fresh(self, edits: Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
         rows = self._row_of_slot[edits.slots]
         present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
-        if present.all():
-            self._override.put(self._upload(last_rows[rows]), edits.vectors, edits.fed)
-        elif present.any():
+        if not present.any():
+            self._override.clear()
+            return
+        vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
+        self._override.clear(rewritten=target)
+        if not present.all():
             keep = self._upload(present.nonzero()[0])
-            self._override.put(self._upload(last_rows[rows[present]]), edits.vectors[keep], edits.fed[keep])
+            vectors, fed = vectors[keep], fed[keep]
+        self._override.put(self._upload(target), vectors, fed, target)
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
@@ -138,7 +143,7 @@ class RolloutPerturber:
         return self._batch is not None
 
     def compile(self, logits: Tensor) -> Tensor:
-        """Compiles the token draw for so many rows, with and without filters, so that no request waits for it.
+        """Compiles the parts of a step, with and without filters, so that no request waits for it.
 
         Args:
             logits: as the model computes them, (B, V), of any values.
@@ -146,9 +151,7 @@ class RolloutPerturber:
         Returns:
             Tokens, (B,) int64.
         """
-        scaled, rows = logits.float(), torch.arange(len(logits), device=logits.device)
-        sample_tokens(scaled.clone(), scaled, rows)
-        return sample_tokens(scaled, scaled, rows)[0]
+        return self._kernels.compile(logits)
 
     def rehearse(self, logits: Tensor) -> None:
         """Does the work of a step and leaves nothing behind, so that an engine measures its memory with it.
@@ -159,24 +162,31 @@ class RolloutPerturber:
         tokens = self.compile(logits)
         rows = torch.arange(len(logits), device=logits.device)
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
-        scaled, token = logits[:1].float().repeat(len(rows), 1), tokens[:1].expand(len(rows))
-        step = Step(scaled, token, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
-        if self._perturbation.active:
-            edit = self._perturbation.propose(step).edit
-            self._realise(edit, step)
-            self._at_once = max(self._at_once, edit.ids.numel())
-        if not self._gate.always_open:
-            self._gate.open(torch.zeros_like(rows), step, rows)
+        scaled = logits[:1].float().repeat(len(rows), 1)
+        if self._kernels.compiled:
+            self._at_once = max(self._at_once, self._kernels.candidates * len(rows))
+        else:
+            self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
         if self._masks is not None:
             TokensLeft(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows))
 
+    def _rehearse(self, scaled: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        step = Step(scaled, tokens, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
+        if self._perturbation.active:
+            edit = self._perturbation.propose(step).edit
+            noise = None if edit.sigma is None else step.keys_of(streams.Stream.NOISE)
+            realise(edit, self._override.lookup, noise, self._module)
+            self._at_once = max(self._at_once, edit.ids.numel())
+        if not self._gate.always_open:
+            self._gate.open(torch.zeros_like(rows), step, rows)
+
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """What the temperatures of the step in flight are multiplied with.
 
         Args:
-            scaled: logits at the temperatures that the requests ask for, (B, V) float32.
+            scaled: logits at the temperatures that the requests ask for, (B, V).
             temperature: these, (B,) float32.
             greedy: as in :meth:`finish`.
 
@@ -189,7 +199,7 @@ class RolloutPerturber:
         # A prompt that is not complete yet draws a token that is thrown away.
         generated = np.maximum(self._batch.next_positions - self._store.prompts[self._batch.slots], 0)
         steps = self._training_steps
-        at = NextTokens(scaled, temperature, self._upload(generated), steps.clamp_min(0))
+        at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0))
         factor = self._schedule.factor(at)
         if factor is None:
             return None
@@ -200,7 +210,7 @@ class RolloutPerturber:
         """Draws the next tokens and the edits of the gated rows.
 
         Args:
-            scaled: z̃, (B, V) float32.
+            scaled: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
             temperature: (B,) float32, 1 for greedy rows.
             drawable: logits after top-k, top-p and min-p, (B, V) float32.
             greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
@@ -213,91 +223,26 @@ class RolloutPerturber:
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
         gated = (self._gate.selects(at) & within & store.perturbed[batch.slots]).nonzero()[0]
-        perturbed = [batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], _STREAMS)]
-        parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, gated, *perturbed]
-        keys, positions, *of_gated = self._upload(np.concatenate(parts)).split([len(part) for part in parts])
+        perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
+        parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
+        keys, positions, sampled, *of_gated = self._upload_all(parts)
 
-        counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        tokens, log_total = sample_tokens(drawable, counted, keys)
+        filtered = None if drawable is scaled else drawable
+        drawn = self._kernels.draw(scaled, keys, filtered)
         if greedy is not None:
-            tokens = torch.where(greedy >= 0, greedy, tokens)
-        ending = None if self._gate.always_open else self._gate.ending(batch.slot_tensor, positions)
-        self._edits, edits = None, {}
+            drawn = replace(drawn, tokens=torch.where(greedy >= 0, greedy, drawn.tokens))
+        rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
+        tokens, self._edits, edits = drawn.tokens, None, {}
         if len(gated):
-            tokens, edits = self._perturb(batch, gated, of_gated, scaled, temperature, drawable, tokens, greedy, ending)
-        if self._gate.tracks_tokens:
-            seen = batch.slot_tensor, positions, tokens, ending
-            if not batch.sampled.all():
-                kept = self._upload(batch.sampled.nonzero()[0])
-                seen = tuple(part[kept] for part in seen)
-            self._gate.observe(*seen)
-        log_probs = counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
+            tokens, vectors, edits = self._kernels.edit(
+                of_gated[0], of_gated[1:], rows, drawn, scaled, temperature, filtered, greedy
+            )
+            self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
+        counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
+        log_probs = self._kernels.settle(rows, tokens, counted, drawn.log_total)
         left = None if self._masks is None else TokensLeft(drawable, self._download)
         self._note(batch, within, log_probs, gated, edits, left)
         return tokens
-
-    def _perturb(
-        self,
-        batch: Batch,
-        gated: np.ndarray,
-        of_gated: Sequence[Tensor],
-        scaled: Tensor,
-        temperature: Tensor,
-        drawable: Tensor,
-        tokens: Tensor,
-        greedy: Tensor | None,
-        ending: Tensor | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Proposes edits at gated rows and keeps them for the next forward: the tokens of all rows, and the edits."""
-        everything = len(gated) == len(batch.slots)
-        rows, positions, seeds, *keys = of_gated
-
-        def picked(part: Tensor) -> Tensor:
-            return part if everything else part.index_select(0, rows)
-
-        sampled = picked(tokens)
-        step = Step(
-            picked(scaled),
-            sampled,
-            picked(temperature),
-            seeds,
-            positions,
-            self._embeddings,
-            None if drawable is scaled else picked(drawable),
-            dict(zip(_STREAMS, keys)),
-        )
-        proposal = self._perturbation.propose(step)
-        edit = proposal.edit
-        # What the request's own sampling excludes (top-p, a grammar, at temperature 0 all but the likeliest token)
-        # never stands in its text: such a position stays an ordinary one.
-        opened = drawable[rows, proposal.tokens] > -torch.inf
-        if greedy is not None:
-            likeliest = picked(greedy)
-            opened = opened & ((likeliest < 0) | (likeliest == proposal.tokens))
-        fed = opened
-        if ending is not None:
-            opened = opened & self._gate.open(picked(batch.slot_tensor), step, picked(batch.prompts))
-            fed = opened & self._gate.feeds(proposal.tokens, picked(ending))
-        if proposal.acts is not None:
-            fed = fed & proposal.acts
-        chosen = torch.where(opened, proposal.tokens, sampled)
-        vectors = self._realise(edit, step)
-        self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, fed)
-        parts = {
-            "fed": fed,
-            "ids": edit.ids.to(torch.int32),
-            "weights": edit.weights,
-            "agreed": chosen == sampled,
-            "sigma": edit.sigma,
-            "vectors": edit.vectors,
-            "normalizer": edit.normalizer,
-        }
-        edits = {name: part for name, part in parts.items() if part is not None}
-        return chosen if everything else tokens.index_copy_(0, rows, chosen), edits
-
-    def _realise(self, edit: InputEdit, step: Step) -> Tensor:
-        noise = None if edit.sigma is None else step.keys_of(streams.Stream.NOISE)
-        return realise(edit, self._override.lookup, noise, self._module)
 
     # --- the store ----------------------------------------------------------------------------------------------
 
@@ -378,6 +323,14 @@ class RolloutPerturber:
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)
+
+    def _upload_all(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
+        """Several arrays of integers in one copy. Each begins at 16 bytes, or a kernel would copy it once more."""
+        lengths = [len(part) + len(part) % 2 for part in parts]
+        together = np.zeros(sum(lengths), dtype=np.int64)
+        for part, end, length in zip(parts, np.cumsum(lengths), lengths, strict=True):
+            together[end - length :][: len(part)] = part
+        return [found[: len(part)] for found, part in zip(self._upload(together).split(lengths), parts, strict=True)]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -77,7 +77,8 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
             return original(logits, *rows, **kwargs)
         slots, slots_np = rows[slots_at], rows[slots_np_at]
         given_logits = logits if copies else logits.float()
-        scaled = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True).float()
+        # Where no request changes them, these are the model's own, in its dtype: the draw reads them as they are.
+        scaled = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True)
         given = states.temperature.gpu[slots]
         temperature, greedy = given, None
         if states.any_greedy(slots_np):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from perturbations.row_blocks import BLOCK, Summary, blocks, summary
+
 # A request with a lower temperature is greedy; vLLM's own threshold (v1/sample/sampler.py, 0.26 to 0.29).
 GREEDY_BELOW = 1e-5
 
@@ -42,7 +44,7 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
 
 
 def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws tokens, compiled into one pass over the logits (vLLM compiles its own sampler likewise, also when eager).
+    """Draws tokens on a CPU, the scores compiled into one pass, as vLLM compiles its own sampler.
 
     Args:
         drawable: logits after top-k, top-p and min-p, (B, V) float32; -inf is never drawn.
@@ -52,9 +54,7 @@ def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tenso
     Returns:
         Tokens (B,) int64, and log Σ exp z̃, (B,) float32.
     """
-    if drawable.device.type != "cpu":
-        return _sample_fused(drawable, scaled, keys)
-    # On a CPU, Inductor's argmax (torch 2.13) takes a fourth of the whole; PyTorch's own maximum next to nothing.
+    # Inductor's argmax (torch 2.13) takes a fourth of the whole; PyTorch's own maximum next to nothing.
     scores, log_total = _scored(drawable, scaled, keys)
     return scores.max(dim=-1).indices, log_total
 
@@ -66,7 +66,22 @@ def _scores(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Ten
 _scored = torch.compile(_scores, dynamic=True)
 
 
-@torch.compile(dynamic=True)
-def _sample_fused(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    scores, log_total = _scores(drawable, scaled, keys)
-    return scores.argmax(dim=-1), log_total
+def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
+    """The tokens that :func:`sample_tokens` draws, in one pass over the logits once it is compiled for a GPU.
+
+    Each block of 64 tokens is by itself up to the end, so that the rows of a small batch, too, fill the device.
+
+    Args:
+        scaled: z̃, (B, V), float32 or the model's dtype.
+        drawable: as in :func:`sample_tokens`; None where they are z̃.
+        keys: as in :func:`sample_tokens`.
+
+    Returns:
+        Tokens (B,) int64, and what the pass leaves of z̃.
+    """
+    scaled = scaled.float()
+    left = blocks(scaled if drawable is None else drawable)
+    scores = left - exponentials(keys, left.shape[1] * BLOCK).view_as(left).log()
+    best, place = scores.max(dim=-1)
+    block = best.argmax(dim=-1, keepdim=True)
+    return (block * BLOCK + place.to(torch.int8).gather(1, block)).squeeze(1), summary(scaled)

@@ -87,7 +87,8 @@ class BoundGate:
             device: where logits and tokens are.
         """
         self._options = options
-        until = list(encode(options.until)) if options.until is not None else []
+        # Where nothing is ever perturbed, no token needs to be seen.
+        until = list(encode(options.until)) if options.until is not None and options.rate > 0.0 else []
         protected = protected_tokens(options.protect, texts, vocabulary)
         self._protected = None if protected is None else protected.to(device)
         ends = torch.tensor(until, dtype=torch.int64, device=device)
@@ -135,8 +136,7 @@ class BoundGate:
         """
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
-            log_p = torch.log_softmax(step.logits, dim=-1)
-            is_open = is_open & (torch.special.entr(log_p.exp()).sum(dim=-1) >= self._options.entropy_min)
+            is_open = is_open & (step.entropy() >= self._options.entropy_min)
         if self._options.gate is not None:
             is_open = is_open & self._options.gate.open(GateStep.of(step, step.positions - first))
         return is_open
@@ -174,15 +174,33 @@ class BoundGate:
         fed = tokens != ending
         return fed if self._protected is None else fed & ~self._protected[tokens]
 
-    def observe(self, rows: Tensor, positions: Tensor, tokens: Tensor, ending: Tensor) -> None:
-        """Tells the tokens that were really produced: rows, positions, tokens and what :meth:`ending` gave, (B,)."""
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What :meth:`observe` changes: each has a row for every trajectory."""
+        return self._ended, self._recent
+
+    def observe(
+        self, rows: Tensor, positions: Tensor, tokens: Tensor, ending: Tensor, kept: Tensor | None = None
+    ) -> None:
+        """Tells the tokens that were really produced.
+
+        Args:
+            rows: (B,) int64, the trajectories.
+            positions: (B,) int64.
+            tokens: (B,) int64.
+            ending: (B,) int64, of :meth:`ending`.
+            kept: (B,) bool, the others are not looked at; None for all.
+        """
         if self._until is None:
             return
         before = self._ended[rows]
         # What was said of this position or a later one is forgotten: it is drawn again.
         now = torch.where(tokens == ending, positions, _NEVER)
-        self._ended[rows] = torch.where(before < positions, before, now)
-        self._recent[rows, positions % self._recent.shape[1]] = tokens
+        now, at = torch.where(before < positions, before, now), positions % self._recent.shape[1]
+        if kept is not None:
+            now, tokens = torch.where(kept, now, before), torch.where(kept, tokens, self._recent[rows, at])
+        self._ended[rows] = now
+        self._recent[rows, at] = tokens
 
 
 def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]], size: int) -> Tensor | None:

@@ -23,6 +23,6 @@ class TopMargin(Gate):
 
     def open(self, step: GateStep) -> Tensor:
         """exp(z₁ - log Z) - exp(z₂ - log Z) ≤ margin, (B,) bool."""
-        best = step.logits.topk(2, dim=-1).values
-        p = torch.exp(best - torch.logsumexp(step.logits, dim=-1, keepdim=True))
+        best = step.top(2)[0]
+        p = torch.exp(best - step.log_total().unsqueeze(-1))
         return p[:, 0] - p[:, 1] <= self.margin

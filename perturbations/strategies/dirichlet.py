@@ -48,7 +48,7 @@ class Dirichlet(TopTokens):
 
     def propose(self, step: Step) -> Proposal:
         """γ_i ~ Gamma(α p_i, 1); weights = γ / Σγ; the text takes the largest weight."""
-        ids, probabilities = self.top(step.logits)
+        ids, probabilities = self.top(step)
         shape = (self.alpha * probabilities).clamp_min(1e-20)
         log_draws = torch.where(probabilities > 0.0, step.log_gamma(ids, shape), -torch.inf)
         tokens = ids.gather(-1, log_draws.argmax(dim=-1, keepdim=True)).squeeze(-1)

@@ -70,7 +70,7 @@ class Gaussian(Perturbation):
         if self.base != "soft":
             mean = one_hot(tokens)
         else:
-            values, ids = step.logits.topk(self.k, dim=-1)
+            values, ids = step.top(self.k)
             scale = step.temperature.unsqueeze(-1) / self.tau
             mean = InputEdit(ids, torch.softmax(values * scale, dim=-1))
         if self.sigma_of == "embedding":

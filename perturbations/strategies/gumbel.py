@@ -64,7 +64,7 @@ class Gumbel(TopTokens):
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
-        ids, probabilities = self.top(step.logits)
+        ids, probabilities = self.top(step)
         noise = step.gumbel(ids)
         if self.clamp:
             noise = noise.clamp(*densities.GUMBEL_RANGE)

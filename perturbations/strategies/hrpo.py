@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ class HRPO(Perturbation):
         p / ‖p‖ does not change with p's scale, so the kept probabilities need no share of the others'. The sampled
         token goes first with weight 0: the module takes its embedding as e.
         """
-        values, ids = step.logits.topk(self.k, dim=-1)
+        values, ids = step.top(self.k)
         probabilities = torch.softmax(values, dim=-1)
         weights = probabilities / probabilities.norm(dim=-1, keepdim=True)
         ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)
@@ -89,9 +90,16 @@ class HybridGate(nn.Module):
         # A plain attribute and not a buffer: it stays in float32 when the model is cast.
         self.lambda_start = softplus.expm1().log().float()
 
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridGate:
+        """Follows the parameters to their device, before the first step and not in it; the dtype stays."""
+        super()._apply(function, recurse)
+        if self.lambda_shift.device.type != "meta":
+            self.lambda_start = self.lambda_start.to(self.lambda_shift.device)
+        return self
+
     def forward(self, token: Tensor, mixture: Tensor) -> Tensor:
         """e' of e = ``token`` and r = ``mixture``, all (N, D) float32."""
-        if self.lambda_start.device != token.device:
+        if self.lambda_start.device != token.device:  # where a parameter was moved by itself
             self.lambda_start = self.lambda_start.to(token.device)
         rate = nn.functional.softplus(self.lambda_start + self.lambda_shift.float())
         log_a = -_C * rate * torch.sigmoid(nn.functional.linear(token, self.w_r.float()))

@@ -79,9 +79,9 @@ class Latent(Perturbation):
 
         p is at temperature 1, over the smallest set of tokens that holds top_p, and at least over the k likeliest.
         """
-        raw = step.logits * step.temperature.unsqueeze(-1)
-        values, ids = raw.topk(min(self.pool, raw.shape[-1]), dim=-1)
-        log_p = values - torch.logsumexp(raw, dim=-1, keepdim=True)
+        scale = step.temperature.unsqueeze(-1)
+        values, ids = step.top(min(self.pool, step.logits.shape[-1]))
+        log_p = values * scale - step.log_total(scale).unsqueeze(-1)
         kept = self._nucleus(log_p)
         low, high = densities.GUMBEL_RANGE
         scores = log_p + self.scale * (step.gumbel(ids).clamp(low, high) - low)

@@ -46,7 +46,7 @@ class LEPO(TopTokens):
 
     def propose(self, step: Step) -> Proposal:
         """w = softmax((z̃ + g) / τ_g) over the tokens left; the text takes the likeliest, without the noise."""
-        ids, p = self.top(step.logits)
+        ids, p = self.top(step)
         scores = torch.where(p > 0.0, p.log() + step.gumbel(ids), -torch.inf)
         return Proposal(InputEdit(ids, torch.softmax(scores / self.tau, dim=-1)), ids[:, 0])
 

@@ -37,10 +37,9 @@ class MixtureOfInputs(Perturbation):
 
         p is renormalised over the k likeliest tokens; y stands first, and again where it is one of them.
         """
-        ids, p = truncated(step.logits, self.k, 1.0)
+        ids, p = truncated(step, self.k, 1.0)
         if self.entropy == "all":
-            everything = torch.softmax(step.logits, dim=-1)
-            uncertainty = torch.special.entr(everything).sum(dim=-1) / math.log(everything.shape[-1])
+            uncertainty = step.entropy() / math.log(step.logits.shape[-1])
         else:
             uncertainty = torch.special.entr(p).sum(dim=-1) / math.log(self.k)
         h = uncertainty.clamp(0.0, 1.0).unsqueeze(-1)

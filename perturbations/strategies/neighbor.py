@@ -80,7 +80,7 @@ class Neighbor(Perturbation):
             scores = step.logits.gather(-1, ids)
         else:
             # As released: the logits had been overwritten by probabilities, then divided by the temperature.
-            log_total = torch.logsumexp(step.logits, dim=-1, keepdim=True)
+            log_total = step.log_total().unsqueeze(-1)
             scores = (step.logits.gather(-1, ids) - log_total).exp() / step.temperature.unsqueeze(-1)
         mixture = torch.softmax(scores / self.mix_temperature, dim=-1)
         tokens = anchor if self.realization == "anchor" else step.sampled

@@ -53,7 +53,7 @@ class Normal(TopTokens):
 
     def propose(self, step: Step) -> Proposal:
         """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
-        ids, probabilities = self.top(step.logits)
+        ids, probabilities = self.top(step)
         draws = probabilities + densities.NORMAL_SIGMA * step.normal(ids)
         draws = torch.where(probabilities > 0.0, draws, 0.0)
         normalizer = draws.sum(dim=-1)

@@ -33,7 +33,7 @@ class Orthogonal(Perturbation):
         n_j = ε_j w_j ‖o_j‖ cancels the norm: e' = E[a] + Σ_j ε_j w_j o_j, which is a mixture of E[a] and the E[c_j].
         w is the softmax of z̃ over the candidates without the anchor.
         """
-        values, ids = step.logits.topk(self.k, dim=-1)
+        values, ids = step.top(self.k)
         shares = torch.nan_to_num(torch.softmax(values[:, 1:], dim=-1))  # NaN where only one token is possible
         noise = step.normal(ids[:, 1:]) * shares
         vectors = step.embeddings.lookup(ids).float()

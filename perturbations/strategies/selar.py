@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,8 +30,9 @@ class SeLaR(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         """H ≥ τ: w_v = (1 + H) p_v − H · 1[v likeliest], with p renormalised over the k likeliest and H over ln k."""
-        logits = step.drawable if self.filtered and step.drawable is not None else step.logits
-        ids, p = truncated(logits, self.k, 1.0)
+        if self.filtered and step.drawable is not None:
+            step = replace(step, logits=step.drawable, summary=None)
+        ids, p = truncated(step, self.k, 1.0)
         ids = torch.where(p > 0.0, ids, ids[:, :1])
         h = (torch.special.entr(p).sum(dim=-1, keepdim=True) / math.log(self.k)).clamp(0.0, 1.0)
         mixed = (1.0 + h) * p

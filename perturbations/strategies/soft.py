@@ -24,7 +24,7 @@ class Soft(TopTokens):
 
     def propose(self, step: Step) -> Proposal:
         """w_i = p_i / Σ_j p_j over the k likeliest tokens, after top-p; the text keeps the sampled token."""
-        ids, probabilities = self.top(step.logits)
+        ids, probabilities = self.top(step)
         return Proposal(InputEdit(ids, probabilities), step.sampled)
 
     @property

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code that PyTorch's compiler writes for a GPU that is not there, its cost, and Triton's machine code of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+# Kernels that PyTorch launches for an operator that the compiler leaves to it; 1 for any other.
+# topk (ATen/native/cuda/TensorTopK.cu, torch 2.13): a row below 10,000 elements is selected by one block; the sort
+# of what it found is one more.
+# Of our own two, rms copies a number, and neighbors notes who was asked and gathers from two tables.
+OPERATORS = {"topk": 2, "neighbors": 4, "rms": 1}
+
+
+class _Driver:
+    """Triton's: it knows for what to compile, and can launch nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None: ...
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def _properties(capability: int) -> Any:
+    """Of an H100 (90) or an A100 (80), by NVIDIA's data sheets."""
+    hopper = capability >= 90
+    return SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3" if hopper else "NVIDIA A100-SXM4-80GB",
+        major=capability // 10,
+        minor=capability % 10,
+        multi_processor_count=132 if hopper else 108,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=80 << 30,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448 if hopper else 166912,
+        shared_memory_per_multiprocessor=233472 if hopper else 167936,
+        L2_cache_size=(50 if hopper else 40) << 20,
+        gcnArchName="",
+    )
+
+
+def _interface(capability: int) -> Any:
+    from torch._dynamo.device_interface import DeviceInterface
+
+    found = _properties(capability)
+
+    class Worker:
+        set_device = staticmethod(lambda device: None)
+        current_device = staticmethod(lambda: 0)
+        get_device_properties = staticmethod(lambda device=None: found)
+
+    names: dict[str, Any] = {
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "synchronize": lambda device=None: None,
+        "get_device_properties": lambda device=None: found,
+        "get_compute_capability": lambda device=None: capability,
+        "get_raw_stream": lambda device: 0,
+        "exchange_device": lambda device: 0,
+        "maybe_exchange_device": lambda device: 0,
+        "is_bf16_supported": lambda including_emulation=False: True,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "memory_allocated": lambda device=None: 0,
+    }
+    members = {name: staticmethod(function) for name, function in names.items()}
+    members |= {"Worker": Worker, "device": _Nowhere, "Event": object, "Stream": object}
+    return type("InterfaceWithoutGPU", (DeviceInterface,), members)
+
+
+class _Nowhere(contextlib.nullcontext):
+    """``torch.cuda.device`` of a device that is not there."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+@dataclass
+class Region:
+    """What the compiler made of one function.
+
+    Attributes:
+        code: Python with Triton kernels in it.
+        bytes: read and written by each kernel: its inputs and outputs once, of what is picked by an index only that.
+    """
+
+    code: str
+    bytes: int
+    operators: list[str] = field(init=False)
+    triton: list[tuple[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pattern = r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)"
+        self.triton = re.findall(pattern, self.code, re.S)
+        called = self.code[self.code.find("def call") :]
+        self.operators = re.findall(r"torch\.ops\.\w+\.(\w+)\.\w+\(", called)
+        self.operators += re.findall(r"extern_kernels\.(\w+)\(", called)
+        self.launches = len(re.findall(r"^\s+triton_\w+\.run\(", called, re.M))
+
+    @property
+    def kernels(self) -> int:
+        """Launches of a call."""
+        return self.launches + sum(OPERATORS.get(name, 1) for name in self.operators)
+
+
+class _Written(BaseException):
+    """The code is there; nothing is to be loaded or run. No Exception, so that nobody takes it for a failure."""
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
+    """A GPU to compile for: gives a function that compiles another one for its arguments, and returns the code.
+
+    Args:
+        capability: 90 for an H100, 80 for an A100.
+    """
+    import torch._inductor.config as config
+    import torch.utils._triton as torch_triton
+    import triton
+    from torch._dynamo import device_interface
+    from torch._inductor.fx_passes import fuse_attention, pad_mm
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime import triton_helpers
+
+    written: list[Region] = []
+
+    def write(graph: Any) -> None:
+        code, _ = graph.codegen()
+        written.append(Region(getattr(code, "value", code), sum(map(_memory, graph.scheduler.nodes))))
+        raise _Written
+
+    def region(function: Callable[..., Any], *args: Any) -> Region:
+        torch._dynamo.reset()
+        try:
+            torch.compile(function, fullgraph=True)(*args)
+        except _Written:
+            return written.pop()
+        raise RuntimeError("the compiler had nothing to do")
+
+    found, interface = _properties(capability), _interface(capability)
+    device_interface.get_registered_device_interfaces()
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: found,
+        "get_device_capability": lambda device=None: (found.major, found.minor),
+        "get_device_name": lambda device=None: found.name,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+        "_lazy_init": lambda: None,
+        "is_initialized": lambda: True,
+        "synchronize": lambda *_: None,
+        "device": _Nowhere,
+        "_DeviceGuard": _Nowhere,
+    }
+    active = triton.runtime.driver
+    with contextlib.ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
+        stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(patch.object(torch_triton, "has_triton", lambda *_: True))
+        stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        # Both compile patterns by running them on the device.
+        stack.enter_context(patch.object(fuse_attention, "_sfdp_init", lambda *_, **__: None))
+        stack.enter_context(patch.object(pad_mm, "_pad_mm_init", lambda *_, **__: None))
+        stack.enter_context(patch.object(GraphLowering, "compile_to_module", write))
+        stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface}))
+        stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False, fx_graph_remote_cache=False))
+        stack.enter_context(config.patch(joint_graph_constant_folding=False, use_static_triton_launcher=False))
+        before = active._active
+        active.set_active(_Driver(capability))
+        try:
+            yield region
+        finally:
+            active._active = before
+            torch._dynamo.reset()
+
+
+def _memory(node: Any) -> int:
+    """Bytes that a kernel of Inductor's schedule reads and writes.
+
+    Inductor's own count takes what a fused kernel picks by an index, a row of an embedding say, for the whole tensor.
+    """
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.ir import MultiOutputLayout
+    from torch._inductor.virtualized import V
+
+    def number(expression: Any) -> int:
+        return V.graph.sizevars.optimization_hint(expression, fallback=0)
+
+    def tensor(name: str) -> bool:
+        """False for what stands for several results of one operator, each of which is counted by itself."""
+        return not isinstance(getattr(V.graph.name_to_buffer.get(name), "layout", None), MultiOutputLayout)
+
+    parts = node.get_nodes()
+    names = {part.get_name() for part in parts}
+    made = {buffer.get_name(): buffer for part in parts for buffer in part.get_outputs()}
+    inside = {name for name, buffer in made.items() if all(user.get_name() in names for user in buffer.users)}
+    touched: dict[tuple[str, bool], dict[Any, int]] = {}
+    for part in parts:
+        operator = getattr(part.node, "op_overload", None)
+        ours = getattr(operator, "namespace", "") == "perturbations"  # which do not read all of what they are given
+        reads = () if ours else part.read_writes.reads
+        for kind, dependencies in ((False, reads), (True, part.read_writes.writes)):
+            for each in dependencies:
+                if each.name in inside or (not kind and each.name in made) or not tensor(each.name):
+                    continue
+                numel, index = number(V.graph.get_numel(each.name)), None
+                if isinstance(each, MemoryDep) and each.is_indirect():
+                    numel, index = min(numel, math.prod(map(number, each.size))), each.index
+                elif isinstance(each, MemoryDep):
+                    numel = min(numel, number(each.get_numel()))
+                # The same elements by another order of loops are no further ones; other indices may pick others.
+                of_buffer = touched.setdefault((each.name, kind), {})
+                of_buffer[index] = max(numel, of_buffer.get(index, 0))
+    return sum(
+        min(sum(found.values()), number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
+        for (name, _), found in touched.items()
+    )
+
+
+def cubins(region: Region) -> dict[str, int]:
+    """Compiles each Triton kernel of a region to machine code: bytes of the binary by kernel.
+
+    Raises:
+        RuntimeError: for a kernel that does not compile.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    sizes = {}
+    for name, source in region.triton:
+        kernel = getattr(PyCodeCache.load(source), name)
+        for config in kernel.configs:
+            try:
+                made = kernel._precompile_config(config)
+            except Exception as error:
+                raise RuntimeError(f"{name} does not compile: {error}") from error
+            sizes[name] = len(made.kernel.asm["cubin"])
+    return sizes

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A made-up scheduler that drives a perturber on a pretended GPU, and each request alone on a CPU, which must agree.
+
+Requests are preempted, computed in chunks, reordered and left out of steps, and their slots are used again; copies to
+the host arrive late. Compared are the tokens, the records, the log-probabilities, and the vector at every input row.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import ReplayRecord, registry
+from perturbations.base import Perturbation
+from perturbations.embeddings import ModelEmbeddings
+from perturbations.gates.default import BoundGate
+
+VOCABULARY, HIDDEN = 200, 16
+_MATRIX = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+class Disagreement(AssertionError):
+    """The pretended GPU did something else than the CPU."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How requests are run.
+
+    Attributes:
+        seed: of the requests and of the scheduler.
+        lag: how many steps later copies arrive.
+        preempted: probability that a request is preempted in a step.
+        chunk: positions of a prompt computed at once.
+        batch: requests at once.
+        masked: whether the tokens that filters left are recorded.
+        drawn: ``all``, ``filtered`` (the 40 likeliest), or ``greedy`` (every other request).
+    """
+
+    seed: int = 1
+    lag: int = 0
+    preempted: float = 0.0
+    chunk: int = 7
+    batch: int = 4
+    masked: bool = False
+    drawn: str = "all"
+
+
+@dataclass
+class Request:
+    """A request as the scheduler has it."""
+
+    name: str
+    prompt: list[int]
+    most: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    opened: bool = False
+    preempted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.parameters = SimpleNamespace(extra_args={"perturbation": {"seed": self.seed}}, seed=None)
+
+
+def _requests(seed: int, count: int) -> list[Request]:
+    draws = random.Random(seed)
+
+    def one(i: int) -> Request:
+        prompt = draws.choices(range(VOCABULARY), k=draws.randrange(1, 12))
+        return Request(f"r{i}-{i:08d}", prompt, draws.randrange(1, 20), 7 * i + 1)
+
+    return [one(i) for i in range(count)]
+
+
+def _logits(name: str, position: int, last: int) -> Tensor:
+    seed = zlib.crc32(f"{name} {position} {last}".encode())
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+class _Engine:
+    def __init__(self, perturbation: Perturbation, device: str, slots: int, masked: bool) -> None:
+        self.device = torch.device(device)
+        embedding = nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
+        embedding._parameters["weight"] = self.up(_MATRIX.clone())
+        self.embedding, self.store = embedding, TrajectoryStore(slots, 4096, (VOCABULARY, HIDDEN))
+        texts = ["1" if i % 5 == 0 else "b" for i in range(VOCABULARY)]
+        gate = BoundGate(perturbation, lambda _: [3, 5], lambda: texts, VOCABULARY, self.store.slots, self.device)
+        override = InputOverride(embedding, 512, HIDDEN, torch.float32, self.device)
+        embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
+        module = perturbation.module(HIDDEN)
+        if module is not None:
+            module.requires_grad_(False)
+            for name, part in list(module.named_parameters()):
+                module._parameters[name] = self.up(part.data)
+            module.lambda_start = self.up(module.lambda_start)
+        self.perturber = RolloutPerturber(
+            perturbation,
+            self.store,
+            gate,
+            embeddings,
+            override,
+            self.device,
+            module,
+            SamplingMaskStore(VOCABULARY) if masked else None,
+        )
+        self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
+        perturbation.prepare(embeddings)
+
+    def up(self, part: Tensor) -> Any:
+        return Pretended(part) if self.device.type == "cuda" else part
+
+    def overridden(self) -> tuple[Tensor, Tensor]:
+        return _values(self.embedding.overridden)[:, 0].clone(), _values(self.embedding.override).clone()
+
+
+def _values(part: Tensor) -> Tensor:
+    return part.values if isinstance(part, Pretended) else part
+
+
+Found = tuple[dict[str, Any], dict[tuple[str, int], Tensor]]
+
+
+def _drive(
+    perturbation: Perturbation,
+    device: str,
+    requests: list[Request],
+    plan: Plan,
+    expected: dict[tuple[str, int], Tensor] | None = None,
+) -> Found:
+    """Runs requests: what was recorded of each, and the vectors that were fed, by request and position."""
+    engine, draws = _Engine(perturbation, device, plan.batch, plan.masked), random.Random(plan.seed + 1)
+    queue, running, finished, fed, out = list(requests), [], [], {}, {}
+    while queue or running or finished:
+        while queue and len(running) < plan.batch:
+            running.append(queue.pop(0))
+        for request in running:
+            if request.opened and draws.random() < plan.preempted:
+                request.computed, request.preempted = 0, True
+        coming = [request for request in running if not request.opened or request.preempted]
+        engine.requests.update(_scheduled(coming, finished))
+        if draws.random() < 0.7:
+            out.update(engine.requests.take([request.name for request in finished]))
+        for request in coming:
+            request.opened, request.preempted = True, False
+        finished = []
+        batch = [request for request in running if plan.batch == 1 or draws.random() < 0.9]
+        draws.shuffle(batch)
+        if not batch:
+            continue
+        starts = np.array([request.computed for request in batch])
+        lengths = np.array([len(request.tokens) for request in batch])
+        counts = np.minimum(lengths - starts, plan.chunk)
+        engine.perturber.begin([request.name for request in batch], starts, counts, starts + counts < lengths)
+        _compare_rows(engine, batch, starts, counts, fed, expected)
+        tokens = _values(_finished(engine, batch, starts + counts, plan.drawn))
+        for i, request in enumerate(batch):
+            request.computed = int(starts[i] + counts[i])
+            if request.computed == lengths[i]:
+                request.tokens.append(int(tokens[i]))
+                if len(request.tokens) - len(request.prompt) >= request.most:
+                    running.remove(request)
+                    finished.append(request)
+    engine.requests.update(_scheduled([], []))
+    out.update(engine.requests.take(None))
+    if engine.requests.running or engine.store.live:
+        raise Disagreement(f"requests are left: {list(engine.store.live)}")
+    return out, fed
+
+
+def _scheduled(coming: list[Request], finished: list[Request]) -> Any:
+    new = [SimpleNamespace(req_id=r.name, sampling_params=r.parameters, prompt_token_ids=r.prompt) for r in coming]
+    return SimpleNamespace(finished_req_ids={request.name for request in finished}, scheduled_new_reqs=new)
+
+
+def _compare_rows(
+    engine: _Engine,
+    batch: list[Request],
+    starts: np.ndarray,
+    counts: np.ndarray,
+    fed: dict[tuple[str, int], Tensor],
+    expected: dict[tuple[str, int], Tensor] | None,
+) -> None:
+    flags, vectors = engine.overridden()
+    row = 0
+    for i, request in enumerate(batch):
+        for position in range(starts[i], starts[i] + counts[i]):
+            at = request.name, position
+            if expected is not None:
+                want = expected.get(at)
+                if bool(flags[row]) != (want is not None):
+                    raise Disagreement(f"{at}: replaced {bool(flags[row])}, on a CPU {want is not None}")
+                if want is not None and not torch.allclose(vectors[row], want, atol=1e-5):
+                    raise Disagreement(f"{at}: the vector is off by {(vectors[row] - want).abs().max():.3g}")
+            elif bool(flags[row]):
+                fed[at] = vectors[row].clone()
+            row += 1
+    if flags[row:].any():
+        raise Disagreement(f"rows beyond the batch are replaced: {flags[row:].nonzero().flatten().tolist()}")
+
+
+def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, drawn: str) -> Tensor:
+    logits = torch.stack([_logits(r.name, int(end), r.tokens[end - 1]) for r, end in zip(batch, ends, strict=True)])
+    scaled, greedy = engine.up(logits), None
+    drawable = scaled
+    if drawn == "filtered":
+        drawable = engine.up(logits.masked_fill(logits < logits.topk(40, dim=-1).values[:, -1:], -torch.inf))
+    if drawn == "greedy":
+        cold = torch.tensor([request.seed % 2 == 0 for request in batch])
+        greedy = engine.up(torch.where(cold, logits.argmax(dim=-1), -1))
+    return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
+
+
+def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
+    """Runs requests together on the pretended GPU, and each alone on a CPU.
+
+    Returns:
+        What made the host wait.
+
+    Raises:
+        Disagreement: where the two differ.
+        RuntimeError: where tensors of both devices meet.
+    """
+    alone: dict[str, Any] = {}
+    fed: dict[tuple[str, int], Tensor] = {}
+    texts: dict[str, list[int]] = {}
+    single = Plan(plan.seed, chunk=1 << 20, batch=1, masked=plan.masked, drawn=plan.drawn)
+    for request in _requests(plan.seed, count):
+        out, vectors = _drive(perturbation, "cpu", [request], single)
+        alone |= out
+        fed |= vectors
+        texts[request.name] = request.tokens
+    together = _requests(plan.seed, count)
+    with pretended_cuda(plan.lag) as device, torch.inference_mode():
+        found, _ = _drive(perturbation, "cuda", together, plan, fed)
+    for request in together:
+        if request.tokens != texts[request.name]:
+            raise Disagreement(f"{request.name}: other tokens")
+    if set(found) != set(alone):
+        raise Disagreement(f"records of {set(found) ^ set(alone)}")
+    for name, parts in alone.items():
+        _compare_records(name, parts, found[name], plan.masked)
+    return device
+
+
+def _compare_records(name: str, one: Any, other: Any, masked: bool) -> None:
+    a, b = ReplayRecord.from_bytes(one[0]), ReplayRecord.from_bytes(other[0])
+    for part in ("positions", "ids", "agreed"):
+        if not np.array_equal(getattr(a, part), getattr(b, part)):
+            raise Disagreement(f"{name}: other {part}")
+    if not np.allclose(a.weights, b.weights, atol=1e-5):
+        raise Disagreement(f"{name}: weights are off by {np.abs(a.weights - b.weights).max():.3g}")
+    if not np.allclose(*(np.frombuffer(x[1], np.float32) for x in (one, other)), atol=1e-5):
+        raise Disagreement(f"{name}: other log-probabilities")
+    if masked:
+        a, b = (SamplingMask.from_bytes(x[2]) for x in (one, other))
+        if not (np.array_equal(a.ids, b.ids) and np.array_equal(a.positions, b.positions)):
+            raise Disagreement(f"{name}: another mask")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of logits in blocks of 64: sums, draws and the largest of a row without a second look at most of it.
+
+A row of 150,000 logits takes a GPU one pass over memory, and what a perturbation asks of it (its log Σ exp, its k
+largest) would take another one or several each. The draw of the token reads all logits in any case and leaves two
+numbers of each block. The k largest then are within the k blocks whose maxima are largest.
+
+On a CPU nothing is summarised, and PyTorch's own functions answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+# From this many candidates on, blocks are cut into parts of 8 before their tokens are compared.
+_MANY, _PART = 64, 8
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of B rows of logits.
+
+    Attributes:
+        maxima: the largest of each block, (B, V / 64) float32.
+        log_totals: log Σ exp of each block, (B, V / 64) float32, -inf for a block without a possible token.
+        log_total: log Σ exp of each row, (B,) float32.
+    """
+
+    maxima: Tensor
+    log_totals: Tensor
+    log_total: Tensor
+
+    def at(self, rows: Tensor) -> Summary:
+        """Of some rows, (G,) int64."""
+        return Summary(self.maxima[rows], self.log_totals[rows], self.log_total[rows])
+
+
+def blocks(logits: Tensor) -> Tensor:
+    """(B, V) to (B, V / 64 rounded up, 64); the last block is filled up with -inf."""
+    missing = -logits.shape[-1] % BLOCK
+    if missing:  # padding by nothing would copy
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    return logits.view(logits.shape[0], -1, BLOCK)
+
+
+def summary(logits: Tensor, maxima: Tensor | None = None) -> Summary:
+    """Of logits (B, V) float32; ``maxima`` where they are known."""
+    parts = blocks(logits)
+    if maxima is None:
+        maxima = parts.amax(dim=-1)
+    shift = torch.where(maxima > -torch.inf, maxima, 0.0)
+    log_totals = (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
+    most = log_totals.amax(dim=-1)
+    safe = torch.where(most > -torch.inf, most, 0.0)
+    return Summary(maxima, log_totals, (log_totals - safe.unsqueeze(-1)).exp().sum(dim=-1).log() + safe)
+
+
+def log_total(logits: Tensor, maxima: Tensor | None = None) -> Tensor:
+    """log Σ exp of each row, (B, V) float32 to (B,); ``maxima`` as in :func:`summary`."""
+    if logits.device.type == "cpu" and maxima is None:
+        return torch.logsumexp(logits, dim=-1)
+    return summary(logits, maxima).log_total
+
+
+def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
+    """The entropy of each row's distribution in nats, (B, V) float32 to (B,).
+
+    Args:
+        logits: (B, V) float32.
+        known: log Σ exp of each row, (B,), where it has been computed.
+    """
+    if known is None:
+        return torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
+    below = blocks(logits) - known.view(-1, 1, 1)
+    terms = torch.where(below > -torch.inf, -below * below.exp(), 0.0)
+    return terms.sum(dim=-1).sum(dim=-1)
+
+
+def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, largest first; in place of ``torch.topk``, which reads a long row again and again.
+
+    Elsewhere than on a CPU, of equal logits the one with the lower id comes first, on any device and in any batch.
+    On a CPU equal logits come in the order of ``torch.topk``, which is one and the same for a row in any batch.
+
+    Args:
+        logits: (B, V) float32.
+        k: at most V.
+        maxima: the largest of each block, where they are known: :attr:`Summary.maxima`.
+
+    Returns:
+        values (B, k) float32 and ids (B, k) int64.
+    """
+    if logits.device.type == "cpu" and maxima is None:
+        return logits.topk(k, dim=-1)
+    return _by_blocks(logits, k, blocks(logits).amax(dim=-1) if maxima is None else maxima)
+
+
+def _by_blocks(logits: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    ids, width = torch.arange(maxima.shape[-1], device=logits.device).expand(len(logits), -1), BLOCK
+    ids = _first(maxima, ids, k, ordered=False)
+    if k >= _MANY:
+        width = _PART
+        ids = (ids.unsqueeze(-1) * (BLOCK // width) + torch.arange(BLOCK // width, device=logits.device)).flatten(1)
+        ids = _first(_tokens(logits, ids, width)[0].amax(dim=-1), ids, k, ordered=False)
+    values, tokens = _tokens(logits, ids, width)
+    tokens = _first(values.flatten(1), tokens.flatten(1), k, ordered=True)
+    return logits.gather(-1, tokens), tokens
+
+
+def _tokens(logits: Tensor, parts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The logits and ids of some parts of each row: (B, n) to (B, n, width) each, -inf beyond the vocabulary."""
+    tokens = parts.unsqueeze(-1) * width + torch.arange(width, device=logits.device)
+    inside = tokens.clamp_max(logits.shape[-1] - 1)
+    values = logits.gather(-1, inside.flatten(1)).view_as(tokens)
+    return (values if logits.shape[-1] % BLOCK == 0 else torch.where(inside == tokens, values, -torch.inf)), tokens
+
+
+def _first(values: Tensor, ids: Tensor, k: int, ordered: bool) -> Tensor:
+    """The ids (B, at most k) of the k largest values (B, n); of equal ones, those of the lower ids.
+
+    Both stand in one integer: a float32's bits, as an integer that rises with it, above the complement of the id.
+    """
+    bits = (values + 0.0).view(torch.int32)  # −0 and 0 are equal
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    keys = (rising << 32) | (0x7FFFFFFF - ids)
+    return 0x7FFFFFFF - (keys.topk(min(k, keys.shape[-1]), dim=-1, sorted=ordered).values & 0x7FFFFFFF)

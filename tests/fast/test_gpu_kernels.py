@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step takes on a GPU, by the code that the compiler writes for an H100; no GPU is needed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cuda_without_gpu import inductor
+from benchmarks.cuda_without_gpu.fake import Cost, _Operations, decode_step, fake_cuda
+from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks
+from ngrpo.rollout.step_kernels import Compiled
+from perturbations import available, create
+from perturbations.embeddings import matrix_embeddings
+from perturbations.row_blocks import BLOCK, entropy, largest, log_total, summary
+
+pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
+
+SIZE = 1024, 151_936, 3584
+# The costliest of each kind; the others are counted by `make test-all`.
+FAST = ("none", "gumbel", "hrpo", "latent", "neighbor")
+NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(available())]
+
+
+def cost_of(name: str, **options: Any) -> Cost:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # neighbor at rate 1
+        perturbation = create(name) if name == "none" else create(name, rate=1.0, **options)
+    return decode_step(perturbation, *SIZE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_a_handful_of_kernels_and_little_beyond_one_pass(name: str) -> None:
+    cost = cost_of(name)
+    assert cost.beyond_draw <= (8 if name == "none" else 20)
+    assert cost.bytes <= 1.5e9
+    one_pass = 4 * SIZE[0] * SIZE[1]
+    assert one_pass < cost.regions["_drawn"].bytes < 1.15 * one_pass and cost.regions["_drawn"].kernels <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", sorted(available()))
+def test_every_kernel_compiles_to_machine_code(name: str, capability: int) -> None:
+    cost = decode_step(create(name, **({} if name == "none" else {"rate": 0.9})), *SIZE, capability=capability)
+    with inductor.compiling_for(capability):
+        for region in cost.regions.values():
+            assert all(size > 0 for size in inductor.cubins(region).values())
+
+
+def test_bfloat16_logits_are_read_as_they_are() -> None:
+    def draw(scaled: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens, known = sample_by_blocks(scaled, None, keys)
+        return tokens, *vars(known).values()
+
+    batch, vocabulary = 128, SIZE[1]
+    with inductor.compiling_for(90) as region, fake_cuda(), torch.inference_mode():
+        logits = torch.empty(batch, vocabulary, dtype=torch.bfloat16, device="cuda")
+        found = region(draw, logits, torch.empty(batch, dtype=torch.int64, device="cuda"))
+    assert found.bytes < 1.3 * 2 * batch * vocabulary
+    # One program for some blocks and not for a row: a row of 2,374 blocks fills a device of 132 by itself.
+    assert f"xnumel = {batch * vocabulary // BLOCK}" in found.triton[0][1]
+
+
+def test_the_count_sees_what_it_is_for() -> None:
+    """A second pass over the logits, and operations between the parts."""
+    with inductor.compiling_for(90) as region, fake_cuda(), torch.inference_mode():
+        logits = torch.empty(8, SIZE[1], device="cuda")
+        one = region(lambda x: x.view(8, -1, 64).amax(dim=-1), logits)
+        two = region(lambda x: (x - x.amax(dim=-1, keepdim=True)).exp().topk(3, dim=-1).values, logits)
+        cost = Cost()
+        with _Operations(cost):
+            logits.add(1.0).topk(3)
+    assert one.kernels == 1 and one.bytes == pytest.approx(4 * 8 * SIZE[1] * (1 + 1 / 64), rel=1e-3)
+    assert "topk" in two.operators and two.kernels >= 4 and two.bytes > 3 * one.bytes
+    assert cost.kernels == 1 + inductor.OPERATORS["topk"] and cost.bytes > 3 * 4 * 8 * SIZE[1]
+
+
+def test_neighbors_are_as_many_kernels_as_the_count_says() -> None:
+    embeddings = matrix_embeddings(torch.randn(50, 4))
+    index = embeddings.index("cosine")
+    index.precompute(2)
+    index._index._lazy = False  # as on a GPU
+    seen: list[str] = []
+
+    class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view:
+                seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Operations():
+        ids, scores = index.query(torch.tensor([3, 4]), 2)
+    assert len(seen) == inductor.OPERATORS["neighbors"] and ids.is_contiguous() and scores.is_contiguous()
+
+
+# --- rows in blocks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [70, 4096, 5001])
+@pytest.mark.parametrize("k", [1, 5, 33, 64, 70])
+def test_the_largest_by_blocks_are_those_of_a_sort_and_ties_stand_by_rising_id(vocabulary: int, k: int) -> None:
+    logits = (torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(k)) * 12).round() / 4
+    logits[0, 17] = logits[0, 40] = logits[0, -3] = 20.0
+    logits[1, :-2] = -torch.inf
+    logits[2, ::2] = 0.0
+    logits[2, 1::2] = -0.0
+    values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    found, at = largest(logits, k, summary(logits).maxima)
+    assert torch.equal(found, values[:, :k]) and torch.equal(at, ids[:, :k])
+    alone = [largest(row, k, summary(row).maxima)[1] for row in logits.split(1)]
+    assert torch.equal(at, torch.cat(alone)), "in any batch"
+
+
+def test_sums_by_blocks_are_those_of_whole_rows() -> None:
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0)) * 5
+    logits[1, 3:] = -torch.inf
+    known, scale = summary(logits), torch.tensor([[0.5], [1.0], [2.0], [3.0], [0.1]])
+    assert torch.allclose(known.log_total, torch.logsumexp(logits, dim=-1))
+    assert torch.allclose(entropy(logits, known.log_total), entropy(logits), atol=1e-5)
+    assert torch.allclose(log_total(logits * scale, known.maxima * scale), torch.logsumexp(logits * scale, dim=-1))
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_draw_by_blocks_takes_the_tokens_that_the_draw_by_rows_takes(filtered: bool) -> None:
+    draws = torch.Generator().manual_seed(1)
+    logits = torch.randn(300, 1000, generator=draws) * 2
+    keys = torch.randint(-(2**62), 2**62, (300,), generator=draws)
+    drawable = logits.masked_fill(logits < 2.0, -torch.inf) if filtered else None
+    tokens, known = sample_by_blocks(logits, drawable, keys)
+    scores = (logits if drawable is None else drawable) - exponentials(keys, 1000).log()
+    assert torch.equal(tokens, scores.argmax(dim=-1))
+    assert torch.allclose(known.log_total, torch.logsumexp(logits, dim=-1))
+
+
+# --- what does not compile ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """Of a perturbation of a user's own."""
+
+    calls: int = 0
+
+    def waiting(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + 1 if x.sum().item() > 0 else x - 1
+
+    def wrong(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        print("a line", end="")  # which the compiler does not take
+        raise ValueError("k is too large")
+
+
+def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    part = Compiled(Steps().waiting, "mine")
+    with caplog.at_level(logging.WARNING, "ngrpo.rollout"):
+        for _ in range(3):
+            assert part(torch.ones(2)).tolist() == [2.0, 2.0]
+    (record,) = [record for record in caplog.records if record.name == "ngrpo.rollout"]
+    said = record.getMessage()
+    assert said.startswith("perturbation mine: torch.compile does not take it (") and "\n" not in said
+
+
+def test_a_mistake_in_a_perturbation_stays_its_own_error() -> None:
+    with pytest.raises(ValueError, match="k is too large"):
+        Compiled(Steps().wrong, "mine")(torch.ones(2))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The perturber on a pretended GPU, whose copies arrive late, driven by a made-up scheduler; no GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.perturber import RolloutPerturber
+from perturbations import available, create, registry
+from perturbations.strategies.soft import Soft
+
+pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
+
+NAMES = sorted({*available()} - {"none"})
+PLANS = (
+    Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5, drawn="filtered"),
+    Plan(seed=3, lag=6, preempted=0.2, chunk=3, batch=6, masked=True, drawn="filtered"),
+    Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, drawn="greedy"),
+    Plan(seed=5),
+)
+# Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
+MAY_WAIT = ("/rollout/perturber.py", "/gates/default.py")
+
+
+def made(name: str, **options: Any) -> Any:
+    return create(name, **{"rate": 0.7, **({"realization": "sampled"} if name == "neighbor" else {}), **options})
+
+
+def run(perturbation: Any, plan: Plan) -> None:
+    device = simulate(perturbation, plan, count=5)
+    if perturbation.name != "neighbor":  # whose table is made at once, outside of steps
+        assert {kind for kind, line in device.waits if not line.split(":")[0].endswith(MAY_WAIT)} == set()
+
+
+@pytest.mark.parametrize(("name", "plan"), [(name, PLANS[i % len(PLANS)]) for i, name in enumerate(NAMES)])
+def test_requests_together_on_a_gpu_are_each_alone_on_a_cpu(name: str, plan: Plan) -> None:
+    run(made(name), plan)
+
+
+@pytest.mark.parametrize("gate", sorted(registry.gates.available()))
+def test_gates(gate: str) -> None:
+    run(made("soft", gate=gate), PLANS[0])
+
+
+def test_entropy_protected_tokens_and_masks() -> None:
+    run(made("gumbel", entropy_min=1.0, protect="digits"), PLANS[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
+@pytest.mark.parametrize("options", [{"rate": 1.0}, {"rate": 0.3}, {"gate": "bursts"}, {"entropy_min": 1.0}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> None:
+    run(made(name, **options), plan)
+
+
+# --- planted faults -----------------------------------------------------------------------------------------
+
+PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any) -> None:
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args, **kwargs: act(original, self, *args, **kwargs))
+
+
+def test_without_a_fault_nothing_is_seen() -> None:
+    run(made("soft"), PLAN)
+
+
+def test_a_tensor_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def propose(original: Any, self: Any, step: Any) -> Any:
+        return original(self, dataclasses.replace(step, logits=step.logits + torch.zeros(len(step.logits), 1)))
+
+    planted(monkeypatch, Soft, "propose", propose)
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        run(made("soft"), PLAN)
+
+
+def test_a_value_asked_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def propose(original: Any, self: Any, step: Any) -> Any:
+        step.logits.max().item()
+        return original(self, step)
+
+    planted(monkeypatch, Soft, "propose", propose)
+    assert any(kind == "item" for kind, _ in simulate(made("soft"), PLAN, count=5).waits)
+
+
+def test_notes_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutPerturber, "_event", lambda self: None)
+    with pytest.raises((Disagreement, IndexError)):
+        run(made("soft"), PLAN)
+
+
+def test_recomputation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drain(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self)
+
+    planted(monkeypatch, RolloutPerturber, "drain", drain)
+    with pytest.raises(Disagreement):
+        run(made("soft"), PLAN)
+
+
+def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request begins where the last one in its slot would have gone on."""
+    monkeypatch.setattr(RolloutPerturber, "closed", lambda self, slot: None)
+    with pytest.raises(Disagreement):
+        for seed in range(12):
+            run(made("soft", rate=1.0), Plan(seed=seed, batch=2, chunk=100))
+
+
+def test_a_flag_that_is_left_standing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clear(original: Any, self: InputOverride, rewritten: np.ndarray | None = None) -> None: ...
+
+    planted(monkeypatch, InputOverride, "clear", clear)
+    with pytest.raises(Disagreement):
+        run(made("soft"), PLAN)
