@@ -99,6 +99,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
+from ngrpo.dataset_check import is_checked
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.report.page import write_training
@@ -237,9 +238,9 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         (f"hardware {hardware.name} can do it", lambda: hardware.check(whole)),
         ("attention and packing", lambda: _check_attention(whole, hardware.name, conditions)),
         ("what is replaced upstream is as it was", lambda: _check_seams(conditions)),
-        ("dataset and reward", lambda: _check_data(command, complete)),
+        ("dataset and reward", lambda: _check_data(command, complete) or _unread(command, complete)),
         ("evaluation", lambda: preflight.check_eval_at_start(complete, command.settings)),
-        (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
+        (f"the options fit the model {model}", lambda: _check_model(model, local, command)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
     for note in (*command.notes, *_notes_on_flags(command)):
@@ -263,6 +264,28 @@ def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:
             name: value.replace(made, str(folder)) if isinstance(value, str) else value
             for name, value in prepared.items()
         }
+
+
+def _unread(command: flags.TrainCommand, complete: Flags) -> str | None:
+    """Why not all rows of the dataset were looked at."""
+    name = "--data.prompt_dataset"
+    value = complete.value(name) or ""
+    if command.task is not None or is_checked(name, value):
+        return None
+    return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
+
+
+def _check_model(model: str, local: str, command: flags.TrainCommand) -> str | None:
+    """The check of a local model, or why there was none."""
+    if Path(local).expanduser().is_dir():
+        preflight.check_model(local, command.spec)
+        return None
+    if model in models.PACKAGED:
+        return f"not checked: the folder of {model} is made when it is first used."
+    return (
+        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
+        " asked when the run starts."
+    )
 
 
 def _check_attention(whole: Flags, hardware: str, conditions: Sequence[str]) -> None:
@@ -313,10 +336,11 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
 
 
 def _notes_on_flags(command: flags.TrainCommand) -> list[str]:
-    """What the advantage and the sampling warn of."""
+    """What the advantage, the sampling and the datasets' labels warn of."""
     given, settings = Flags(command.openrlhf_args), command.settings
     parts = (settings.advantage, rollout_sampling.create(**settings.sampling))
-    return [note for part in parts if part is not None for note in part.notes(given)]
+    notes = [note for part in parts if part is not None for note in part.notes(given)]
+    return notes + preflight.dataset_notes(given.words)
 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:

@@ -41,6 +41,7 @@ FLOORS = (
     (
         "ngrpo.answers",
         "ngrpo.datafiles",
+        "ngrpo.dataset_check",
         "ngrpo.reward_files",
         "ngrpo.advantages",
         "ngrpo.advantage_check",
