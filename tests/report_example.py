@@ -260,6 +260,8 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         else f"{sign} than none in Mean@8 by {abs(gain):.3f}, beyond noise; Pass@8 within noise"
     )
     base = name == "none"
+    if seeds == 1 and not base:
+        verdict = f"Mean@8 {gain:+.3f} over problems against none, but one seed is too few to tell a method from luck"
     return {
         "strategy": name,
         "seeds": [run["seed"] for run in runs if run["status"] == "done"],

@@ -120,6 +120,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else values.shown(value),
     )
+    found.filters["shown"] = values.shown
     found.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     for function in (
         *(values.between, values.dig, values.duration, values.figure, values.number, values.numbers, values.plural),

@@ -85,6 +85,17 @@
     answer.addEventListener("scroll", follow, { passive: true });
   }
 
+  // Rows that say more: their lines, the first one in bold.
+  for (const row of document.querySelectorAll("[data-hint]")) {
+    const read = () => {
+      const lines = JSON.parse(row.dataset.hint).map((line, i) => make("div", line, i ? "" : "strong"));
+      show(row, lines, row.getBoundingClientRect());
+    };
+    for (const name of ["pointerenter", "focus", "click"]) row.addEventListener(name, read);
+    row.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
+    row.addEventListener("blur", hide);
+  }
+
   // Charts: the nearest step or point under the pointer, or the next one by arrow key.
   const hidden = new Set();
   for (const plot of document.querySelectorAll(".plot")) {
@@ -167,7 +178,7 @@
   }
 
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-  document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".tok, .plot")) hide(); });
+  document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".tok, .plot, .hint")) hide(); });
   window.addEventListener("scroll", follow, { passive: true });
   window.addEventListener("beforeprint", () => {
     hide();

@@ -93,6 +93,29 @@ def test_page(browser: Chromium, pages: dict[str, str], name: str, window: tuple
         browser.picture(Path(folder) / f"test-{name}-{kind}{'-dark' if dark else ''}.png")
 
 
+def test_verdicts_in_the_head(browser: Chromium, pages: dict[str, str]) -> None:
+    """By mouse, by keyboard and by touch; gone once the pointer is elsewhere."""
+    browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1])
+    browser.move(*at(browser, ".forest li:nth-child(2)"))
+    browser.settle()
+    assert "the runs do not tell them apart" in browser.evaluate(TIP) and browser.evaluate(TIP_FITS)
+    browser.move(5, 5)
+    assert browser.evaluate(TIP) is None
+    browser.evaluate("document.querySelector('.forest li').focus()")
+    browser.settle()
+    assert "would often have been missed" in browser.evaluate(TIP)
+    browser.press("Tab")
+    browser.settle()
+    assert "the runs do not tell them apart" in browser.evaluate(TIP)
+    browser.open(pages["comparison"], width=PHONE[0], height=PHONE[1], touch=True)
+    browser.tap(*at(browser, ".forest li:last-child .told"))
+    browser.settle()
+    assert "worse than none in Mean@8" in browser.evaluate(TIP) and browser.evaluate(TIP_FITS)
+    browser.tap(*at(browser, ".finding"))
+    browser.settle()
+    assert browser.evaluate(TIP) is None and browser.complaints() == []
+
+
 def test_neighbors_by_mouse_and_keyboard(browser: Chromium, pages: dict[str, str]) -> None:
     browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1])
     assert browser.evaluate(TIP) is None
