@@ -69,6 +69,8 @@ the run
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'
                             takes a flag of OpenRLHF out
+  --report.groups N         keep all answers to N prompts of a few steps, for a
+                            look into groups in report.html [0]
   --dry-run [GIB]           print configuration, placement and memory (for a GPU
                             of so many GiB), check, and start nothing
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
@@ -96,6 +98,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ngrpo import flags, models, openrlhf_parser, preflight, presets, progress, reward_files, summary, tasks, versions
@@ -107,6 +110,7 @@ from ngrpo.result_folder import folder_for, read_json
 from ngrpo.rollout import used_runner
 from ngrpo.trainer import rollout_sampling, seams
 from ngrpo.trainer.launch import conditions_for
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 
@@ -134,6 +138,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     if command.log_file is not None:
         preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
+    command = replace(command, settings=_with_report(command.settings, folder))
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
     status = _launch(args, command, hardware, report)
@@ -254,6 +259,11 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         gpu_gib=_gib(command.dry_run or "true"),
         checks=checks,
     )
+
+
+def _with_report(settings: RunSettings, folder: Path) -> RunSettings:
+    """The settings with the folder in which groups are kept, where any are."""
+    return replace(settings, report={**settings.report, "folder": str(folder.absolute())} if settings.report else {})
 
 
 def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:

@@ -18,6 +18,7 @@ from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
 from ngrpo.evaluate.estimators import pass_at_k
+from ngrpo.report.groups import MOST_BYTES, fitting
 from ngrpo.result_folder import write_text
 
 FORMAT = 1
@@ -40,6 +41,8 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     from ngrpo.versions import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
+    for run in runs:  # a report has no room for more
+        run["groups"] = fitting(run["groups"], MOST_BYTES // len(plan.arms))
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
     runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
@@ -173,6 +176,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "steps": summary.get("steps", []),
         "evaluations": _evaluations(summary.get("evaluation") or {}),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
+        "groups": (summary.get("groups") or []) if run.seed == plan.seeds[0] else [],
     }
 
 

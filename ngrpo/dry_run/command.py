@@ -84,6 +84,7 @@ def configuration(args: Mapping[str, Any], settings: RunSettings) -> list[str]:
         "sampling": settings.sampling or None,
         "reproducible": settings.reproducible or None,
         "eval.at_start": settings.eval_at_start or None,
+        "report": settings.report or None,
     }
     lines = []
     for name, value in ours.items():

@@ -73,10 +73,16 @@
       next.tabIndex = 0;
       next.focus();
     });
+    const notes = JSON.parse(answer.dataset.notes || "[]");
     for (const name of ["pointerover", "focusin", "click"]) {
       answer.addEventListener(name, (event) => {
         const node = event.target.closest(".tok");
+        const plain = event.target.closest("i");
         if (node) showToken(node);
+        else if (plain) {
+          const lines = notes[[...answer.children].indexOf(plain)] || [];
+          if (lines.length) show(plain, lines.map((line) => make("div", line)), plain.getClientRects()[0] || plain.getBoundingClientRect());
+        }
         else if (owner && answer.contains(owner)) hide();
       });
     }
@@ -94,6 +100,25 @@
     for (const name of ["pointerenter", "focus", "click"]) row.addEventListener(name, read);
     row.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
     row.addEventListener("blur", hide);
+  }
+
+  // Bars of rewards: one that is chosen leaves the answers with its reward, in every prompt of its step.
+  for (const step of document.querySelectorAll(".step")) {
+    const bars = [...step.querySelectorAll(".tally")];
+    for (const bar of bars) {
+      bar.addEventListener("click", () => {
+        const chosen = bar.getAttribute("aria-pressed") !== "true";
+        for (const other of bars) other.setAttribute("aria-pressed", String(chosen && other === bar));
+        for (const answer of step.querySelectorAll(".answer")) {
+          answer.classList.toggle("off", chosen && answer.dataset.in !== bar.dataset.bar);
+        }
+        for (const group of step.querySelectorAll(".problem")) {
+          const left = group.querySelectorAll(".answer:not(.off)").length;
+          group.classList.toggle("off", !left);
+          if (chosen && left) group.open = true;
+        }
+      });
+    }
   }
 
   // Charts: the nearest step or point under the pointer, or the next one by arrow key.

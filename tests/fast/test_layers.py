@@ -33,6 +33,7 @@ FLOORS = (
         "ngrpo.text_table",
         "ngrpo.terminal_chart",
         "ngrpo.versions",
+        "ngrpo.token_texts",
         "ngrpo.result_folder",
         "ngrpo.bootstrap",
         "ngrpo.significance",
