@@ -135,16 +135,17 @@ def _strategy(arm: Arm) -> dict[str, Any]:
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the arms' names: it knows perturbations only, an arm has a base algorithm and flags too.
+    """The diagnosis under the arms' names: it knows how rollouts are drawn, an arm has a base algorithm and flags too.
 
-    An arm whose rollouts are drawn in a way of its own, such as at another temperature, was not diagnosed.
+    An arm whose rollouts differ in a way that a diagnosis does not know, such as another top-p, was not diagnosed.
     """
     if diagnosis is None:
         return None
     names: dict[str, list[str]] = {}
     for arm in arms:
-        if not any(key.startswith(("rollout.", "sampling.", "policy_noise")) for key in arm.training):
-            names.setdefault(arm.perturbation, []).append(arm.id)
+        others = arm.training.keys() - arm.rollouts.keys()
+        if not any(key.startswith(("rollout.", "sampling.")) for key in others):
+            names.setdefault(arm.drawn, []).append(arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
         return [{**row, key: names.get(row[key], [row[key]])[0]} for row in rows]
