@@ -114,12 +114,12 @@ def test_tokens_with_advantages_of_their_own() -> None:
 
 def test_a_step_stays_small() -> None:
     found = of_step(
-        experiences(size=16, prompts=16, length=4000, perturbed=False), Tokenizer(), size=16, groups=16, seed="0"
+        experiences(size=8, prompts=8, length=2000, perturbed=False), Tokenizer(), size=8, groups=8, seed="0"
     )
     assert len(json.dumps(found, ensure_ascii=False).encode()) <= STEP_BYTES
     answer = found["groups"][0]["answers"][0]
-    assert answer["cut"] == 4000 - len(answer["tokens"]) and 32 <= len(answer["tokens"]) <= 512
-    assert len(found["rewards"]) == 256
+    assert answer["cut"] == 2000 - len(answer["tokens"]) and 32 <= len(answer["tokens"]) <= 512
+    assert len(found["rewards"]) == 64
 
 
 def test_diversity_by_hand() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,10 @@ def test_eval_refuses_what_only_a_training_has(flag: list[str]) -> None:
         command.check(["--model", "smollm2-135m", "--task", "arithmetic", *flag])
 
 
-def test_requests_say_their_training_step() -> None:
+def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    for name in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
     params = engine._params(Sampling(), ([1], 2, 3), False, True, 9)
     assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, "training_step": 9}
     assert "training_step" not in engine._params(Sampling(), ([1], 2, 3), False, True, 0).extra_args["perturbation"]
@@ -127,8 +131,6 @@ def test_a_folder_with_noise(tiny: Path) -> None:
 
 
 def test_the_engine_is_given_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     built: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **given: built.update(given)))
     spec = policy("--sampling.schedule", "ead").schedule_spec
