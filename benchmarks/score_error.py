@@ -77,7 +77,7 @@ def differences(perturbation: Perturbation, step: Step) -> Entry | None:
         return density.renormalised(seen.at(seen.edit.ids), kept), kept
 
     if perturbation.name == "normal":
-        ids, old = perturbation.top(step.logits)
+        ids, old = perturbation.top(step)
         draws = old + density.NORMAL_SIGMA * step.normal(ids)
         return lambda seen: density.normal(draws, *shares(seen))
     if perturbation.name == "gumbel" and perturbation.density == "gumbel":

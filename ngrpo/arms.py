@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from perturbations.testing import PerturbationError
 
 _PREFIX = "perturbation."
+# What of these changes the rollouts, and can be looked at without a training.
+_ROLLOUTS = r"(policy_noise|sampling\.schedule)(\.\w+)?"
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
 _TRAINING = r"base|(advantage|credit|policy_noise|sampling\.schedule)(\.\w+)?|reproducible"
 
@@ -66,6 +68,16 @@ class Arm:
         return shlex.join([self.name, *_pairs(self.options)])
 
     @property
+    def rollouts(self) -> dict[str, str]:
+        """What of :attr:`training` changes the rollouts: a sampling schedule and noise on the weights."""
+        return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUTS, key)}
+
+    @property
+    def drawn(self) -> str:
+        """The id of the perturbation and what else changes the rollouts."""
+        return " ".join([self.perturbation, *_pairs(self.rollouts)])
+
+    @property
     def settings(self) -> dict[str, str]:
         """All that the user gave but the name: ``{"perturbation.rate": "0.2", "base": "gspo"}``."""
         return {**{_PREFIX + key: value for key, value in self.options.items()}, **self.training}
@@ -92,6 +104,7 @@ def parse_arms(
     *,
     bases: Sequence[str] = (),
     training: bool = False,
+    rollouts: bool = False,
 ) -> list[Arm]:
     """Reads the flags; nothing is loaded but the perturbations themselves.
 
@@ -105,6 +118,7 @@ def parse_arms(
         bases: values of ``--base``, one arm for each, where an arm does not name its own.
         training: whether arms are trained: ``lines`` may then hold ``base=``, ``advantage=`` and ``--flag=value``, and
             ``sweeps`` any flag of ``ngrpo train``, which applies to all arms.
+        rollouts: whether ``lines`` may hold what changes rollouts alone: ``sampling.schedule=`` and ``policy_noise=``.
 
     Returns:
         At least one arm, in the order given. An arm given twice stays twice, as ``none`` and ``none (2)``.
@@ -119,7 +133,7 @@ def parse_arms(
         before, arms = arms, _crossed(arms, "options", option, own[option], only=_sweepable)
         if arms == before:
             raise _sweep_error(option, named)
-    arms = arms + [_with_blanks(text, training) for text in lines]
+    arms = arms + [_with_blanks(text, training, rollouts) for text in lines]
     if not arms:
         raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
     for key in axes:
@@ -156,7 +170,7 @@ def _with_colons(text: str, training: bool) -> Arm:
     return _arm(name.strip(), words, f"--perturbations {text!r}", training)
 
 
-def _with_blanks(text: str, training: bool) -> Arm:
+def _with_blanks(text: str, training: bool, rollouts: bool) -> Arm:
     where = f"--strategy {text!r}"
     try:
         name, *words = shlex.split(text) or [""]
@@ -164,10 +178,10 @@ def _with_blanks(text: str, training: bool) -> Arm:
         raise UsageError(f"{where}: {error}.") from None
     if not name:
         raise UsageError(f"{where}: a name is needed, for example 'neighbor rate=0.2'.")
-    return _arm(name, words, where, training)
+    return _arm(name, words, where, training, rollouts)
 
 
-def _arm(name: str, words: Sequence[str], where: str, training: bool) -> Arm:
+def _arm(name: str, words: Sequence[str], where: str, training: bool, rollouts: bool = False) -> Arm:
     """Sorts ``option=value``, and in a training ``base=gspo`` and ``--flag=value``."""
     options: dict[str, str] = {}
     more: dict[str, str] = {}
@@ -177,7 +191,7 @@ def _arm(name: str, words: Sequence[str], where: str, training: bool) -> Arm:
         own = key.startswith(_PREFIX) or (not training and key in option_fields(name, {}))
         key = key.removeprefix(_PREFIX)
         flag = not own and (word.startswith("--") or re.fullmatch(_TRAINING, key) is not None)
-        if flag and not training:
+        if flag and not training and not (rollouts and re.fullmatch(_ROLLOUTS, key)):
             raise UsageError(f"{where}: {word!r} is for a training. Leave it out.")
         if flag and not value and not word.startswith("--"):
             raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")

@@ -147,7 +147,10 @@ def picture(kept: Registry, cls: type) -> list[str]:
     }.get(kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return [] if drawing is None else drawing(cls())
+        if drawing is None:
+            return []
+        kept.check_complete(cls, cls.name)
+        return drawing(cls())
 
 
 def train_help(words: Sequence[str] = ()) -> str:

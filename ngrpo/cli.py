@@ -41,6 +41,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ngrpo import processes
+from perturbations import user_files
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -126,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ngrpo: error: {str(error.filename)[:60]}… is too long a name for a file.", file=sys.stderr)
             return 2
         traceback.print_exc()
-        print(_BUG, file=sys.stderr)
+        fault = user_files.fault(error)
+        print(_BUG if fault is None else f"ngrpo: error: {fault}", file=sys.stderr)
         return 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -20,8 +20,6 @@ from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 Row = dict[str, Any]
-
-_CHECKED = 100_000  # rows that are looked at before a run: a second or two
 
 
 def contents(words: Iterable[str]) -> dict[str, str]:
@@ -80,66 +78,6 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     return rows
 
 
-def check_dataset(flag: str, value: str, columns: Mapping[str, str]) -> None:
-    """Checks what can be known of OpenRLHF's dataset without loading it; hub names are left to OpenRLHF.
-
-    Args:
-        flag: the flag that names it, for messages.
-        value: its value: files, folders or hub names, separated by commas.
-        columns: the columns it must have, by the flag that names each.
-
-    Raises:
-        UsageError: for a missing or empty file, one that cannot be read, or a column that is missing, in the file or in
-            one of its first 100,000 rows.
-    """
-    for name in (part.strip().split("@")[0].strip() for part in value.split(",")):
-        path = Path(name).expanduser()
-        # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
-        if path.is_dir() and not any(file.suffix in _IN_FOLDERS for file in path.rglob("*")):
-            raise UsageError(
-                f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). Give a file, or a folder"
-                " that holds some."
-            )
-        if path.suffix not in (*ENDINGS, ".arrow"):
-            if not path.exists() and name.startswith(("/", ".", "~")):
-                raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
-            continue
-        if path.suffix == ".arrow" and path.is_file():
-            continue
-        found = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
-        if name.startswith("~"):
-            raise UsageError(f"{flag} {name}: OpenRLHF does not expand '~'. Write {path}.")
-        for column_flag, column in columns.items():
-            if column not in found:
-                raise UsageError(
-                    f"{flag} {name} has no column {column!r} ({column_flag}).{nearest(column, found)}"
-                    f" Its columns: {', '.join(found)}. Name the right one with {column_flag}."
-                )
-            if found[column] is not None:
-                raise UsageError(
-                    f"{flag} {name}: row {found[column]} has no {column!r} ({column_flag}). Give it one, or leave it"
-                    " out."
-                )
-
-
-@lru_cache
-def _columns(flag: str, name: str, changed: int) -> dict[str, int | None]:
-    """A file's columns by its first row, each with the number of the first row that has nothing there, if any has.
-
-    Kept, because a comparison checks the same file for each of its strategies.
-
-    Args:
-        flag: the flag that names the file, for messages.
-        name: the file.
-        changed: when it was, so that another content is read anew.
-    """
-    rows = read_rows(flag, name, _CHECKED)
-    return {
-        column: next((number for number, row in enumerate(rows, start=1) if row.get(column) is None), None)
-        for column in rows[0]
-    }
-
-
 def _parquet(path: Path) -> Iterator[Row]:
     from pyarrow import parquet
 
@@ -179,4 +117,3 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 _READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 ENDINGS = tuple(_READERS)
-_IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".py", ".gz", ".zst")

@@ -28,6 +28,7 @@ SCHEDULE = f"{SAMPLING}.schedule"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 EVAL_AT_START = "--eval.at_start"
+REPORT_GROUPS = "--report.groups"
 GAP_LIMIT = f"{PERTURBATION}.gap_limit"
 STRICT = f"{PERTURBATION}.strict"
 CONFIG = f"{PERTURBATION}.config"
@@ -46,6 +47,7 @@ _ROOTS = {
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SCHEDULE} NAME",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
     EVAL_AT_START: f"{EVAL_AT_START} or {EVAL_AT_START} false",
+    REPORT_GROUPS: f"{REPORT_GROUPS} N",
 }
 _NEEDS = {
     PERTURBATION: "a perturbation's name (see: ngrpo list)",
@@ -59,6 +61,7 @@ DRY_RUN = "--dry-run"
 _OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
 _SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT, DRY_RUN)
 CONFIG_FILE = "--config"
+_MOST_GROUPS = 16
 # Ours besides these: the field of TrainCommand that each one sets.
 _OURS = {
     DRY_RUN: "dry_run",
@@ -151,6 +154,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
         gap_limit=gap_limit,
         strict=strict,
         replay_buffer_spec=buffer,
+        report=_report(ours.pop(REPORT_GROUPS, "0")),
     )
     return TrainCommand(
         settings,
@@ -318,6 +322,12 @@ def _switch(flag: str, value: str) -> bool:
     if value.lower() not in known:
         raise UsageError(f"{flag} {value}: true or false is needed, or the flag alone for true.")
     return known[value.lower()]
+
+
+def _report(groups: str) -> dict[str, Any]:
+    if not (groups.isdecimal() and groups.isascii() and int(groups) <= _MOST_GROUPS):
+        raise UsageError(f"{REPORT_GROUPS} {groups}: a whole number of prompts is needed, at most {_MOST_GROUPS}.")
+    return {"groups": int(groups)} if int(groups) else {}
 
 
 def _gap_limit(value: str) -> float:

@@ -153,6 +153,18 @@ def check(name: str) -> None:
         raise UsageError(f"model {name!r}, {found.architecture or 'no architecture'}: {'; '.join(found.refused)}.")
 
 
+def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> None:
+    """As :func:`check`, of a run: only what is perturbed needs a model whose inputs can be replaced."""
+    if spec is not None and model:
+        check(model)
+
+
+def told_of(model: str) -> str:
+    """What config.json tells of a model, for the line of a check."""
+    support = of_model(model) if model else None
+    return f"model {model}: {support.told() if support else 'not known, its config.json is not here'}"
+
+
 def _engine(architecture: str, remote: bool, refused: list[str], unknown: list[str]) -> str:
     tables = _vllm_tables()
     if tables is None:

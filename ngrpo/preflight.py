@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ngrpo import entry_check, versions
-from ngrpo.datafiles import check_dataset
+from ngrpo.dataset_check import Columns, check_dataset, label_note
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
 from ngrpo.trainer.run_settings import RunSettings
@@ -46,6 +46,7 @@ _AT_LEAST_ONE = (
     "--train.batch_size",
     "--train.micro_batch_size",
     "--train.max_epochs",
+    "--train.num_episodes",
     "--data.max_len",
     "--data.max_samples",
 )
@@ -58,6 +59,7 @@ _IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
     "--eval.temperature": (lambda n: 0 <= n < inf, "a number of at least 0"),
     "--actor.adam.lr": (lambda n: 0 <= n < inf, "a number of at least 0"),
     "--algo.kl.init_coef": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--ds.zero_stage": (lambda n: n in (0, 1, 2, 3), "0, 1, 2 or 3"),
     "--vllm.gpu_memory_utilization": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
 }
 
@@ -319,19 +321,33 @@ def check_files(args: Sequence[str]) -> None:
     """Checks the datasets that OpenRLHF would open only after every model has loaded.
 
     Raises:
-        UsageError: for a missing or empty dataset, or a missing column.
+        UsageError: for a missing or empty dataset, a missing column, or one that cannot be used.
     """
     train = Flags(args).value("--data.prompt_dataset")
     if not train:
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
-    columns = {"--data.input_key": Flags(args).value("--data.input_key") or "input"}
-    label = Flags(args).value("--data.label_key")
-    if label:
-        columns["--data.label_key"] = label
+    columns = _columns_of(args)
     check_dataset("--data.prompt_dataset", train, columns)
     evaluation = Flags(args).value("--eval.dataset")
     if evaluation:
         check_dataset("--eval.dataset", evaluation, columns)
+
+
+def dataset_notes(args: Sequence[str]) -> list[str]:
+    """What to know of the datasets' labels; nothing of one that :func:`check_files` refuses."""
+    notes = []
+    for flag in ("--data.prompt_dataset", "--eval.dataset"):
+        with suppress(UsageError):
+            notes.append(label_note(flag, Flags(args).value(flag) or "", _columns_of(args)))
+    return [note for note in notes if note is not None]
+
+
+def _columns_of(args: Sequence[str]) -> Columns:
+    return Columns(
+        Flags(args).value("--data.input_key") or "input",
+        Flags(args).value("--data.label_key") or None,
+        messages=Flags(args).has("--data.apply_chat_template"),
+    )
 
 
 def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:

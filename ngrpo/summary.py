@@ -16,7 +16,7 @@ from ngrpo.result_folder import write_json
 from ngrpo.rollout import used_runner
 from ngrpo.terminal_chart import columns
 from ngrpo.text_table import aligned
-from ngrpo.trainer import rollout_sampling
+from ngrpo.trainer import kept_groups, rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.versions import machine, versions
 from perturbations import registry
@@ -84,6 +84,7 @@ def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware
             "report": str(folder / "report.html"),
         },
         "openrlhf_args": list(args),
+        "groups": kept_groups.read(folder) if settings.report else [],
         "scalars": scalars,
     }
     write_json(place, summary)

@@ -70,6 +70,8 @@ the run
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'
                             takes a flag of OpenRLHF out
+  --report.groups N         keep all answers to N prompts of a few steps, for a
+                            look into groups in report.html [0]
   --dry-run [GIB]           print configuration, placement and memory (for a GPU
                             of so many GiB), check, and start nothing
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
@@ -95,10 +97,10 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ngrpo import (
     entry_check,
@@ -114,6 +116,7 @@ from ngrpo import (
     tasks,
     versions,
 )
+from ngrpo.dataset_check import is_checked
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.report.page import write_training
@@ -121,6 +124,7 @@ from ngrpo.result_folder import folder_for, read_json
 from ngrpo.rollout import used_runner
 from ngrpo.trainer import rollout_sampling, seams
 from ngrpo.trainer.launch import conditions_for
+from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 
@@ -148,6 +152,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     if command.log_file is not None:
         preflight.check_output("--log-file", command.log_file, folder=False)
     args = _prepare(command, folder, report)
+    command = replace(command, settings=_with_report(command.settings, folder))
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
     status = _launch(args, command, hardware, report)
@@ -253,10 +258,10 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
         (f"hardware {hardware.name} can do it", lambda: hardware.check(whole)),
         ("attention and packing", lambda: _check_attention(whole, hardware.name, conditions)),
         ("what is replaced upstream is as it was", lambda: _check_seams(conditions)),
-        ("dataset and reward", lambda: _check_data(command, complete)),
+        ("dataset and reward", lambda: _check_data(command, complete) or _unread(command, complete)),
         ("evaluation", lambda: preflight.check_eval_at_start(complete, command.settings)),
-        (_told_of(local), lambda: _check_support(local, command.spec)),
-        (f"the options fit the model {model}", lambda: preflight.check_model(local, command.spec)),
+        (model_support.told_of(local), lambda: model_support.check_perturbed(local, command.spec)),
+        (f"the options fit the model {model}", lambda: _check_model(model, local, command)),
         (f"{folder} can be written", lambda: preflight.check_output("--run-dir", folder, folder=True)),
     ]
     for note in (*command.notes, *_notes_on_flags(command), *entry_check.notes(complete, command.settings)):
@@ -272,16 +277,9 @@ def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
     )
 
 
-def _check_support(model: str, spec: Mapping[str, Any] | None) -> None:
-    """Only what is perturbed needs a model whose inputs can be replaced."""
-    if spec is not None and model:
-        model_support.check(model)
-
-
-def _told_of(model: str) -> str:
-    """What config.json tells of a model, for the line of its check."""
-    found = model_support.of_model(model) if model else None
-    return f"model {model}: {found.told() if found else 'not known, its config.json is not here'}"
+def _with_report(settings: RunSettings, folder: Path) -> RunSettings:
+    """The settings with the folder in which groups are kept, where any are."""
+    return replace(settings, report={**settings.report, "folder": str(folder.absolute())} if settings.report else {})
 
 
 def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:
@@ -292,6 +290,28 @@ def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:
             name: value.replace(made, str(folder)) if isinstance(value, str) else value
             for name, value in prepared.items()
         }
+
+
+def _unread(command: flags.TrainCommand, complete: Flags) -> str | None:
+    """Why not all rows of the dataset were looked at."""
+    name = "--data.prompt_dataset"
+    value = complete.value(name) or ""
+    if command.task is not None or is_checked(name, value):
+        return None
+    return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
+
+
+def _check_model(model: str, local: str, command: flags.TrainCommand) -> str | None:
+    """The check of a local model, or why there was none."""
+    if Path(local).expanduser().is_dir():
+        preflight.check_model(local, command.spec)
+        return None
+    if model in models.PACKAGED:
+        return f"not checked: the folder of {model} is made when it is first used."
+    return (
+        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
+        " asked when the run starts."
+    )
 
 
 def _check_attention(whole: Flags, hardware: str, conditions: Sequence[str]) -> None:
@@ -338,16 +358,17 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
 
     complete = flags.replace_model_names(complete, resolved)
     model = complete.value("--actor.model_name_or_path") or ""
-    _check_support(model, command.spec)
+    model_support.check_perturbed(model, command.spec)
     preflight.check_model(model, command.spec)
     return complete.words
 
 
 def _notes_on_flags(command: flags.TrainCommand) -> list[str]:
-    """What the advantage and the sampling warn of."""
+    """What the advantage, the sampling and the datasets' labels warn of."""
     given, settings = Flags(command.openrlhf_args), command.settings
     parts = (settings.advantage, rollout_sampling.create(**settings.sampling))
-    return [note for part in parts if part is not None for note in part.notes(given)]
+    notes = [note for part in parts if part is not None for note in part.notes(given)]
+    return notes + preflight.dataset_notes(given.words)
 
 
 def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:

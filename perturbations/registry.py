@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import os
 import pkgutil
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -147,7 +148,39 @@ class Registry:
                     f" out, or choose {owners[0]!r}."
                 )
         cls.check_option_names(options)
+        self.check_complete(cls, name, options)
         return cls(**options)
+
+    def check_complete(self, cls: type, name: str, options: Iterable[str] = ()) -> None:
+        """Whether an object of a user's class can be made at all.
+
+        Args:
+            cls: as :meth:`get` returns it.
+            name: as it was given, for the message.
+            options: the names of the options that are given.
+
+        Raises:
+            UsageError: for an abstract class, one that declares options and is no dataclass, or an option that has no
+                default and is not given.
+        """
+        label, written = f"{self.kind} {name!r}: {cls.__qualname__}", "@dataclass(frozen=True, kw_only=True)"
+        missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+        if missing:
+            raise UsageError(
+                f"{label} does not define {missing}, which {self._base_name} leaves to it. Write it; `ngrpo new`"
+                " writes a file with all that is needed."
+            )
+        own = vars(cls)
+        declared = [hint for hint in own.get("__annotations__", {}).values() if "ClassVar" not in str(hint)]
+        if "__dataclass_fields__" not in own and ("__init__" in own or declared):
+            raise UsageError(
+                f"{label} is not a dataclass, so its options are not seen. Write {written} above the class, and each"
+                ' option as a field: share: float = option(0.5, "what it is").'
+            )
+        for field in dataclasses.fields(cls):
+            has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+            if field.init and not has_default and field.name not in options:
+                raise UsageError(f"{label} has no default for its option {field.name!r}. Give it one.")
 
     @staticmethod
     def _make_nested(field: dataclasses.Field, registry: Registry, options: dict[str, Any]) -> None:

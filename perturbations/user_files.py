@@ -97,6 +97,16 @@ def from_file(path: str, label: str) -> ModuleType:
     return _module(_packed(file.name, text, label), str(file.resolve()), label)
 
 
+def fault(error: BaseException) -> str | None:
+    """An error that arose in a user's file or below it, with the file's line; None for one that did not."""
+    files = {getattr(sys.modules.get(name), "__file__", None): source for name, source in _loaded.items()}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        where = frame.f_code.co_filename
+        if where in files:
+            return _in_words(error, where, files[where].filename)
+    return None
+
+
 def from_text(filename: str, packed: str, label: str) -> ModuleType:
     """The module of a text that came with a spec.
 

@@ -260,6 +260,8 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         else f"{sign} than none in Mean@8 by {abs(gain):.3f}, beyond noise; Pass@8 within noise"
     )
     base = name == "none"
+    if seeds == 1 and not base:
+        verdict = f"Mean@8 {gain:+.3f} over problems against none, but one seed is too few to tell a method from luck"
     return {
         "strategy": name,
         "seeds": [run["seed"] for run in runs if run["status"] == "done"],
@@ -393,3 +395,39 @@ def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
         "perturbations": perturbations,
         "explained_variance": [0.31, 0.18],
     }
+
+
+def groups(strategy: str = "neighbor rate=0.1", steps: int = 3, answers: int = 8) -> list[dict[str, Any]]:
+    """Kept steps as `ngrpo.trainer.kept_groups` writes them: two prompts each, some answers the same."""
+    draw = random.Random(5)
+    kept = []
+    for step in range(1, steps + 1):
+        rewards = [float(draw.random() < 0.2 * step) for _ in range(4 * answers)]
+        found = []
+        for number, (problem, _, text) in enumerate(PROBLEMS[:2]):
+            group = []
+            for i in range(answers):
+                tokens = [f" {word}" for word in text.replace("\n", " \n ").split(" ")][: 30 - 2 * (i % 4)]
+                at = [place for place in range(len(tokens)) if draw.random() < 0.15]
+                mixtures = [
+                    [place, {"candidates": [[tokens[place], 0.75], [" thus", 0.2], ["\n", 0.05]]}] for place in at
+                ]
+                group.append(
+                    {
+                        "reward": rewards[number * answers + i],
+                        "advantage": round(draw.gauss(0, 1), 4),
+                        "tokens": tokens,
+                        "gaps": [round(abs(draw.gauss(0, 1e-3)), 6) for _ in tokens],
+                        "fed": mixtures if strategy != "none" else [],
+                        **({"cut": 41} if i == 3 else {}),
+                    }
+                )
+            found.append(
+                {
+                    "prompt": problem,
+                    "diversity": {"different": 4.0, "distinct_2": 0.31, "common_prefix": 12.5},
+                    "answers": group,
+                }
+            )
+        kept.append({"step": 10 * step - 9, "rewards": rewards, "size": answers, "groups": found})
+    return kept

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ngrpo import presets, yaml_file
 from ngrpo.arms import Arm, parse_arms
 from ngrpo.compare.plan import BASELINE, Plan
+from ngrpo.diagnose.policies import policy_of
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -218,8 +220,20 @@ def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, .
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
-    lines = dict.fromkeys(arm.line for arm in arms)
+    lines = dict.fromkeys(_drawn_line(arm) for arm in arms)
     return (*options.words, *(word for line in lines for word in ("--strategy", line))) if int(prompts) else None
+
+
+def _drawn_line(arm: Arm) -> str:
+    """A value of ``--strategy`` of ``ngrpo diagnose``, with what else changes the rollouts of the first step."""
+    try:
+        policy = policy_of(arm)
+    except UsageError:  # what needs a training, or its length
+        return arm.line
+    if policy.schedule is None and not policy.scale:
+        return arm.line
+    more = (f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items())
+    return shlex.join([*shlex.split(arm.line), *more])
 
 
 def _source(rest: Flags, dataset: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
 from ngrpo.evaluate.estimators import pass_at_k
+from ngrpo.report.groups import MOST_BYTES, fitting
 from ngrpo.result_folder import write_text
 
 FORMAT = 1
@@ -40,6 +41,8 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     from ngrpo.versions import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
+    for run in runs:  # a report has no room for more
+        run["groups"] = fitting(run["groups"], MOST_BYTES // len(plan.arms))
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
     runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
@@ -132,16 +135,17 @@ def _strategy(arm: Arm) -> dict[str, Any]:
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the arms' names: it knows perturbations only, an arm has a base algorithm and flags too.
+    """The diagnosis under the arms' names: it knows how rollouts are drawn, an arm has a base algorithm and flags too.
 
-    An arm whose rollouts are drawn in a way of its own, such as at another temperature, was not diagnosed.
+    An arm whose rollouts differ in a way that a diagnosis does not know, such as another top-p, was not diagnosed.
     """
     if diagnosis is None:
         return None
     names: dict[str, list[str]] = {}
     for arm in arms:
-        if not any(key.startswith(("rollout.", "sampling.", "policy_noise")) for key in arm.training):
-            names.setdefault(arm.perturbation, []).append(arm.id)
+        others = arm.training.keys() - arm.rollouts.keys()
+        if not any(key.startswith(("rollout.", "sampling.")) for key in others):
+            names.setdefault(arm.drawn, []).append(arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
         return [{**row, key: names.get(row[key], [row[key]])[0]} for row in rows]
@@ -173,6 +177,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "steps": summary.get("steps", []),
         "evaluations": _evaluations(summary.get("evaluation") or {}),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
+        "groups": (summary.get("groups") or []) if run.seed == plan.seeds[0] else [],
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ngrpo.arms import Arm, parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
+from ngrpo.diagnose.policies import policy_of
 from ngrpo.result_folder import folder_for
 from perturbations.errors import UsageError
 
@@ -28,6 +29,8 @@ examples
       --perturbations none,neighbor --sweep perturbation.rate=0.1,0.3
   ngrpo diagnose --model smollm2-135m --task arithmetic \\
       --strategy none --strategy 'neighbor rate=1 variant=released'
+  ngrpo diagnose --model smollm2-135m --task arithmetic --strategy none \\
+      --strategy 'none sampling.schedule=ead' --strategy 'none policy_noise=psn'
 
 What each number is: docs/diagnose.md."""
 _DEFAULT = "none,neighbor,gaussian,gumbel"
@@ -80,6 +83,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
             out=out,
             sampling=sampling,
             dataset=dataset,
+            policies=[policy_of(strategy, given.at_step, given.of_steps) for strategy in strategies],
             with_map=given.embedding_map,
             map_words=given.tokens,
             hardware=given.hardware,
@@ -115,7 +119,9 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list
     profile_for(given.hardware)
     sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
     named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
-    strategies = parse_arms(named, given.sweep, given.strategy)
+    strategies = parse_arms(named, given.sweep, given.strategy, rollouts=True)
+    for strategy in strategies:
+        policy_of(strategy, given.at_step, given.of_steps).check_temperature(given.temperature)
     return given, sampling, strategies
 
 
@@ -140,6 +146,8 @@ def _parser() -> CommandParser:
     add("--temperature", type=float, default=1.0, help="[1]")
     add("--top-p", type=float, default=1.0, help="[1]")
     add("--seed", type=int, default=0, help="the same for all strategies; the same seed draws the same samples [0]")
+    add("--at-step", type=int, default=0, help="training step that schedules and noises are of, from 0 [0]")
+    add("--of-steps", type=int, help="training steps of the run, where a noise depends on it")
     add("--embedding-map", action="store_true", help="where some tokens go when they are perturbed")
     add("--tokens", metavar="WORDS", help="words of the embedding map, with commas [ten common ones]")
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")

@@ -17,6 +17,7 @@ from ngrpo.diagnose.side_by_side import side_by_side
 from ngrpo.diagnose.strategy_row import groups_of, strategy_rows
 from ngrpo.evaluate.engine import load_tokenizer
 from ngrpo.evaluate.problem import digest
+from ngrpo.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.evaluate.scoring import check_problems
 from ngrpo.report import write_diagnosis
 from ngrpo.versions import machine, versions
@@ -37,6 +38,7 @@ def diagnose(
     out: str | Path,
     sampling: GroupSampling | None = None,
     dataset: str = "problems",
+    policies: Sequence[RolloutPolicy] | None = None,
     with_map: bool = False,
     map_words: str | None = None,
     hardware: str = "auto",
@@ -51,12 +53,13 @@ def diagnose(
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: of :func:`ngrpo.arms.parse_arms`; the first unperturbed one is the baseline of the
-            perplexity.
+        strategies: of :func:`ngrpo.arms.parse_arms`; the first unperturbed one, with the model's own weights at
+            one temperature, is the baseline of the perplexity.
         out: the folder.
         sampling: group size, length, temperature, seed.
         dataset: what the problems are called in the result.
         with_map: make the embedding map too.
+        policies: what the rollouts of each strategy have beside its perturbation; None: nothing.
         map_words: the words of the map, with commas between them; None: ten usual ones.
         hardware: a hardware profile.
         dtype: of the model, as vLLM takes it.
@@ -85,7 +88,8 @@ def diagnose(
     began = time.time()
     with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:
         folder.claim(settings)
-        missing = [strategy for strategy in strategies if not folder.has(strategy)]
+        policy = {s.id: p for s, p in zip(strategies, policies or [RolloutPolicy()] * len(strategies))}
+        missing = [strategy for strategy in strategies if not folder.has(strategy, policy[strategy.id].described())]
         asked = {"words": map_words, "specs": [s.spec for s in strategies]}
         map_missing = with_map and (folder.read(MAP) or {}).get("asked") != asked
         if missing or map_missing:
@@ -97,7 +101,7 @@ def diagnose(
                 report("vLLM is starting")
                 llm = measuring.build(path, room, hardware=hardware, dtype=dtype)
             for strategy in missing:
-                _add(folder, llm, strategy, problems, sampling, report)
+                _add(folder, llm, path, strategy, policy[strategy.id], problems, sampling, report)
             if map_missing:
                 report("embedding map")
                 made = embedding_map.make(llm, strategies, tokens, sampling.seed)
@@ -117,7 +121,7 @@ def diagnose(
             "versions": versions(", ".join(runners)),
             "machine": machine(),
             "seconds": round(time.time() - began, 1),
-            "baseline": next((strategy.id for strategy in strategies if strategy.spec is None), None),
+            "baseline": next((s.id for s in strategies if s.spec is None and policy[s.id].plain), None),
             "strategies": rows,
             "warnings": screen_table.warnings_of(rows, strategies),
             "samples": side_by_side(problems, groups, tokenizer),
@@ -131,14 +135,19 @@ def diagnose(
 def _add(
     folder: DiagnosisFolder,
     llm: Any,
+    model: str,
     strategy: Arm,
+    policy: RolloutPolicy,
     problems: Sequence[Problem],
     sampling: GroupSampling,
     report: Report,
 ) -> None:
     began = time.time()
     report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} answers")
-    samples, facts = measuring.sample_strategy(llm, strategy, problems, sampling)
+    for note in policy.notes:
+        report(f"warning: {strategy.id}: {note}")
+    samples, facts = measuring.sample_strategy(llm, strategy, problems, sampling, model, policy)
+    facts |= {"rollouts": policy.described()} if not policy.plain else {}
     seconds = round(time.time() - began, 1)
     folder.keep(strategy.id, samples, {"perturbation": strategy.spec, "seconds": seconds, **facts})
     reward = sum(sample.reward for sample in samples) / len(samples)

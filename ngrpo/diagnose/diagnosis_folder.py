@@ -37,19 +37,22 @@ class DiagnosisFolder(ResultFolder):
         if len(kept) < len(lines):
             self.write_lines(SAMPLES, kept)
 
-    def has(self, strategy: Arm) -> bool:
-        """Whether a strategy is finished here.
+    def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
+        """Whether a strategy is finished here, its rollouts being drawn as described beside its perturbation.
 
         Raises:
             UsageError: where it was sampled with other options.
         """
         kept = self.finished.get(strategy.id)
-        if kept is not None and kept["perturbation"] != strategy.spec:
+        if kept is None:
+            return False
+        before, now = (kept["perturbation"], kept.get("rollouts", {})), (strategy.spec, dict(rollouts))
+        if before != now:
             raise UsageError(
                 f"--out {self.path}: {strategy.id!r} was sampled there with other options"
-                f" ({kept['perturbation']}, now {strategy.spec}). Give a new folder."
+                f" ({_told(*before)}, now {_told(*now)}). Give a new folder."
             )
-        return kept is not None
+        return True
 
     def samples(self) -> dict[str, list[Sample]]:
         """The samples of each finished strategy, by its id."""
@@ -66,3 +69,7 @@ class DiagnosisFolder(ResultFolder):
         self.append(SAMPLES, [sample.to_json() for sample in samples])
         self.finished[strategy] = {"samples": len(samples), **facts}
         self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
+
+
+def _told(perturbation: Any, rollouts: Mapping[str, Any]) -> str:
+    return f"{perturbation} and {dict(rollouts)}" if rollouts else str(perturbation)

@@ -14,11 +14,13 @@ from ngrpo.diagnose import inputs, probe
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate.engine import Generated, Job, generate, render
 from ngrpo.evaluate.engine import build as build_engine
+from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_engine
 from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
     from ngrpo.arms import Arm
     from ngrpo.evaluate import Problem
+    from ngrpo.sampling_schedules.base import SamplingSchedule
 
 _CONCURRENT = 64
 _WARM_UP_TOKENS = 16
@@ -49,15 +51,27 @@ def attached(llm: Any) -> Any:
     return llm.llm_engine.collective_rpc(lambda worker: worker.perturbation)[0]
 
 
-def put(llm: Any, strategy: Arm) -> None:
-    """Gives the engine a strategy's perturbation; an unperturbed one is drawn by the same code, with the same noise."""
+def put(llm: Any, strategy: Arm, schedule: SamplingSchedule | None = None) -> None:
+    """Gives the engine a strategy's perturbation; an unperturbed one is drawn by the same code, with the same noise.
+
+    Args:
+        llm: of :func:`build`.
+        strategy: which.
+        schedule: what its temperature follows.
+    """
     from ngrpo.rollout import set_perturbation
 
+    attached(llm).schedule = schedule  # taken up with the perturbation
     set_perturbation(llm, **(strategy.spec or {"name": "none"}))
 
 
 def sample_strategy(
-    llm: Any, strategy: Arm, problems: Sequence[Problem], sampling: GroupSampling
+    llm: Any,
+    strategy: Arm,
+    problems: Sequence[Problem],
+    sampling: GroupSampling,
+    model: str = "",
+    policy: RolloutPolicy = RolloutPolicy(),
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples a group for every problem under one strategy and measures what needs the model.
 
@@ -66,6 +80,8 @@ def sample_strategy(
         strategy: which.
         problems: the P problems.
         sampling: group size, length, temperature and seed.
+        model: what the engine was built from; needed where the policy has noise.
+        policy: what its rollouts have beside the perturbation.
 
     Returns:
         P × G samples, and ``tokens_per_second``, ``model_runner`` and the fields of
@@ -73,16 +89,17 @@ def sample_strategy(
     """
     from ngrpo.evaluate import score
 
-    put(llm, strategy)
+    put(llm, strategy, policy.schedule)
     tokenizer, group = llm.get_tokenizer(), sampling.group
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
     shown = [render(tokenizer, problem) for problem in problems]
     jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
-    # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
-    _all(llm, jobs, replace(sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens)))
-    began = time.perf_counter()
-    found = _all(llm, jobs, sampling)
-    seconds = time.perf_counter() - began
+    with noisy_engine(llm, model, policy):
+        # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
+        _all(llm, jobs, replace(sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens)), policy.step)
+        began = time.perf_counter()
+        found = _all(llm, jobs, sampling, policy.step)
+        seconds = time.perf_counter() - began
     answers = [answer.tokens for answer in found]
     records = [answer.record for answer in found]
     here = attached(llm)
@@ -109,9 +126,9 @@ def sample_strategy(
     return samples, {"tokens_per_second": speed, **asdict(fed), "model_runner": here.runner_version}
 
 
-def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling) -> list[Generated]:
+def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling, step: int) -> list[Generated]:
     """All answers, in the order of the jobs."""
-    parts = generate(llm, jobs, sampling, perturbed=True, reproducible=True)
+    parts = generate(llm, jobs, sampling, perturbed=True, reproducible=True, step=step)
     return sorted(itertools.chain.from_iterable(parts), key=lambda answer: answer.job)
 
 

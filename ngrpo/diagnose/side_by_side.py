@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.diagnose.sample import Sample
+from ngrpo.token_texts import fed, pieces
 
 if TYPE_CHECKING:
     from ngrpo.evaluate import Problem
 
 QUESTIONS = 3
-_DIGITS = 4
 
 
 def side_by_side(
@@ -45,24 +45,6 @@ def _tokens(sample: Sample, tokenizer: Any) -> list[dict[str, Any]]:
     for index, text in enumerate(pieces(sample.tokens, tokenizer)):
         token: dict[str, Any] = {"text": text, "perturbed": index in row_of}
         if index in row_of:
-            row = row_of[index]
-            pairs = zip(record.ids[row].tolist(), record.weights[row].tolist())
-            token["candidates"] = [[tokenizer.decode([c]), round(w, _DIGITS)] for c, w in pairs if w > 0.0]
-            if record.sigma is not None:
-                token["sigma"] = round(float(record.sigma[row]), _DIGITS + 2)
+            token |= fed(record, row_of[index], tokenizer)
         result.append(token)
-    return result
-
-
-def pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text of each token. One that ends within a character is empty; the next one has the whole character."""
-    result, pending = [], []
-    for token in tokens:
-        pending.append(token)
-        text = tokenizer.decode(pending)
-        if text.endswith("\ufffd") and len(pending) < 4:
-            result.append("")
-            continue
-        result.append(text)
-        pending = []
     return result

@@ -17,7 +17,8 @@ from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 GIB = 2**30
-Check = tuple[str, Callable[[], None]]
+Check = tuple[str, Callable[[], str | None]]
+"""What is told of a check, and the check: it raises where something is wrong, and returns why it could not look."""
 _WIDTH = 78
 
 
@@ -55,17 +56,20 @@ def show(
 
 
 def run_checks(checks: Sequence[Check]) -> int:
-    """Prints a line for each check, and how to fix what is wrong; 1 where anything is."""
+    """Prints a line for each check, how to fix what is wrong and why something is open; 1 where anything is wrong."""
     wrong = 0
     for told, check in checks:
         try:
-            check()
+            unchecked = check()
         except UsageError as error:
             wrong += 1
             print(textwrap.fill(told, _WIDTH, initial_indent="  WRONG  ", subsequent_indent=" " * 9))
             print(textwrap.fill(str(error), _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
         else:
-            print(textwrap.fill(told, _WIDTH, initial_indent="  ok     ", subsequent_indent=" " * 9))
+            state = "ok  " if unchecked is None else "open"
+            print(textwrap.fill(told, _WIDTH, initial_indent=f"  {state}   ", subsequent_indent=" " * 9))
+            if unchecked is not None:
+                print(textwrap.fill(unchecked, _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
     return int(wrong > 0)
 
 
@@ -81,6 +85,7 @@ def configuration(args: Mapping[str, Any], settings: RunSettings) -> list[str]:
         "sampling": settings.sampling or None,
         "reproducible": settings.reproducible or None,
         "eval.at_start": settings.eval_at_start or None,
+        "report": settings.report or None,
     }
     lines = []
     for name, value in ours.items():

@@ -15,11 +15,15 @@ from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.evaluate.engine import Sampling
+    from ngrpo.evaluate.rollout_policy import RolloutPolicy
 
 _EXAMPLES = """\
   --perturbation NAME   perturb the rollouts; off unless asked for
   --perturbation.<option> VALUE
                         and --perturbation.config FILE, as in ngrpo train
+  --sampling.schedule NAME, --policy_noise NAME
+                        draw as rollouts of a training would be, with options as
+                        in ngrpo train; off unless asked for
   --hardware auto|cpu|cuda
                         hardware profile
   --vllm.<option> VALUE
@@ -79,8 +83,9 @@ def check(words: Sequence[str]) -> None:
     Raises:
         UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
     """
-    given, _, _ = _read(words)
+    given, command, _ = _read(words)
     _sampling(given)
+    _policy(given, command)
     problems_of(given, given.limit, lambda line: None)
 
 
@@ -96,6 +101,9 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
         "--advantage": (command.settings.advantage_spec, "Leave it out."),
+        "--credit": (command.settings.credit_spec, "Leave it out."),
+        flags.REPORT_GROUPS: (command.settings.report, "Leave it out."),
+        flags.EVAL_AT_START: (command.settings.eval_at_start, "Leave it out."),
         flags.REPLAY_BUFFER: (command.settings.replay_buffer_spec, "Leave it out."),
         "--sampling.*": (command.settings.sampling, "Evaluation has --temperature and --top-p."),
     }
@@ -114,7 +122,9 @@ def _evaluate(
     from ngrpo import models
     from ngrpo.evaluate.evaluation import evaluate
 
-    sampling = _sampling(given)
+    sampling, policy = _sampling(given), _policy(given, command)
+    for note in policy.notes:
+        report(f"warning: {note}")
     models.check_available(given.model)  # before problems are asked for, which may come from the hub as well
     problems, dataset = problems_of(given, given.limit, report)
     model = models.resolve(given.model, report=report)
@@ -130,6 +140,7 @@ def _evaluate(
         k=given.k,
         sampling=sampling,
         perturbation=command.spec,
+        policy=policy,
         dataset=dataset,
         hardware=command.hardware,
         engine_options=engine_options,
@@ -147,6 +158,14 @@ def _sampling(given: argparse.Namespace) -> Sampling:
     return Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
 
 
+def _policy(given: argparse.Namespace, command: Any) -> RolloutPolicy:
+    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+
+    policy = RolloutPolicy.of(command.settings, given.at_step, given.of_steps)
+    policy.check_temperature(given.temperature)
+    return policy
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "eval", "Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
@@ -160,6 +179,8 @@ def _parser() -> CommandParser:
     add("--max-tokens", type=int, default=4096, help="longest answer [4096]")
     add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
     add("--limit", type=int, help="only the first so many problems")
+    add("--at-step", type=int, default=0, help="training step that schedule and noise are of, from 0 [0]")
+    add("--of-steps", type=int, help="training steps of the run, where the noise depends on it")
     add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
     add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating")
     return parser

@@ -77,6 +77,7 @@ def build(
     *,
     hardware: str = "auto",
     options: Mapping[str, Any] | None = None,
+    schedule: Mapping[str, Any] | None = None,
 ) -> Any:
     """A ``vllm.LLM`` with reproducible token draws, perturbed or not.
 
@@ -86,6 +87,7 @@ def build(
         max_model_len: prompt and answer together.
         hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
+        schedule: the spec of a sampling schedule that answers follow, or None.
 
     Raises:
         UsageError: where vLLM refuses the model or the options.
@@ -104,7 +106,8 @@ def build(
         **(options or {}),
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
-    config = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
+    config: dict[str, Any] = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
+    config |= {} if schedule is None else {"sampling_schedule": dict(schedule)}
     try:
         with processes.own_children():
             return vllm.LLM(model, additional_config=config, **settings)
@@ -157,6 +160,7 @@ def generate(
     *,
     perturbed: bool,
     reproducible: bool,
+    step: int = 0,
 ) -> Iterator[list[Generated]]:
     """Answers in the order in which they finish.
 
@@ -166,6 +170,7 @@ def generate(
         sampling: how to draw.
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
+        step: the training step that a sampling schedule of the engine goes by.
 
     Yields:
         Those that finished together. An iterator closed early aborts what is still running.
@@ -179,7 +184,7 @@ def generate(
         while live or following < len(jobs):
             while following < len(jobs) and len(live) < _WINDOW:
                 name = f"eval-{following}"
-                params = _params(sampling, jobs[following], perturbed, reproducible)
+                params = _params(sampling, jobs[following], perturbed, reproducible, step)
                 engine.add_request(name, {"prompt_token_ids": jobs[following][0]}, params)
                 live[name] = following
                 following += 1
@@ -197,7 +202,7 @@ def generate(
             engine.abort_request(list(live))
 
 
-def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool) -> Any:
+def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, step: int) -> Any:
     import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -205,7 +210,8 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool) -
     _, seed, sample = job
     settings: dict[str, Any] = {}
     if reproducible:
-        settings["extra_args"] = {"perturbation": {"enabled": perturbed, "seed": seed, "sample": sample}}
+        given = {"enabled": perturbed, "seed": seed, "sample": sample, **({"training_step": step} if step else {})}
+        settings["extra_args"] = {"perturbation": given}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = trajectory_seed(seed, sample)
     return SamplingParams(

@@ -17,6 +17,7 @@ from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.outcome import checked_ks, summarise
 from ngrpo.evaluate.problem import Problem, digest
+from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder
 from ngrpo.evaluate.scoring import check_problems, check_scorer, score
 from ngrpo.progress import span
 from ngrpo.result_folder import SETTINGS, ResultFolder
@@ -39,6 +40,7 @@ def evaluate(
     k: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     perturbation: Mapping[str, Any] | None = None,
+    policy: RolloutPolicy = RolloutPolicy(),
     dataset: str = "problems",
     hardware: str = "auto",
     engine_options: Mapping[str, Any] | None = None,
@@ -59,6 +61,7 @@ def evaluate(
         k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32.
         sampling: how answers are drawn.
         perturbation: a spec; None: the model as it is.
+        policy: a sampling schedule and noise on the weights, for a model that is loaded here.
         dataset: what the problems are called in the result.
         hardware: a hardware profile, for a model that is loaded here.
         engine_options: keyword arguments of ``vllm.LLM``, for a model that is loaded here.
@@ -89,6 +92,9 @@ def evaluate(
         "sampling": asdict(sampling),
         "perturbation": None if perturbation is None else dict(perturbation),
     }
+    if not (policy.plain or isinstance(model, str)):
+        raise UsageError("a sampling schedule or policy noise needs a model that is loaded here: give its name.")
+    settings |= policy.described()
     with ResultFolder.opened(Path(out), report) as folder:
         folder.claim(settings)
         if not (folder.path / PROBLEMS).exists():
@@ -101,7 +107,7 @@ def evaluate(
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
             progress = _Progress(len(samples), len(samples) + len(missing), report)
-            found = _generate(model, missing, sampling, perturbation, hardware, engine_options, progress)
+            found = _generate(model, missing, sampling, perturbation, policy, hardware, engine_options, progress)
             with closing(found):
                 for rows in found:
                     folder.append(SAMPLES, rows)
@@ -177,6 +183,7 @@ def _generate(
     missing: Sequence[tuple[Problem, int]],
     sampling: Sampling,
     spec: Mapping[str, Any] | None,
+    policy: RolloutPolicy,
     hardware: str,
     options: Mapping[str, Any] | None,
     progress: _Progress,
@@ -191,7 +198,10 @@ def _generate(
         length = max(map(len, tokens.values())) + sampling.max_tokens
         _check_length(model, length, sampling.max_tokens)
         progress.report(f"loading {model}")
-        llm, reproducible = engines.build(model, spec, length, hardware=hardware, options=options), True
+        with noisy_folder(model, policy) as weights:
+            schedule = policy.schedule_spec
+            llm = engines.build(weights, spec, length, hardware=hardware, options=options, schedule=schedule)
+        reproducible = True
     else:
         llm, reproducible = model, engines.prepare(model, spec)
         if not reproducible:
@@ -201,7 +211,8 @@ def _generate(
     # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
     seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
-    stream = engines.generate(llm, jobs, sampling, perturbed=spec is not None, reproducible=reproducible)
+    perturbed, step = spec is not None, policy.step
+    stream = engines.generate(llm, jobs, sampling, perturbed=perturbed, reproducible=reproducible, step=step)
     with closing(stream):
         for found in stream:
             rows = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The headline: what was compared on what, what failed, and one plain sentence per strategy."""
+"""The headline: what was compared on what, what failed, and what was found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ngrpo.report.forest import forest, sentence
 from ngrpo.report.marks import Series
+from ngrpo.report.tables import by_strategy, evaluated
 from ngrpo.report.values import dig, duration, figure, number, numbers, plural, rows, shown
 
 _MOST_NAMES = 4
@@ -32,7 +34,7 @@ def diagnosis_title(diagnosis: Mapping[str, Any]) -> str:
 
 
 def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Facts, failures, and one plain sentence per strategy."""
+    """Facts, failures, what was found in one sentence, and each strategy's difference to the baseline."""
     runs = rows(results, "runs")
     seeds = list(dict.fromkeys(shown(run.get("seed")) for run in runs))
     states = {state: [run for run in runs if run.get("status") == state] for state in ("done", "failed", "pending")}
@@ -48,12 +50,21 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
         "runs": len(runs),
         "failed": [{**run, "error": _short(run.get("error"))} for run in states["failed"]],
         "pending": len(states["pending"]),
-        "verdicts": [
-            (series[name], row.get("verdict"))
-            for row in rows(results, "summary")
-            if (name := str(row.get("strategy"))) in series
-        ],
         "one_seed": len(seeds) == 1,
+        **_differences(results, series),
+    }
+
+
+def _differences(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
+    """One sentence and one picture of the differences to the baseline."""
+    summary, baseline = by_strategy(results), str(results.get("baseline"))
+    metrics = evaluated(results, summary)
+    measure = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
+    return {
+        "sentence": sentence(summary, baseline, metrics),
+        "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
+        "measure": measure[0],
+        "baseline": baseline,
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from ngrpo.report import curves, headline, map_panels, picture, provenance, samples, tables, values
+from ngrpo.report import curves, groups, headline, map_panels, picture, provenance, samples, tables, values
 from ngrpo.report.load import check
 from ngrpo.report.marks import all_series
 from ngrpo.result_folder import write_text
@@ -52,6 +52,7 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         _section("cost", "Cost", tables.cost_table(results, series)),
         _section("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
         _section("samples", "Sample answers", samples.samples(diagnosis, series)),
+        _section("groups", "Groups", groups.groups(values.rows(results, "runs"), series)),
         _section("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
         _section("runs", "Runs", {"runs": values.rows(results, "runs")}),
         _section("made", "How it was made", provenance.made(results)),
@@ -81,11 +82,13 @@ def write_training(summary: Mapping[str, Any], path: Path) -> None:
     check(summary, "training run")
     name = str(values.dig(summary, "perturbation", "name") or "none")
     strategy = {"id": name, "perturbation": summary.get("perturbation")}
-    run = {"strategy": name, "status": "done", "seed": summary.get("seed"), "steps": summary["steps"]}
+    kept = {key: summary.get(key) for key in ("seed", "steps", "groups")}
+    run = {"strategy": name, "status": "done", **kept}
     results = {**summary, "strategies": [strategy], "runs": [run]}
     series = all_series(results)
     sections = [
         _section("learning", "Learning curves", curves.learning(results, series)),
+        _section("groups", "Groups", groups.groups([run], series)),
         _section("made", "How it was made", provenance.made(results)),
     ]
     _write(path, "Training run", name, headline.training_headline(summary), sections)
@@ -120,6 +123,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else values.shown(value),
     )
+    found.filters["shown"] = values.shown
     found.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     for function in (
         *(values.between, values.dig, values.duration, values.figure, values.number, values.numbers, values.plural),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.report.marks import Series
@@ -32,11 +32,16 @@ def _answer(answer: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str
     name, found = str(answer.get("strategy")), rows(answer, "tokens")
     changed = sum(bool(one.get("perturbed")) for one in found)
     facts = f"reward {figure(answer.get('reward'), 2)} · {changed} of {plural(len(found), 'token')} perturbed"
-    return {"name": name, "series": series.get(name), "facts": facts, "tokens": [_token(one) for one in found]}
+    return {"name": name, "series": series.get(name), "facts": facts, "tokens": [marked(one) for one in found]}
 
 
-def _token(one: Mapping[str, Any]) -> dict[str, Any]:
-    """The token's text; of a perturbed one what the tooltip says, and whether a line ends after it."""
+def marked(one: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
+    """The token's text; of a perturbed one what the tooltip says, and whether a line ends after it.
+
+    Args:
+        one: ``text``, ``perturbed``, ``candidates`` and ``sigma``.
+        more: further lines of the tooltip.
+    """
     raw = str(one.get("text") or "")
     text = raw.replace("\n", "⏎\n").replace("\t", "⇥\t")
     if not one.get("perturbed"):
@@ -54,6 +59,6 @@ def _token(one: Mapping[str, Any]) -> dict[str, Any]:
         "mixture": [
             [text, figure(weight, 3), round(min(max(weight, 0.0), 1.0), 3)] for text, weight in pairs[:_MOST_CANDIDATES]
         ],
-        "notes": [*notes, *([f"noise σ = {figure(sigma, 4)}"] if sigma is not None else [])],
+        "notes": [*notes, *([f"noise σ = {figure(sigma, 4)}"] if sigma is not None else []), *more],
     }
     return {"text": text.removesuffix("\n") or "…", "tail": text.endswith("\n"), "tip": tip}

@@ -73,16 +73,52 @@
       next.tabIndex = 0;
       next.focus();
     });
+    const notes = JSON.parse(answer.dataset.notes || "[]");
     for (const name of ["pointerover", "focusin", "click"]) {
       answer.addEventListener(name, (event) => {
         const node = event.target.closest(".tok");
+        const plain = event.target.closest("i");
         if (node) showToken(node);
+        else if (plain) {
+          const lines = notes[[...answer.children].indexOf(plain)] || [];
+          if (lines.length) show(plain, lines.map((line) => make("div", line)), plain.getClientRects()[0] || plain.getBoundingClientRect());
+        }
         else if (owner && answer.contains(owner)) hide();
       });
     }
     answer.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
     answer.addEventListener("focusout", hide);
     answer.addEventListener("scroll", follow, { passive: true });
+  }
+
+  // Rows that say more: their lines, the first one in bold.
+  for (const row of document.querySelectorAll("[data-hint]")) {
+    const read = () => {
+      const lines = JSON.parse(row.dataset.hint).map((line, i) => make("div", line, i ? "" : "strong"));
+      show(row, lines, row.getBoundingClientRect());
+    };
+    for (const name of ["pointerenter", "focus", "click"]) row.addEventListener(name, read);
+    row.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
+    row.addEventListener("blur", hide);
+  }
+
+  // Bars of rewards: one that is chosen leaves the answers with its reward, in every prompt of its step.
+  for (const step of document.querySelectorAll(".step")) {
+    const bars = [...step.querySelectorAll(".tally")];
+    for (const bar of bars) {
+      bar.addEventListener("click", () => {
+        const chosen = bar.getAttribute("aria-pressed") !== "true";
+        for (const other of bars) other.setAttribute("aria-pressed", String(chosen && other === bar));
+        for (const answer of step.querySelectorAll(".answer")) {
+          answer.classList.toggle("off", chosen && answer.dataset.in !== bar.dataset.bar);
+        }
+        for (const group of step.querySelectorAll(".problem")) {
+          const left = group.querySelectorAll(".answer:not(.off)").length;
+          group.classList.toggle("off", !left);
+          if (chosen && left) group.open = true;
+        }
+      });
+    }
   }
 
   // Charts: the nearest step or point under the pointer, or the next one by arrow key.
@@ -167,7 +203,7 @@
   }
 
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-  document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".tok, .plot")) hide(); });
+  document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".tok, .plot, .hint")) hide(); });
   window.addEventListener("scroll", follow, { passive: true });
   window.addEventListener("beforeprint", () => {
     hide();

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results table, the differences to the baseline as a picture, and the cost table."""
+"""The results table and the cost table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ngrpo.report.forest import Metric
 from ngrpo.report.marks import Series
-from ngrpo.report.values import MISSING, between, dig, figure, noise, number, plural, rows, signed, size
+from ngrpo.report.values import dig, figure, number, plural, rows, size
 
 _MOST_K = 4
 _COSTS = (("tokens_per_second", 1), ("step_seconds", 2), ("memory_bytes", None))
-# A column: its heading, and the keys of its value in a row of the summary.
-Metric = tuple[str, tuple[str, ...]]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Per strategy: Mean@n and Pass@k with interval and difference to the baseline, and how its own reward changed."""
-    summary = _by_strategy(results)
+    summary = by_strategy(results)
     if not summary:
         return {"listed": []}
-    metrics = _evaluated(results, summary)
+    metrics = evaluated(results, summary)
     perturbed = {str(row.get("id")) for row in rows(results, "strategies") if row.get("perturbation") is not None}
     listed = []
     for one in series.values():
@@ -31,18 +30,17 @@ def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> d
         under = "baseline, " if one.name == results.get("baseline") else ""
         named = under + plural(seeds, "seed") + (f", {failed} failed" if failed else "")
         listed.append((one, named, row, "of perturbed rollouts" if one.name in perturbed else "of its rollouts"))
-    measure, keys = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
-    content = {"metrics": metrics, "listed": listed, "measure": measure, "baseline": results.get("baseline")}
-    content["notes"] = _notes(summary)
+    content: dict[str, Any] = {"metrics": metrics, "listed": listed, "notes": _notes(summary)}
+    content["verdicts"] = [(series[name], row.get("verdict")) for name, row in summary.items() if name in series]
     if number(dig(results, "untrained", "mean_at_n")) is not None:
         content["untrained"] = results["untrained"]
-    return content | {"changes": _changes(series, summary, results.get("baseline"), keys)}
+    return content
 
 
 def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """What each strategy costs, and as a ratio to the baseline of the same comparison."""
     listed = []
-    for name, row in _by_strategy(results).items():
+    for name, row in by_strategy(results).items():
         costs = []
         for key, digits in _COSTS:
             value, ratio = dig(row, "cost", key, "value"), number(dig(row, "cost", key, "ratio"))
@@ -54,12 +52,13 @@ def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
     return {"listed": listed} if listed else None
 
 
-def _by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rows of the summary, by the name of a strategy that was asked for."""
     known = {str(row.get("id")) for row in rows(results, "strategies")}
     return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in known}
 
 
-def _evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, Any]]) -> list[Metric]:
+def evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, Any]]) -> list[Metric]:
     """The evaluation's columns. Pass@1 is Mean@n; of many k a few are enough for a table."""
     columns: list[Metric] = []
     if any(number(dig(row, "mean_at_n", "value")) is not None for row in summary.values()):
@@ -73,26 +72,6 @@ def _evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, An
     if len(ks) > _MOST_K:
         ks = [ks[i * (len(ks) - 1) // (_MOST_K - 1)] for i in range(_MOST_K)]
     return columns + [(f"Pass@{k}", ("pass_at_k", k)) for k in ks]
-
-
-def _changes(
-    series: Mapping[str, Series], summary: Mapping[str, Mapping[str, Any]], baseline: Any, keys: Sequence[str]
-) -> list[tuple[Series, str, float, tuple[float, float] | None]]:
-    """Each strategy's difference in words, where it stands beside zero at 100 of 200, and its interval's ends there."""
-    changes = {name: dig(row, "difference", *keys) for name, row in summary.items() if name != baseline}
-    known = {
-        name: (value, number(dig(change, "low")), number(dig(change, "high")))
-        for name, change in changes.items()
-        if (value := number(dig(change, "value"))) is not None
-    }
-    reach = max((abs(v) for parts in known.values() for v in parts if v is not None), default=1.0) or 1.0
-    result = []
-    for name, (value, low, high) in known.items():
-        judged = noise(changes[name]) or MISSING
-        told = f"{signed(value)} ({between(low, high, sign=True)}), {judged}"
-        ends = None if low is None or high is None else (_beside(low, reach), _beside(high, reach))
-        result.append((series[name], told, _beside(value, reach), ends))
-    return result
 
 
 def _notes(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -116,7 +95,3 @@ def _notes(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"Smallest difference in Mean@n that so many seeds find with a chance of 80%: {reach}, by the spread seen."
         )
     return notes
-
-
-def _beside(value: float, reach: float) -> float:
-    return round(100 + 92 * value / reach, 1)

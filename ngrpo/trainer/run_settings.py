@@ -34,6 +34,7 @@ _VARIABLES = {
     "gap_limit": "NGRPO_GAP_LIMIT",
     "strict": "NGRPO_STRICT",
     "replay_buffer_spec": "NGRPO_REPLAY_BUFFER",
+    "report": "NGRPO_REPORT",
 }
 
 
@@ -54,6 +55,7 @@ class RunSettings:
         strict: whether a larger one ends the run.
         replay_buffer_spec: ``perturbations.registry.buffers.create(**spec)``, for each rollout worker; None for the one
             in its memory.
+        report: what is kept for the run's report: ``groups``, of how many prompts of a step, and the ``folder``.
     """
 
     perturbation_spec: Mapping[str, Any] | None = None
@@ -67,6 +69,7 @@ class RunSettings:
     gap_limit: float = 10.0
     strict: bool = False
     replay_buffer_spec: Mapping[str, Any] | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def perturbation(self) -> Perturbation | None:
@@ -122,6 +125,7 @@ class RunSettings:
             "sampling_mask": self.corrects_sampling,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
+            "report_groups": bool(self.report.get("groups")),
         }
         return tuple(name for name, holds in held.items() if holds)
 

@@ -139,7 +139,7 @@ SEAMS: tuple[Seam, ...] = (
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "trainer.metrics:measured_experience",
         "perturbation or sampling_mask", "sha:b5693a55753f", "measures rollout against replay before the update"),
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer.metrics:reporting_trainer",
-        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule",
+        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups",
         "sha:74b355e75a15", "the measures join the step's log"),
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer.resume:resuming_trainer",
         "perturbation or reproducible or sampling_mask or sampling_schedule or advantage", "sha:74b355e75a15",
@@ -150,8 +150,8 @@ SEAMS: tuple[Seam, ...] = (
         "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
         "the round, where asynchronous"),
     _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer.metrics:reporting_trainer",
-        "perturbation or advantage or credit or sampling_mask or sampling_schedule", "sha:ad079d89d655",
-        "likewise where asynchronous"),
+        "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups",
+        "sha:ad079d89d655", "likewise where asynchronous"),
     _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response"),
@@ -202,6 +202,9 @@ SEAMS: tuple[Seam, ...] = (
         "sha:871e4cda19c1", "likewise"),
     _seam(_ACTOR, "ActorPPOTrainer.training_step", "trainer.mask_correction:correcting_training_step", "sampling_mask",
         "sha:783a57970a6a", "likewise"),
+    # ---- --report.groups (after all that makes experiences) ---------------------------------------
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "trainer.kept_groups:kept_groups",
+        "report_groups", "sha:b5693a55753f", "keeps all answers to a few prompts for the run's report"),
 )  # fmt: skip
 
 

@@ -250,6 +250,16 @@ def selar_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
     return branches
 
 
+def cuts_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        p, ids = torch.softmax(z.detach() * TEMPERATURE, dim=-1).topk(perturbation.k, dim=-1)
+        kept = p >= perturbation.delta
+        kept |= ~kept.any(-1, keepdim=True)
+        return kept / kept.sum(-1, keepdim=True) * ratio(z, ids), ids, E[ids]
+
+    return branches
+
+
 def lepo_truth(perturbation: Any, generator: torch.Generator) -> Callable[[Tensor, Tensor], Branches]:
     def branches(z: Tensor, E: Tensor) -> Branches:
         z = z.expand(SAMPLES, V)
@@ -325,6 +335,7 @@ def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
         "multiplex": multiplex_truth,
         "moi": moi_truth,
         "selar": selar_truth,
+        "cuts": cuts_truth,
         "gaussian": gaussian_truth,
         "soft": soft_truth,
         "neighbor": neighbor_truth,

@@ -58,6 +58,7 @@ OPTIONS = {
     "multiplex": [dict(k=1), dict(k=9, weights="average", density="joint"), dict(density="joint")],
     "moi": [dict(k=2, beta=0.0), dict(k=64, entropy="top", beta=8.0)],
     "selar": [dict(k=2, threshold=0.0), dict(k=64, threshold=1.0)],
+    "cuts": [dict(k=1, delta=0.0), dict(k=64, delta=1.0), dict(burn_in=0)],
     "lepo": [dict(k=1, density="lepo"), dict(k=64, top_p=1.0, tau=0.01, density="lepo"), dict(gate="none")],
     "latent": [
         dict(density="latent"),

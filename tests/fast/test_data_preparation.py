@@ -48,7 +48,8 @@ def test_each_set_from_a_file_of_its_layout(name: str, capsys: pytest.CaptureFix
     (before,), (after,) = load_problems("theirs.jsonl"), load_problems(f"data/{name}.jsonl")
     assert (after.messages, after.answer, after.scorer) == (before.messages, before.answer, before.scorer)
     assert written["label"] == (label or before.answer)
-    preflight.check_files(["--data.prompt_dataset", f"data/{name}.jsonl", "--data.label_key", "label"])
+    args = ["--data.prompt_dataset", f"data/{name}.jsonl", "--data.label_key", "label"]
+    preflight.check_files([*args, "--data.apply_chat_template"])
 
 
 def test_plain_texts_for_a_model_without_a_chat_template() -> None:

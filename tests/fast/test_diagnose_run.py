@@ -31,7 +31,9 @@ class MadeUp:
     def decode(self, tokens: list[int]) -> str:
         return "".join(f"{token} " for token in tokens)
 
-    def sample(self, llm: Any, strategy: Any, problems: Any, sampling: GroupSampling) -> tuple[list[Sample], Any]:
+    def sample(
+        self, llm: Any, strategy: Any, problems: Any, sampling: GroupSampling, *_: Any
+    ) -> tuple[list[Sample], Any]:
         self.asked.append(strategy.id)
         samples = [
             Sample(strategy.id, p.id, i, j, "text", [1, 2 + j], True, 1.0 - j, j == 0, str(j), True, 2.0, None)

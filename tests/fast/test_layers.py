@@ -33,6 +33,7 @@ FLOORS = (
         "ngrpo.text_table",
         "ngrpo.terminal_chart",
         "ngrpo.versions",
+        "ngrpo.token_texts",
         "ngrpo.result_folder",
         "ngrpo.bootstrap",
         "ngrpo.significance",
@@ -42,6 +43,7 @@ FLOORS = (
     (
         "ngrpo.answers",
         "ngrpo.datafiles",
+        "ngrpo.dataset_check",
         "ngrpo.override_probe",
         "ngrpo.reward_files",
         "ngrpo.advantages",

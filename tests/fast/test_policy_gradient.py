@@ -73,6 +73,7 @@ CASES = {
     "multiplex": made("multiplex", k=2, weights="average"),
     "moi": made("moi", k=3, beta=0.5),
     "selar": made("selar", threshold=0.85),
+    "cuts": made("cuts", k=3, delta=0.15, burn_in=0),
     "lepo-density": made("lepo", density="lepo", top_p=0.8, k=V),
     "lepo-exact": made("lepo", density="exact", top_p=0.8, k=V),
     "lepo": made("lepo", top_p=0.8, k=3),

@@ -251,7 +251,8 @@ class TestFiles:
     def test_real_problems(self, shared_data: Path) -> None:
         file = shared_data / "aime2025.parquet"
         self.refuse(self.args(file), "prompt")
-        preflight.check_files(self.args(file, "--data.input_key", "prompt", "--data.label_key", "reward_model"))
+        columns = ("--data.input_key", "prompt", "--data.label_key", "reward_model")
+        preflight.check_files(self.args(file, *columns, "--data.apply_chat_template"))
 
     def test_a_folder_without_data(self, tmp_path: Path, jsonl: Path) -> None:
         (tmp_path / "empty").mkdir()

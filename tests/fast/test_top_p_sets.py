@@ -78,8 +78,9 @@ TIES = [
 @pytest.mark.parametrize(("logits", "top_p", "count"), TIES)
 def test_exact_ties_at_the_bound(logits: list[float], top_p: float, count: int, top_p_of: str) -> None:
     """As the releases: SofT-GRPO's kernel and Hugging Face's warper keep the fewest tokens that hold top-p."""
-    z = torch.tensor([logits])
-    ids, p = truncated(z, len(logits), top_p, top_p_of)
+    z, zeros = torch.tensor([logits]), torch.zeros(1, dtype=torch.int64)
+    step = Step(z, zeros, torch.ones(1), zeros, zeros, matrix_embeddings(torch.eye(len(logits))))
+    ids, p = truncated(step, len(logits), top_p, top_p_of)
     assert int((p > 0.0).sum()) == count
     assert p[0, :count].tolist() == close(*(torch.softmax(z[0, :count], dim=-1).tolist()))
     assert (ids[0, count:] == ids[0, 0]).all() and (p[0, count:] == 0.0).all()

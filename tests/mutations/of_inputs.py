@@ -200,6 +200,18 @@ MIXTURES = [
         ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
     ),
     *of_file(
+        "perturbations/strategies/cuts.py",
+        "test_cuts.py",
+        (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
+        (
+            "confident |= ~confident.any(dim=-1, keepdim=True)",
+            "pass",
+            "cuts: nothing is drawn where no token is likely",
+        ),
+        (" * step.temperature.unsqueeze(-1)", "", "cuts: δ is of the probability at the sampling temperature"),
+        ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
+    ),
+    *of_file(
         "perturbations/strategies/selar.py",
         _MIXTURES,
         ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),

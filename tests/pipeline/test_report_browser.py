@@ -13,7 +13,7 @@ import pytest
 from ngrpo.report import write_diagnosis, write_report
 from tests import chromium
 from tests.chromium import Chromium
-from tests.report_example import STRATEGIES, diagnosis, example
+from tests.report_example import STRATEGIES, diagnosis, example, groups
 
 TWELVE = (
     "none",
@@ -59,6 +59,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_report(example(steps=1000, seeds=1, strategies=(*TWELVE, "gumbel", "soft")), folder / "twelve.html")
     write_report(odd, folder / "odd.html")
     write_report(example(steps=1, seeds=1, strategies=("none",)), folder / "single.html")
+    with_groups = example(steps=3, seeds=1)
+    for run in with_groups["runs"]:
+        run["groups"] = groups(run["strategy"])
+    write_report(with_groups, folder / "groups.html")
     return {file.stem: file.as_uri() for file in folder.glob("*.html")}
 
 
@@ -73,7 +77,7 @@ def at(browser: Chromium, selector: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("window", "dark"), WINDOWS)
-@pytest.mark.parametrize("name", ["comparison", "diagnosis", "twelve", "odd", "single"])
+@pytest.mark.parametrize("name", ["comparison", "diagnosis", "twelve", "odd", "single", "groups"])
 def test_page(browser: Chromium, pages: dict[str, str], name: str, window: tuple[int, int], dark: bool) -> None:
     browser.open(pages[name], width=window[0], height=window[1], dark=dark, touch=window == PHONE)
     assert browser.requests() == [pages[name]]
@@ -91,6 +95,29 @@ def test_page(browser: Chromium, pages: dict[str, str], name: str, window: tuple
     if folder := os.environ.get("REPORT_SHOTS"):
         kind = "phone" if window == PHONE else "desktop"
         browser.picture(Path(folder) / f"test-{name}-{kind}{'-dark' if dark else ''}.png")
+
+
+def test_verdicts_in_the_head(browser: Chromium, pages: dict[str, str]) -> None:
+    """By mouse, by keyboard and by touch; gone once the pointer is elsewhere."""
+    browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1])
+    browser.move(*at(browser, ".forest li:nth-child(2)"))
+    browser.settle()
+    assert "the runs do not tell them apart" in browser.evaluate(TIP) and browser.evaluate(TIP_FITS)
+    browser.move(5, 5)
+    assert browser.evaluate(TIP) is None
+    browser.evaluate("document.querySelector('.forest li').focus()")
+    browser.settle()
+    assert "would often have been missed" in browser.evaluate(TIP)
+    browser.press("Tab")
+    browser.settle()
+    assert "the runs do not tell them apart" in browser.evaluate(TIP)
+    browser.open(pages["comparison"], width=PHONE[0], height=PHONE[1], touch=True)
+    browser.tap(*at(browser, ".forest li:last-child .told"))
+    browser.settle()
+    assert "worse than none in Mean@8" in browser.evaluate(TIP) and browser.evaluate(TIP_FITS)
+    browser.tap(*at(browser, ".finding"))
+    browser.settle()
+    assert browser.evaluate(TIP) is None and browser.complaints() == []
 
 
 def test_neighbors_by_mouse_and_keyboard(browser: Chromium, pages: dict[str, str]) -> None:
@@ -190,3 +217,38 @@ def test_the_browser_would_notice(browser: Chromium, tmp_path: Path) -> None:
     browser.open(page.as_uri(), width=DESKTOP[0], height=DESKTOP[1])
     assert len(browser.requests()) == 2 and len(browser.complaints()) >= 2
     assert browser.evaluate("document.documentElement.scrollWidth") == 2000 and browser.evaluate(EMPTY_DRAWINGS) == 1
+
+
+def test_groups(browser: Chromium, pages: dict[str, str]) -> None:
+    """A bar leaves the answers with its reward; a plain token shows its gap, a perturbed one what was fed beside it."""
+    shown = "[...document.querySelectorAll('#groups .step[open] .answer')].filter(a => a.offsetWidth).length"
+    for window in (DESKTOP, PHONE):
+        browser.open(pages["groups"], width=window[0], height=window[1], touch=window == PHONE)
+        browser.evaluate("document.querySelectorAll('#groups .step[open] .problem').forEach(p => { p.open = true })")
+        assert browser.evaluate(shown) == 16
+        held = browser.evaluate(
+            "[...document.querySelectorAll('#groups .step[open] .tally')].map(bar => parseInt("
+            "bar.querySelector('.unseen').innerText))"
+        )
+        assert sum(held) == 16 and min(held) > 0
+        for i, count in enumerate(held):
+            x, y = at(browser, f"#groups .step[open] .bars li:nth-child({i + 1}) .at")
+            browser.tap(x, y) if window == PHONE else browser.evaluate(
+                f"document.querySelectorAll('#groups .step[open] .tally')[{i}].click()"
+            )
+            browser.settle()
+            assert browser.evaluate(shown) == count
+        browser.evaluate(f"document.querySelectorAll('#groups .step[open] .tally')[{len(held) - 1}].click()")
+        assert browser.evaluate(shown) == 16
+        if window == DESKTOP:
+            browser.move(*at(browser, "#groups .step[open] .tokens i"))
+            browser.settle()
+            assert browser.evaluate(TIP).startswith("gap ") and browser.evaluate(TIP_FITS)
+        browser.evaluate(UNFOLD)  # the first strategy's rollouts are not perturbed
+        place = at(browser, "#groups mark.tok")
+        browser.move(*place) if window == DESKTOP else browser.tap(*place)
+        browser.settle()
+        tip = browser.evaluate(TIP)
+        assert "was fed as" in tip and "0.750" in tip and "gap " in tip and browser.evaluate(TIP_FITS)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= window[0]
+        assert browser.complaints() == [] and browser.requests() == [pages["groups"]]

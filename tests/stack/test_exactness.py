@@ -25,6 +25,7 @@ OPTIONS = {
     "multiplex": [{}],
     "moi": [{}],
     "selar": [{"threshold": 0.0}],
+    "cuts": [{"burn_in": 0}],
     "lepo": [{"gate": "none"}],
     "latent": [{}],
 }

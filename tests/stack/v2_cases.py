@@ -17,6 +17,7 @@ PERTURBATIONS: dict[str, dict[str, Any]] = {
     "multiplex": {"rate": 1.0},
     "moi": {"rate": 1.0},
     "selar": {"rate": 1.0},
+    "cuts": {"rate": 1.0, "burn_in": 1},
     "lepo": {"rate": 0.5},
     "latent": {"rate": 1.0},
     "hrpo": {},

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy's rollouts have beside its perturbation."""
+
+from __future__ import annotations
+
+from ngrpo.arms import Arm
+from ngrpo.evaluate.rollout_policy import RolloutPolicy
+from perturbations.errors import UsageError
+
+
+def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> RolloutPolicy:
+    """The sampling schedule and the noise on the weights that a strategy names, at a training step.
+
+    Args:
+        strategy: its options ``sampling.schedule`` and ``policy_noise`` are read as ``ngrpo train`` reads the flags.
+        step: from 0.
+        steps: of the whole run, where something depends on it.
+
+    Raises:
+        UsageError: with the strategy, as :meth:`RolloutPolicy.of`.
+    """
+    from ngrpo import flags
+
+    words = [word for key, value in strategy.rollouts.items() for word in (f"--{key}", *([value] if value else []))]
+    try:
+        return RolloutPolicy.of(flags.parse(words).settings, step, steps)
+    except UsageError as error:
+        raise UsageError(f"--strategy {strategy.id!r}: {error}") from None

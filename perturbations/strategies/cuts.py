@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUTS, constrained uniform top-K sampling: one of the confident candidates, each as likely (arXiv 2604.18493)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from perturbations.base import Perturbation, Proposal
+from perturbations.edit import InputEdit
+from perturbations.options import option
+from perturbations.registry import register
+from perturbations.step import Step
+from perturbations.top_tokens import check_top_k
+
+
+@register("cuts")
+@dataclass(frozen=True, kw_only=True)
+class CUTS(Perturbation):
+    """Draws uniformly among the k likeliest tokens with enough probability; the token drawn is fed and written."""
+
+    paper = "CUTS, arXiv 2604.18493"
+
+    k: int = option(5, "K, number of likely tokens", low=1)
+    delta: float = option(0.03, "δ, the least probability of a candidate at temperature 1", low=0.0, high=1.0)
+    burn_in: int = option(5, "T_warm, tokens at an answer's beginning that are drawn as usual", low=0)
+
+    def propose(self, step: Step) -> Proposal:
+        """Uniform over S = {v among the k likeliest: p(v) ≥ δ}, over all k where S is empty.
+
+        What the request's top-k, top-p and min-p exclude is not drawn.
+        """
+        scale = step.temperature.unsqueeze(-1)
+        values, ids = step.top(self.k)
+        confident = (values * scale - step.log_total(scale).unsqueeze(-1)).exp() >= self.delta
+        confident |= ~confident.any(dim=-1, keepdim=True)
+        if step.drawable is not None:
+            confident &= step.drawable.gather(-1, ids) > -torch.inf
+        # A draw of each token's own: the largest is any of the candidates with the same probability.
+        races = torch.where(confident, step.uniform(ids), -1.0)
+        drawn = ids.gather(-1, races.argmax(dim=-1, keepdim=True))
+        token = torch.where(confident.any(dim=-1), drawn.squeeze(-1), step.sampled)
+        return Proposal(
+            InputEdit(token.unsqueeze(-1), torch.ones_like(token, dtype=torch.float32).unsqueeze(-1)), token
+        )
+
+    @property
+    def zero_mean_score(self) -> bool:
+        """Not of the token: it is drawn uniformly."""
+        return False
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.k, vocabulary)

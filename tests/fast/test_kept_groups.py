@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that a run keeps for its report: which steps, which answers, what of each token, and how much."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo import flags, train
+from ngrpo.trainer import kept_groups
+from ngrpo.trainer.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
+from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.trainer.seams import active
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from perturbations.errors import UsageError
+from perturbations.replay import ReplayRecord
+from tests.fast.run import run_with
+
+
+class Tokenizer:
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(96 + token) for token in tokens)
+
+
+def record(edited: int) -> ReplayRecord:
+    """Of a sequence of two prompt tokens: one position fed 3/4 of token 7 and 1/4 of token 8."""
+    return ReplayRecord(
+        seed=1,
+        prompt_tokens=2,
+        num_tokens=5,
+        positions=np.array([edited], np.int32),
+        ids=np.array([[7, 8]], np.int32),
+        weights=np.array([[0.75, 0.25]], np.float32),
+        sigma=None,
+        agreed=np.array([True]),
+    )
+
+
+def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: bool = True) -> list[Any]:
+    """One batch with the answers in reverse: answer i of i + 1's token, its advantages i, its reward i mod 2."""
+    total = size * prompts
+    order = list(reversed(range(total)))
+    sequences = torch.full((total, 2 + length), 26)
+    mask = torch.zeros(total, 1 + length)
+    for row, place in enumerate(order):
+        sequences[row, 2:] = place % 20 + 1
+        mask[row, 1:] = 1
+    side = []
+    for place in order:
+        rollout = np.full(2 + length, -1.0, np.float32)
+        rollout[:2] = np.nan
+        rollout[2] = -1.5
+        side.append(TrajectoryRecord(record(3), rollout).pack() if perturbed and place % 2 else None)
+    return [
+        SimpleNamespace(
+            sequences=sequences,
+            action_mask=mask,
+            index=order,
+            rewards=torch.tensor([float(place % 2) for place in order]),
+            advantages=torch.tensor([[0.0] + [float(place)] * length for place in order]),
+            action_log_probs=torch.full((total, 1 + length), -1.0),
+            rollout_log_probs=None,
+            prompts=[f"prompt {place // size}" for place in order],
+            mm_train_inputs=side if perturbed else [],
+        )
+    ]
+
+
+def test_a_step_by_hand() -> None:
+    found = of_step(experiences(), Tokenizer(), size=2, groups=2, seed="0")
+    assert found["rewards"] == [0.0, 1.0, 0.0, 1.0] and found["size"] == 2
+    assert [group["prompt"] for group in found["groups"]] == ["prompt 0", "prompt 1"]
+    plain, mixed = found["groups"][1]["answers"]
+    assert plain == {"reward": 0.0, "advantage": 2.0, "tokens": ["c", "c", "c"]}
+    # The first token's log-probability was −1.5 at the rollout, the others' −1; position 3 is the second token.
+    assert mixed == {
+        "reward": 1.0,
+        "advantage": 3.0,
+        "tokens": ["d", "d", "d"],
+        "gaps": [0.5, 0.0, 0.0],
+        "fed": [[1, {"candidates": [["g", 0.75], ["h", 0.25]]}]],
+    }
+
+
+def test_prompts_are_drawn_by_the_seed() -> None:
+    drawn = {
+        tuple(
+            g["prompt"] for g in of_step(experiences(prompts=6), Tokenizer(), size=2, groups=2, seed=str(i))["groups"]
+        )
+        for i in range(12)
+    }
+    assert len(drawn) > 4
+    one, other = (of_step(experiences(prompts=6), Tokenizer(), size=2, groups=2, seed="3") for _ in range(2))
+    assert one == other
+
+
+def test_tokens_with_advantages_of_their_own() -> None:
+    (batch,) = experiences(perturbed=False)
+    batch.advantages[0] = torch.tensor([0.0, 1.0, 2.0, 6.0])
+    batch.rollout_log_probs = torch.full((4, 4), -1.25)
+    last = of_step([batch], Tokenizer(), size=2, groups=2, seed="0")["groups"][1]["answers"][1]
+    assert last["advantage"] == 3.0 and last["advantages"] == [1.0, 2.0, 6.0]
+    assert last["gaps"] == [0.25] * 3 and "fed" not in last
+    without = of_step([batch], Tokenizer(), size=2, groups=2, seed="0", gaps=False)
+    assert "gaps" not in without["groups"][1]["answers"][1]
+
+
+def test_a_step_stays_small() -> None:
+    found = of_step(
+        experiences(size=8, prompts=8, length=2000, perturbed=False), Tokenizer(), size=8, groups=8, seed="0"
+    )
+    assert len(json.dumps(found, ensure_ascii=False).encode()) <= STEP_BYTES
+    answer = found["groups"][0]["answers"][0]
+    assert answer["cut"] == 2000 - len(answer["tokens"]) and 32 <= len(answer["tokens"]) <= 512
+    assert len(found["rewards"]) == 64
+
+
+def test_diversity_by_hand() -> None:
+    # Pairs: 12, 23 | 12, 24 | 12, 23: three different of six. Common prefixes: 2, 3, 2.
+    assert diversity([[1, 2, 3], [1, 2, 4], [1, 2, 3]]) == {
+        "different": 2.0,
+        "distinct_2": 0.5,
+        "common_prefix": pytest.approx(7 / 3),
+    }
+    assert diversity([[1], [1]]) == {"different": 1.0, "common_prefix": 1.0}
+
+
+@pytest.mark.parametrize("steps", [1, 5, STEPS, STEPS + 1, 100, 1000])
+def test_kept_steps_are_few_and_spread_evenly(tmp_path: Path, steps: int) -> None:
+    kept = KeptGroups(tmp_path, 0)
+    made = 0
+
+    def make() -> dict[str, Any]:
+        nonlocal made
+        made += 1
+        return {"groups": []}
+
+    for step in range(steps):
+        kept.add(step, make)
+    found = [line["step"] for line in read(tmp_path)]
+    assert found[0] == 1 and len(found) == min(steps, len(found)) <= STEPS
+    assert len({b - a for a, b in pairwise(found)}) <= 1
+    assert len(found) > min(steps, STEPS) // 2 and made <= 60
+
+
+def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path: Path) -> None:
+    kept = KeptGroups(tmp_path, 0)
+    for step in range(20):
+        kept.add(step, dict)
+    before = [line["step"] for line in read(tmp_path)]
+    assert before == list(range(1, 21, 2))
+    # From a checkpoint of step 10: what came after it is forgotten.
+    again = KeptGroups(tmp_path, 10)
+    for step in range(10, 14):
+        again.add(step, dict)
+    assert [line["step"] for line in read(tmp_path)] == [1, 3, 5, 7, 9, 11, 13]
+    KeptGroups(tmp_path, 0).add(0, dict)
+    assert [line["step"] for line in read(tmp_path)] == [1]
+    assert read(tmp_path / "none") == []
+
+
+def test_what_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    kept = KeptGroups(tmp_path / "file", 0)
+    for step in range(3):
+        kept.add(step, dict)
+    assert capsys.readouterr().out.count("groups for the report are not kept") == 1
+
+
+def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, report={"groups": 1, "folder": str(tmp_path)})
+    args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2), train=SimpleNamespace(seed=1))
+    maker = SimpleNamespace(strategy=SimpleNamespace(args=args), tokenizer=Tokenizer(), training_step=0)
+    ours = kept_groups.kept_groups(lambda self, samples: samples)
+    batch = experiences()
+    assert ours(maker, batch) is batch and maker.step_measures == {}
+    (line,) = read(tmp_path)
+    assert line["step"] == 1 and len(line["groups"]) == 1
+
+
+def test_the_flag() -> None:
+    words = ["--model", "smollm2-135m", "--report.groups", "3"]
+    settings = flags.parse(words).settings
+    assert settings.report == {"groups": 3} and settings.conditions == ("report_groups",)
+    placed = train._with_report(settings, Path("runs/x")).report
+    assert placed == {"groups": 3, "folder": str(Path("runs/x").absolute())}
+    ours = [seam.ours for seam in active(["report_groups"])]
+    assert ours[-1] == "ngrpo.trainer.kept_groups:kept_groups" and "ngrpo.trainer.metrics:reporting_trainer" in ours
+    assert flags.parse(["--report.groups", "0"]).settings == RunSettings()
+    for wrong in ("17", "-1", "x", "1.5"):
+        with pytest.raises(UsageError, match=f"--report.groups {wrong}: a whole number of prompts"):
+            flags.parse(["--report.groups", wrong])
+    with pytest.raises(UsageError, match="Did you mean"):
+        flags.parse(["--reports.groups", "1"])

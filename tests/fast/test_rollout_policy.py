@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling schedules and noise on the weights without a training: what is taken, and what the engine is given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo import flags, policy_noises
+from ngrpo.arms import parse_arms
+from ngrpo.compare import arguments, results
+from ngrpo.diagnose.policies import policy_of
+from ngrpo.evaluate import command, engine
+from ngrpo.evaluate.engine import Sampling
+from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
+from perturbations.errors import UsageError
+
+
+def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolicy:
+    return RolloutPolicy.of(flags.parse(list(words)).settings, step, steps)
+
+
+def test_what_is_asked_for() -> None:
+    found = policy("--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02", step=7)
+    assert found.schedule.name == "ead" and found.scale == 0.02 and not found.plain
+    told = found.described()
+    assert told["training_step"] == 7 and told["sigma"] == 0.02 and told["policy_noise"]["name"] == "psn"
+    assert policy().plain and policy().described() == {} and policy().scale == 0.0
+    # Twenty of 100 steps: stage 2 of 10, 1e-2 · (1/20)^(1/9).
+    aqn = policy("--policy_noise", "aqn", step=20, steps=100)
+    assert aqn.scale == pytest.approx(1e-2 * 20 ** (-1 / 9)) and aqn.notes == []
+    (note,) = policy("--policy_noise", "aqn").notes
+    assert "no noise at training step 0: --at-step N" in note
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "steps", "said"),
+    [
+        (["--sampling.schedule", "e3"], 0, None, "by the rollouts of a training, and there is none here"),
+        (["--policy_noise", "aqn"], 3, None, "Add --of-steps N"),
+        ([], -1, None, "--at-step -1: must be a training step, from 0."),
+        ([], 5, 5, "--at-step 5: must be a training step, from 0 to 4, the last of --of-steps 5."),
+    ],
+)
+def test_what_is_refused(words: list[str], step: int, steps: int | None, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        policy(*words, step=step, steps=steps)
+    assert said in str(caught.value)
+
+
+def test_greedy_answers_follow_no_schedule() -> None:
+    with pytest.raises(UsageError, match="ead cannot be used with --temperature 0"):
+        command.check(
+            ["--model", "smollm2-135m", "--task", "arithmetic", "--sampling.schedule", "ead", "--temperature", "0"]
+        )
+    policy("--policy_noise", "psn").check_temperature(0.0)
+
+
+@pytest.mark.parametrize("flag", [["--credit", "top_entropy"], ["--report.groups", "1"], ["--eval.at_start"]])
+def test_eval_refuses_what_only_a_training_has(flag: list[str]) -> None:
+    """These were taken, and did nothing."""
+    with pytest.raises(UsageError, match=f"{flag[0]} belongs to ngrpo train"):
+        command.check(["--model", "smollm2-135m", "--task", "arithmetic", *flag])
+
+
+def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    for name in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    params = engine._params(Sampling(), ([1], 2, 3), False, True, 9)
+    assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, "training_step": 9}
+    assert "training_step" not in engine._params(Sampling(), ([1], 2, 3), False, True, 0).extra_args["perturbation"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
+    """As `ngrpo.trainer.policy_noise` sends it before the rollouts of the step, on the Hugging Face parameters."""
+    from transformers import AutoModelForCausalLM
+
+    asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05", step=3)
+    with noisy_model(str(tiny), asked) as loaded:
+        found = {name: parameter.detach().clone() for name, parameter in loaded.named_parameters()}
+    clean = AutoModelForCausalLM.from_pretrained(tiny)
+    sent = dict(clean.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in sent.items()}
+    with policy_noises.create("psn", sigma=0.05).added(sent, 0.05, 3):
+        for name, parameter in sent.items():
+            assert torch.equal(parameter, found[name]), name
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert changed == {name for name in found if ".mlp." in name}
+    # Taken off again: the model at hand is clean after it.
+    assert all(torch.equal(parameter, before[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_a_folder_with_noise(tiny: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05")
+    with noisy_folder(str(tiny), asked) as folder:
+        noisy = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        assert (Path(folder) / "tokenizer.json").read_text() == "{}"
+    assert not Path(folder).exists()
+    with noisy_model(str(tiny), asked) as loaded:
+        assert all(torch.equal(parameter, noisy[name]) for name, parameter in loaded.named_parameters())
+    with noisy_folder(str(tiny), policy("--policy_noise", "aqn")) as same:
+        assert same == str(tiny)
+
+
+def test_the_engine_is_given_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **given: built.update(given)))
+    spec = policy("--sampling.schedule", "ead").schedule_spec
+    engine.build("m", None, 10, hardware="cpu", schedule=spec)
+    assert built["additional_config"]["sampling_schedule"] == spec
+    engine.build("m", None, 10, hardware="cpu")
+    assert "sampling_schedule" not in built["additional_config"]
+
+
+def test_strategies_of_a_diagnosis() -> None:
+    lines = ["none", "none sampling.schedule=ead sampling.schedule.tau_max=1.5", "neighbor k=2 policy_noise=psn"]
+    arms = parse_arms(None, (), lines, rollouts=True)
+    assert [arm.id for arm in arms] == lines
+    plain, hot, noisy = map(policy_of, arms)
+    assert plain.plain and hot.schedule.tau_max == 1.5 and hot.noise is None
+    assert noisy.noise.name == "psn" and noisy.schedule is None
+    for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
+        with pytest.raises(UsageError, match="is for a training"):
+            parse_arms(None, (), [line], rollouts=True)
+    (wrong,) = parse_arms(None, (), ["none sampling.schedule=e3"], rollouts=True)
+    with pytest.raises(UsageError, match=r"--strategy 'none sampling\.schedule=e3': --sampling\.schedule e3"):
+        policy_of(wrong)
+
+
+def test_a_comparison_diagnoses_its_arms_as_they_roll_out() -> None:
+    lines = ["none sampling.schedule=ead base=gspo", "none policy_noise=aqn", "none sampling.schedule=e3", "none"]
+    arms = parse_arms(None, (), lines, training=True)
+    drawn = [arguments._drawn_line(arm) for arm in arms]
+    assert drawn == ["none sampling.schedule=ead", "none", "none", "none"]
+    rows = [{"name": "none sampling.schedule=ead"}, {"name": "none"}]
+    named = results._named({"strategies": rows, "samples": []}, arms)
+    assert [row["name"] for row in named["strategies"]] == ["none sampling.schedule=ead base=gspo", "none"]

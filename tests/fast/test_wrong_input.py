@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Input that used to be accepted, or misread: each is one clear error, or is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo import cli, preflight
+from ngrpo.trainer.run_settings import RunSettings
+from perturbations.errors import UsageError
+
+MODEL = ["--actor.model_name_or_path", "m"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ds.zero_stage", "9"], "--ds.zero_stage 9: must be 0, 1, 2 or 3."),
+        (["--ds.zero_stage", "2.5"], "--ds.zero_stage 2.5: must be 0, 1, 2 or 3."),
+        (["--train.num_episodes", "0"], "--train.num_episodes 0: must be a whole number of at least 1."),
+    ],
+)
+def test_numbers_that_openrlhf_takes_and_cannot_use(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        preflight.check_flags([*MODEL, *words], RunSettings())
+    assert str(caught.value) == said
+    for stage in "0123":
+        preflight.check_flags([*MODEL, "--ds.zero_stage", stage, "--train.num_episodes", "1"], RunSettings())
+
+
+def refused(*args: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        preflight.check_files(args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["r.py", "prompts.txt", "UPPER.JSONL"])
+def test_a_file_that_is_no_dataset(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text('{"input": "x"}\n')
+    said = refused("--data.prompt_dataset", str(file))
+    assert f"{file}: is no dataset" in said and ".jsonl" in said
+    right = tmp_path / "right.jsonl"
+    right.write_text('{"input": "x"}\n')
+    assert "--eval.dataset" in refused("--data.prompt_dataset", str(right), "--eval.dataset", str(file))
+    assert "no such file" in refused("--data.prompt_dataset", str(tmp_path / "none.arrow"))
+
+
+def test_devices_are_no_datasets() -> None:
+    assert "/dev/null: is no dataset" in refused("--data.prompt_dataset", "/dev/null")
+
+
+def rows(tmp_path: Path, *columns: tuple[Any, Any]) -> list[str]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input": one, "label": two}) + "\n" for one, two in columns))
+    return ["--data.prompt_dataset", str(file), "--data.label_key", "label"]
+
+
+CHAT = [{"role": "user", "content": "1 + 1"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [({"a": 1}, "an object"), (5, "a number"), ([1, 2], "a list"), ([], "a list"), ([{"role": "user"}], "a list")],
+)
+def test_an_input_that_is_no_prompt(tmp_path: Path, given: Any, kind: str) -> None:
+    said = refused(*rows(tmp_path, ("right", "1"), (given, "2")), "--data.apply_chat_template")
+    assert f"the input 'input' is {kind} in row 2" in said and '"role": "user"' in said
+
+
+def test_messages_need_a_chat_template(tmp_path: Path) -> None:
+    args = rows(tmp_path, (CHAT, "2"))
+    assert "is chat messages in row 1. Add --data.apply_chat_template" in refused(*args)
+    preflight.check_files([*args, "--data.apply_chat_template"])
+
+
+def test_labels_of_several_kinds(tmp_path: Path) -> None:
+    """The package that OpenRLHF reads files with makes one type of a column: "007" beside 3 becomes 7."""
+    from datasets import load_dataset
+
+    args = rows(tmp_path, ("x", "007"), ("y", 3))
+    assert load_dataset("json", data_files=args[1], cache_dir=str(tmp_path / "cache"))["train"]["label"][0] == 7
+    assert "is a text in row 1 and a number in row 2" in refused(*args)
+    preflight.check_files(rows(tmp_path, ("x", 7), ("y", 3)))
+
+
+def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:
+    args = rows(tmp_path, ("x", [1, 2]), ("y", [3]))
+    preflight.check_files(args)
+    (note,) = preflight.dataset_notes(args)
+    assert "the label 'label' is a list in row 1; the reward is given it as it is" in note
+    assert "an object in row 2" in preflight.dataset_notes(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1})))[0].replace(
+        "row 1", "row 2"
+    )
+    assert preflight.dataset_notes(rows(tmp_path, ("x", "1"), ("y", "2"))) == []
+    assert preflight.dataset_notes(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"]) == []
+    assert preflight.dataset_notes(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")]) == []
+
+
+HEAD = "from dataclasses import dataclass\nfrom perturbations import Gate, Perturbation, option, register\n"
+DATACLASS = "@dataclass(frozen=True, kw_only=True)\n"
+PROPOSE = "    def propose(self, step):\n        return None\n"
+SHARE = '    share: float = option(0.5, "how much", low=0.0)\n'
+ABSTRACT = f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n'
+PLAIN = f'{HEAD}class Mine(Perturbation):\n    """Mine."""\n{SHARE}{PROPOSE}'
+OWN_INIT = f'{HEAD}class Mine(Perturbation):\n    """Mine."""\n    def __init__(self, x):\n        pass\n{PROPOSE}'
+NEEDY = f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n    share: float\n{PROPOSE}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ABSTRACT, "Mine does not define propose"),
+        (PLAIN, "Mine is not a dataclass"),
+        (OWN_INIT, "Mine is not a dataclass"),
+        (NEEDY, "Mine has no default for its option 'share'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["list"], ["train", "--model", "smollm2-135m", "--dry-run", "--perturbation"]])
+def test_an_incomplete_class_is_its_files_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str, command: list[str]
+) -> None:
+    file = tmp_path / "incomplete.py"
+    file.write_text(text)
+    assert cli.main([*command, str(file)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_what_fails_in_a_users_file_is_not_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "failing.py"
+    made = "    def __post_init__(self):\n        super().__post_init__()\n        len(3)\n"
+    file.write_text(f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n{SHARE}{made}{PROPOSE}')
+    assert cli.main(["train", "--model", "smollm2-135m", "--perturbation", str(file)]) == 1
+    error = capsys.readouterr().err
+    assert "line 9 of failing.py fails with TypeError" in error and "report it" not in error
+
+
+def test_a_subclass_without_options_needs_no_decorator(tmp_path: Path) -> None:
+    from perturbations import registry
+
+    file = tmp_path / "inheriting.py"
+    text = "from typing import ClassVar\nfrom perturbations.strategies.soft import Soft\n"
+    file.write_text(f'{text}class Mine(Soft):\n    """Mine."""\n    note: ClassVar[str] = "x"\n')
+    assert registry.create(str(file), k=3).k == 3
+
+
+def test_a_dry_run_says_what_it_did_not_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ["train", "--dry-run", "--reward.remote_url", "r.py", "--data.prompt_dataset"]
+    Path("r.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 0}\n")
+    Path("mine.jsonl").write_text('{"input": "x"}\n')
+    cli.main([*common, "mine.jsonl", "--model", "nofolder"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "open the options fit the model nofolder not checked: there is no folder 'nofolder'" in told
+    assert "ok dataset and reward" in told
+    Path("here").mkdir()
+    Path("here/config.json").write_text("{}")
+    cli.main([*common, "owner/of-the-hub", "--model", "here"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "ok the options fit the model here" in told
+    assert "open dataset and reward not checked: the rows of --data.prompt_dataset owner/of-the-hub" in told
