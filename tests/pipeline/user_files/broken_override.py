@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from perturbations.strategies.gumbel import Gumbel
 
 
+@dataclass(frozen=True, kw_only=True)
 class Broken(Gumbel):
     """As `gumbel`, in an engine that feeds it to the wrong rows."""
 
