@@ -41,6 +41,7 @@ _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300
 _LARGEST_GAP = 1e-4
 _SPEC = {"name": "gumbel", "rate": 0.5}
+_PROBE_FAILURE = "ProbeFailure: "
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,10 @@ def _self_test(model: str) -> Finding:
         except subprocess.TimeoutExpired:
             return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
         if not target.exists():
-            lines = [line for line in done.stdout.splitlines() if line.strip()][-15:]
+            lines = [line for line in done.stdout.splitlines() if line.strip()]
+            # An engine's process tells why it ended before the one that started it does.
+            causes = [number for number, line in enumerate(lines) if _PROBE_FAILURE in line]
+            lines = lines[causes[0] :][:10] if causes else lines[-15:]
             told = f"ended with status {done.returncode}"
             return Finding(subject, told, "read the lines that it ended with:\n" + "\n".join(lines))
         found = json.loads(target.read_text())
@@ -249,6 +253,7 @@ def self_test(model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from ngrpo.rollout import model_runner, take_trajectories
+    from ngrpo.trainer.replay_probe import prove
     from perturbations import replaying
 
     folder = models.resolve(model)
@@ -272,6 +277,14 @@ def self_test(model: str) -> dict[str, Any]:
     taken = take_trajectories(llm)
     rollouts = [(list(output.outputs[0].token_ids), *taken[output.request_id]) for output in outputs]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
+
+    @torch.no_grad()
+    def of_texts(texts: Any, action_mask: Any, attention_mask: Any) -> Any:
+        texts = texts.to(reference.device)
+        found = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
+        return found[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
+
+    prove(reference, of_texts)
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
     theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
 
@@ -294,7 +307,8 @@ def self_test(model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    # The engine in a process of its own: vLLM's Transformers backend changes the classes that the replay is done with.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     status = 0
     try:
         Path(sys.argv[2]).write_text(json.dumps(self_test(sys.argv[1])), encoding="utf-8")

@@ -2,11 +2,12 @@
 """An engine's proof that its overrides land where they belong: a few tiny requests, before anybody else's.
 
 It runs in the engine's core, with the engine's own scheduler, model runner and graphs, so that whatever a model does
-with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.probe`'s.
+with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.override_probe`'s.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
-from ngrpo.rollout.settings import KEY, read
+from ngrpo.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
+from ngrpo.rollout.settings import DEFERRED_PROBE, KEY, read
 from perturbations.replay import ReplayRecord
 
 _DUE, _PASSED = "_perturbation_probe_due", "_perturbation_probe_passed"
 _TOP = 5  # log-probabilities that are compared at a generated token
+_NUMBERS = itertools.count()
 _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
 
 
@@ -29,14 +31,25 @@ def engine_started(core: Any) -> None:
     Raises:
         ProbeFailure: where an override does not land where it belongs.
     """
-    perturbation = read(core.vllm_config.additional_config)
-    if perturbation is not None and perturbation.active:
+    given = core.vllm_config.additional_config
+    perturbation = read(given)
+    if perturbation is None or not perturbation.active:
+        return
+    if given.get(DEFERRED_PROBE):
+        setattr(core, _DUE, True)
+    else:
         prove(core)
 
 
-def due(core: Any) -> None:
-    """The engine is proven again before its next request: new weights are in place."""
-    setattr(core, _DUE, True)
+def asked(core: Any) -> None:
+    """Proves an engine with an override now, where it is idle, or else before the next request that finds it so.
+
+    Raises:
+        ProbeFailure: where an override does not land where it belongs.
+    """
+    if read(core.vllm_config.additional_config) is not None:
+        setattr(core, _DUE, True)
+        before_request(core)
 
 
 def before_request(core: Any) -> None:
@@ -48,7 +61,7 @@ def before_request(core: Any) -> None:
 def perturbation_replaced(core: Any) -> None:
     """An engine that started without an active perturbation has one now."""
     if not getattr(core, _PASSED, False):
-        due(core)
+        setattr(core, _DUE, True)
 
 
 def prove(core: Any) -> float:
@@ -125,14 +138,16 @@ def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]
     def before(answer: _Answer) -> Any:
         return (answer.text[: row - 1],)
 
-    def whole(answer: _Answer) -> Any:
-        return (answer.text, *answer.next_tokens[:2])
+    def whole(answer: _Answer, start: int = 0) -> Any:
+        return (answer.text[start:], *answer.next_tokens[:2])
 
     effect = _distance(at_row(plain), at_row(as_text))
     step_effect = _distance((plain.next_tokens[1],), (longer.next_tokens[0],))
     found = [
         Comparison("rows before the overridden one", _distance(before(replaced), before(plain)), effect),
-        Comparison("a row overridden with its own token's embedding", _distance(whole(own), whole(plain)), effect),
+        Comparison(
+            "a row overridden with its own token's embedding", _distance(whole(own, row), whole(plain, row)), effect
+        ),
         Comparison("the request in front", _distance(whole(beside_first), whole(plain_first)), effect),
         Comparison("the request behind", _distance(whole(beside_last), whole(plain_last)), effect),
         Comparison(
@@ -140,9 +155,11 @@ def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]
         ),
     ]
     if partly:
-        # A table that follows the token in the text has a part in the row: only that something changes is known.
-        changed = min(_distance(at_row(replaced), at_row(plain)) / effect, 1.0) if effect else 0.0
-        return [*found, Comparison("an overridden row, which must change", (1.0 - changed) * effect, effect, 0.99)]
+        # A table that follows the token in the text has a part in the row: only that this very row changes is known.
+        here = _distance((plain.text[row : row + 1],), (as_text.text[row : row + 1],))
+        changed = _distance((plain.text[row : row + 1],), (replaced.text[row : row + 1],))
+        same = 1.0 - min(changed / here, 1.0) if here else 1.0
+        return [*found, Comparison("an overridden row, which must change", same * here, here, 0.9)]
     step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
     return [
         *found,
@@ -172,7 +189,8 @@ def _ask(core: Any, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> 
         requests: tokens, and by position the token whose embedding is fed there; the position after the last token
             is that of the first generated one.
     """
-    names = [f"perturbation-probe-{number}" for number in range(len(requests))]
+    # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
+    names = [f"perturbation-probe-{next(_NUMBERS)}" for _ in requests]
     for name, (tokens, fed) in zip(names, requests):
         core.add_request(*core.preprocess_add_request(_request(name, tokens, fed)))
     answers = {name: _Answer() for name in names}

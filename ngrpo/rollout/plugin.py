@@ -264,7 +264,7 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         from ngrpo.rollout import engine_probe
 
         if method == "perturbation_probe":
-            return [engine_probe.due(self)]
+            return [engine_probe.asked(self)]
         result = original(self, method, *args, **kwargs)
         if method == "perturbation_replace":
             engine_probe.perturbation_replaced(self)

@@ -27,6 +27,13 @@ An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail 
 SAMPLING_MASKS = "sampling_masks"
 """Key of ``additional_config``: record which tokens sampling left at each position; implies seeded draws."""
 
+DEFERRED_PROBE = "deferred_probe"
+"""Key of ``additional_config``: the engine's probe waits for ``collective_rpc("perturbation_probe")``.
+
+Whoever asks gets its error, which is lost to them where an engine in a process of its own ends at its start. Without
+being asked, the engine proves itself before its first request.
+"""
+
 SAMPLING_SCHEDULE = "sampling_schedule"
 """Key of ``additional_config``: how temperatures change, a dictionary with name and options; implies seeded draws."""
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.trainer.gap import check_gap
+from ngrpo.trainer import unperturbed
+from ngrpo.trainer.gap import GapScale, check_gap
 from ngrpo.trainer.importance import importance_measures, rollout_entropy
 from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import current_run
@@ -113,12 +114,33 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
         measures = step_metrics(records, log_probs, run.perturbation)
         if not self.strategy.args.vllm.enable_prefix_caching:
             measures.pop("perturbation/prefix_hit_rate", None)
+        measures |= _unperturbed_gap(self, records)
         check_gap(measures, run.gap_limit, strict=run.strict)
+        gap_scale(self).check(measures, run.gap_limit, strict=run.strict)
         measures |= importance_measures(experiences, self.strategy.args)
         note_measures(self, measures)
         return experiences
 
     return make_experience_batch
+
+
+def gap_scale(maker: Any) -> GapScale:
+    """The run's scale of gaps, kept with OpenRLHF's experience maker; a resumed run measures its own."""
+    if not hasattr(maker, "gap_scale"):
+        args, rollout = maker.strategy.args, maker.strategy.args.rollout
+        batch = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
+        older = bool(getattr(args.train, "async_enable", False)) or batch > rollout.batch_size
+        noisy = current_run().policy_noise is not None
+        maker.gap_scale = GapScale(args.ds.param_dtype != "fp32", older, noisy)
+    return maker.gap_scale
+
+
+def _unperturbed_gap(maker: Any, records: Sequence[TrajectoryRecord | None]) -> dict[str, float]:
+    """The gap of the step's unperturbed answers, where it is wanted and there are any."""
+    if not gap_scale(maker).wanted:
+        return {}
+    gap = unperturbed.gap_of(maker, [kept.unperturbed for kept in records if kept is not None and kept.unperturbed])
+    return {} if gap is None else {"perturbation/gap_unperturbed_mean": gap}
 
 
 def measured_rollout_policy(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from ngrpo.parameters_file import attach
 from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density_loss import densities, token_log_probs
 from ngrpo.trainer.metrics import QUOTIENTS
+from ngrpo.trainer.replay_probe import prove
 from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation
 from perturbations.parameters import attached
@@ -113,6 +114,9 @@ def _replaying_forward(plain: type, attribute: str) -> type:
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
             records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, perturbation = getattr(self, attribute), current_run().perturbation
+            if not getattr(self, "_proven", False):
+                prove(model_of(model), self.unperturbed_log_probs)
+                self._proven = True
             scope = replay_scope(model, perturbation, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
@@ -120,6 +124,10 @@ def _replaying_forward(plain: type, attribute: str) -> type:
                 kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
                 self._tokens = [*getattr(self, "_tokens", ()), kept]
             return log_probs
+
+        def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
+            """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
+            return super().forward(sequences, action_mask, attention_mask)
 
         def token_log_probs(self) -> list[Any]:
             """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""

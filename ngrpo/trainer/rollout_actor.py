@@ -16,6 +16,7 @@ import numpy as np
 from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
+    DEFERRED_PROBE,
     KEY,
     REPLAY_BUFFER,
     SAMPLING_MASKS,
@@ -24,6 +25,7 @@ from ngrpo.rollout.settings import (
     fingerprint,
     request_arguments,
 )
+from ngrpo.trainer import unperturbed
 from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
@@ -41,7 +43,7 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._numbers = AnswerNumbers()
+        self._numbers, self._followed = AnswerNumbers(), unperturbed.Turns()
         self._reward: CheckedReward | None = None
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
@@ -50,8 +52,10 @@ class RecordingExecutor:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
         # Numbered before anything is awaited: answer i of a group has the same draws in every run.
         arguments = dict(request_arguments(kwargs.get("sampling_params")))
-        number = self._numbers.next(str(kwargs.get("prompt")), arguments.pop("round", 0))
-        conversation = Conversation({"sample": number, **arguments})
+        round_, perturbation = arguments.pop("round", 0), current_run().perturbation
+        number = self._numbers.next(str(kwargs.get("prompt")), round_)
+        perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
+        conversation = Conversation({"sample": number, **arguments}, self._followed.next(round_, perturbed))
         token = _conversation.set(conversation)
         try:
             response = await self._executor.execute(**kwargs)
@@ -83,6 +87,34 @@ async def confirm(actor: Any, perturbation: Perturbation) -> None:
         # vLLM answers a method that its workers lack with an error of its own.
         fingerprints = [""]
     check_installed(fingerprints, fingerprint(perturbation, current_run().sampling_schedule))
+
+
+class EngineProof:
+    """Has an engine prove that its overrides land where they belong; requests wait for it.
+
+    At the start, and in a strict run again before the first request after each weight sync: not at its end, when a
+    hybrid engine's KV cache is asleep.
+    """
+
+    def __init__(self, llm: Any, perturbed: bool) -> None:
+        self._llm, self._perturbed = llm, perturbed
+        self._asked: asyncio.Task[Any] | None = None
+
+    def weights_synced(self) -> None:
+        """New weights are in place."""
+        if current_run().strict:
+            self._asked = None
+
+    async def passed(self) -> None:
+        """Returns once the engine has proven itself, or is busy with earlier requests and will as soon as it is not.
+
+        Raises:
+            Exception: vLLM's own, with the probe's message.
+        """
+        if self._perturbed:
+            if self._asked is None:
+                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
+            await asyncio.shield(self._asked)
 
 
 class PickUps:
@@ -163,6 +195,12 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
+        if conversation.followed:
+            conversation.followed = False
+            seed = trajectory_seed(arguments["seed"], arguments["sample"])
+            # Without its pictures: the scale is that of both sides' rounding, which text shows as well.
+            text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
+            conversation.unperturbed = await unperturbed.ask(actor, text, sampling_params, seed)
     return output
 
 
@@ -197,6 +235,7 @@ async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwarg
     result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
     if empty_cache:
         await actor.llm.collective_rpc("perturbation_prepare")
+        actor.perturbation_proof.weights_synced()
     return result
 
 
@@ -216,14 +255,18 @@ def perturbed_engine(plain: type) -> type:
                 SAMPLING_MASKS: run.corrects_sampling,
                 SAMPLING_SCHEDULE: run.sampling_schedule_spec,
                 REPLAY_BUFFER: run.replay_buffer_spec,
+                DEFERRED_PROBE: True,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
             await confirm(self, perturbation)
+            self.perturbation_proof = EngineProof(self.llm, perturbation.active)
+            await self.perturbation_proof.passed()
             self.perturbation_pick_ups = PickUps(self.llm)
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+            await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 
         async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
@@ -231,6 +274,10 @@ def perturbed_engine(plain: type) -> type:
 
         async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
             return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
+
+        async def load_weights_file(self, path: str) -> None:
+            await plain.load_weights_file(self, path)
+            self.perturbation_proof.weights_synced()
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.trainer.unperturbed import UnperturbedAnswer
 from perturbations.replay import ReplayRecord, packing
 
 _REPLAY, _LOG_PROBS, _MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
 _VERSION = 1  # of the bytes of log-probabilities and counts
-_COUNTS = "perturbation_counts"
-_OURS = (_REPLAY, _LOG_PROBS, _MASK, _COUNTS)
+_COUNTS, _UNPERTURBED = "perturbation_counts", "unperturbed_answer"
+_OURS = (_REPLAY, _LOG_PROBS, _MASK, _COUNTS, _UNPERTURBED)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class TrajectoryRecord:
         dropped: edits of earlier turns whose tokens an agent or a chat template has changed.
         prompted: tokens of the prompts of all turns.
         cached: how many of these the engine found in its prefix cache.
+        unperturbed: a short answer of the same engine with the perturbation off, None after most samples.
     """
 
     replay: ReplayRecord
@@ -43,6 +45,7 @@ class TrajectoryRecord:
     dropped: int = 0
     prompted: int = 0
     cached: int = 0
+    unperturbed: UnperturbedAnswer | None = None
 
     def pack(self) -> dict[str, bytes]:
         """As plain bytes with checksums: nothing that OpenRLHF would move to a device or pad."""
@@ -50,6 +53,8 @@ class TrajectoryRecord:
         packed = {_REPLAY: self.replay.to_bytes(), _LOG_PROBS: log_probs}
         counts = [packing.varint(count) for count in (self.dropped, self.prompted, self.cached)]
         packed[_COUNTS] = packing.sealed(counts, _VERSION)
+        if self.unperturbed is not None:
+            packed[_UNPERTURBED] = self.unperturbed.pack()
         return packed if self.mask is None else {**packed, _MASK: self.mask.to_bytes()}
 
 
@@ -111,4 +116,5 @@ def _unpack_one(entry: Any) -> TrajectoryRecord | None:
         np.frombuffer(log_probs.rest(), "<f4").astype(np.float32),
         SamplingMask.from_bytes(entry[_MASK]) if _MASK in entry else None,
         *(counts.varint() for _ in range(3)),
+        UnperturbedAnswer.unpack(entry[_UNPERTURBED]) if _UNPERTURBED in entry else None,
     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from ngrpo.rollout.records import parse, sampling_mask
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainer.unperturbed import UnperturbedAnswer
 from perturbations.replay import ReplayRecord
 from perturbations.streams import trajectory_seed
 
@@ -27,10 +28,13 @@ class Conversation:
     Attributes:
         arguments: what each of its requests says to the engine.
         record: of all turns so far; None before the first.
+        followed: whether an unperturbed answer is still to be asked for.
+        unperturbed: that answer.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
+        self.arguments, self.followed = arguments, followed
+        self.unperturbed: UnperturbedAnswer | None = None
         self.record: TrajectoryRecord | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
         self._asked: Counter[bytes] = Counter()
@@ -110,5 +114,6 @@ def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, 
     What its processor made of pictures stands there already.
     """
     conversation.go_on(response["observation_tokens"])
-    response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **conversation.record.pack()}
+    record = dataclasses.replace(conversation.record, unperturbed=conversation.unperturbed)
+    response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **record.pack()}
     return response

@@ -250,7 +250,7 @@ class ReplayScope:
 
         What is recorded or learned is for the bare matrix.
         """
-        scale, edit = float(getattr(self._embedding, "scalar_embed_scale", 1.0)), self._flat.edit
+        scale, edit = _factor(self._embedding), self._flat.edit
         sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
         return scale, replace(edit, sigma=sigma, vectors=vectors)
 
@@ -314,6 +314,24 @@ class ReplayScope:
         inside = self._inside[chosen]
         self.stats.looked_at.append(inside.sum())
         self.stats.left_anchor.append(((nearest_tokens(mixed[chosen], matrix, anchors) != anchors) & inside).sum())
+
+
+def _factor(embedding: nn.Module) -> float:
+    """By what a module multiplies the rows of its matrix.
+
+    Raises:
+        ValueError: for one that does something else to them, so that a mixture of its outputs is no mixture of rows.
+    """
+    for name in ("scalar_embed_scale", "embed_scale"):
+        if getattr(embedding, name, None) is not None:
+            return float(getattr(embedding, name))
+    own = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
+    if own:
+        raise ValueError(
+            f"replay cannot mix embeddings of {type(embedding).__name__}: it changes the rows of its matrix otherwise"
+            " than by a factor. Use a model whose input embedding is a plain or a scaled table."
+        )
+    return 1.0
 
 
 class _Scaled:

@@ -42,6 +42,7 @@ FLOORS = (
     (
         "ngrpo.answers",
         "ngrpo.datafiles",
+        "ngrpo.override_probe",
         "ngrpo.reward_files",
         "ngrpo.advantages",
         "ngrpo.advantage_check",

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-VOCABULARY = 512
+VOCABULARY, HIDDEN = 512, 128
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 128,
+    "hidden_size": HIDDEN,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -32,13 +32,15 @@ _PER_LAYER: dict[str, Any] = {
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+# Not tied: with a tied head a random model of scaled embeddings repeats its input, whatever came before.
+_GEMMA: dict[str, Any] = {"head_dim": 32, "sliding_window": 64, "tie_word_embeddings": False}
 # Name: Transformers' model type, options of its configuration, options of vLLM's engine.
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("llama", {"tie_word_embeddings": False}, {}),
-    "scaled": ("gemma3_text", {"head_dim": 32, "sliding_window": 64}, {}),
+    "scaled": ("gemma3_text", _GEMMA, {}),
     "multiplied": ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.2}, {}),
     "transformers": ("smollm3", {}, {}),
-    "transformers_scaled": ("gemma3_text", {"head_dim": 32, "sliding_window": 64}, {"model_impl": "transformers"}),
+    "transformers_scaled": ("gemma3_text", _GEMMA, {"model_impl": "transformers"}),
     "per_layer": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32, "num_global_key_value_heads": 2}, {}),
     "per_layer_3n": ("gemma3n_text", {**_PER_LAYER, "intermediate_size": [256] * 4, "laurel_rank": 8}, {}),
 }

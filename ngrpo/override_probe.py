@@ -29,7 +29,7 @@ class ProbeTexts:
         text: the text with overrides.
         last: a text behind it.
         row: the overridden position in ``text``, from 1 on.
-        other: the token whose embedding is fed there; it stands nowhere in ``text``.
+        other: the token whose embedding is fed there; another one than stands there.
     """
 
     first: list[int]
@@ -84,10 +84,14 @@ def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts
     length = min(_LENGTH, longest)
     if length < 4:
         raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
-    drawn = np.random.default_rng(20260 + attempt).permutation(np.arange(vocabulary // 20, max(vocabulary // 2, 32)))
+    usual = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
+    drawn = np.random.default_rng(attempt).permutation(usual)
     drawn = np.resize(drawn, 3 * length + 1).tolist()
-    texts = [drawn[start : start + length] for start in (0, length, 2 * length)]
-    return ProbeTexts(*texts, row=length // 2, other=drawn[-1])
+    first, text, last = (drawn[start : start + length] for start in (0, length, 2 * length))
+    row, other = length // 2, drawn[-1]
+    if other == text[row]:  # a vocabulary of fewer tokens than the texts have
+        other = next(token for token in usual.tolist() if token != text[row])
+    return ProbeTexts(first, text, last, row, other)
 
 
 def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:

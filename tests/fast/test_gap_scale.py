@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scale of a run's gaps: what is judged by it, when it is measured, and how its answers travel."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.trainer import metrics, unperturbed
+from ngrpo.trainer.gap import GapScale, ReplayGap
+from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
+from ngrpo.trainer.unperturbed import ANSWERS, Turns, UnperturbedAnswer
+from perturbations.replay import ReplayRecord
+from tests.fast.run import run_with
+
+NAMES = ("unperturbed", "perturbed", "plain", "before")
+
+
+def step(**gaps: float) -> dict[str, float]:
+    return {f"perturbation/gap_{name}_mean": gap for name, gap in gaps.items()}
+
+
+@pytest.mark.parametrize(("wrong", "times"), [("perturbed", 10.0), ("plain", 5.0), ("before", 10.0)])
+@pytest.mark.parametrize(("half", "usual"), [(True, 0.02), (False, 2e-5)])
+def test_any_gap_beyond_the_limit_rings(half: bool, usual: float, wrong: str, times: float) -> None:
+    """Alike large at all positions, as where the engine is wrong: no ratio among them says anything."""
+    usual_step = step(**dict.fromkeys(NAMES, usual))
+    scale = GapScale(half)
+    scale.check(usual_step, 10.0, strict=True)
+    with pytest.raises(
+        ReplayGap, match=rf"at most {times * usual:.2g}\) on average; where nothing .* by {usual:.2g}\."
+    ):
+        scale.check({**usual_step, **step(**{wrong: 1.05 * times * usual})}, 10.0, strict=True)
+    scale.check({**usual_step, **step(**{wrong: 0.95 * times * usual})}, 10.0, strict=True)
+    with pytest.raises(ReplayGap):
+        scale.check({**usual_step, **step(**{wrong: 3.1 * usual})}, 3.0, strict=True)
+
+
+def test_certain_tokens_are_no_scale() -> None:
+    """In half precision the first tokens of an answer may agree to any number of digits."""
+    scale = GapScale(half_precision=True)
+    scale.check(step(unperturbed=1e-7, perturbed=0.07, plain=0.03), 10.0, strict=True)
+    with pytest.raises(ReplayGap):
+        scale.check(step(perturbed=0.08), 10.0, strict=True)
+
+
+@pytest.mark.parametrize(("half", "largest"), [(True, 0.25), (False, 0.01)])
+def test_two_models_are_not_one(half: bool, largest: float) -> None:
+    GapScale(half).check(step(unperturbed=0.99 * largest), 10.0, strict=True)
+    with pytest.raises(ReplayGap, match="have not the same weights"):
+        GapScale(half).check(step(unperturbed=1.01 * largest), 10.0, strict=True)
+    GapScale(half, noisy=True).check(step(unperturbed=1.01 * largest), 10.0, strict=True)
+
+
+def test_the_scale_is_that_of_the_start_unless_weights_drift_by_design() -> None:
+    fixed, drifting = GapScale(True), GapScale(True, drifts=True)
+    for scale in (fixed, drifting):
+        assert scale.wanted
+        scale.check(step(unperturbed=0.02, plain=0.02), 10.0, strict=True)
+    assert not fixed.wanted and drifting.wanted
+    older = step(unperturbed=0.2, plain=0.3, perturbed=0.3)
+    drifting.check(older, 10.0, strict=True)
+    with pytest.raises(ReplayGap):
+        fixed.check(older, 10.0, strict=True)
+    with pytest.raises(ReplayGap):
+        drifting.check(step(unperturbed=0.02, plain=0.3), 10.0, strict=True)
+
+
+def test_without_an_unperturbed_answer_nothing_is_judged_and_the_next_step_is_asked() -> None:
+    scale = GapScale(True)
+    scale.check(step(plain=5.0), 10.0, strict=True)
+    assert scale.wanted and scale.of(None) is None
+
+
+def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ngrpo.trainer.gap._warned", [])
+    GapScale(True).check(step(unperturbed=0.02, plain=0.67, perturbed=0.63, before=0.14), 10.0, strict=False)
+    printed = capsys.readouterr().out
+    assert printed.startswith("ngrpo warning:") and "--perturbation.strict" in printed
+    assert "right after perturbed inputs by 0.63 (at most 0.2), at plain positions by 0.67 (at most 0.1) on" in printed
+
+
+def test_the_first_answers_of_each_round_are_followed() -> None:
+    turns = Turns()
+    assert [turns.next(1, True) for _ in range(ANSWERS + 2)] == [True] * ANSWERS + [False] * 2
+    assert not turns.next(2, perturbed=False)
+    assert turns.next(2, True)
+    assert not turns.next(0, True)
+
+
+ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
+
+
+def record(answer: UnperturbedAnswer | None) -> TrajectoryRecord:
+    none = np.zeros((0, 1), np.int32)
+    replay = ReplayRecord(1, 1, 2, none[:, 0], none, none.astype(np.float32), None, none[:, 0].astype(bool))
+    return TrajectoryRecord(replay, np.array([np.nan, -1.0], np.float32), unperturbed=answer)
+
+
+def test_an_answer_travels_with_its_sample() -> None:
+    packed = record(ANSWER).pack()
+    (found,) = unpack([packed])
+    np.testing.assert_array_equal(found.unperturbed.tokens, ANSWER.tokens)
+    np.testing.assert_array_equal(found.unperturbed.log_probs, ANSWER.log_probs)
+    assert unpack([record(None).pack()])[0].unperturbed is None
+    altered = bytearray(packed["unperturbed_answer"])
+    altered[3] ^= 1
+    with pytest.raises(ValueError, match="unperturbed answer"):
+        unpack([{**packed, "unperturbed_answer": bytes(altered)}])
+
+
+class Group:
+    """One actor, whose log-probability of a token is −token / 10."""
+
+    def async_run_method(self, method_name: str, **given: torch.Tensor) -> list[torch.Tensor]:
+        assert method_name == "unperturbed_log_probs"
+        self.given = given
+        return [-given["sequences"][:, -given["action_mask"].shape[1] :] / 10.0]
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("ray.get", lambda found: found)
+    rollout = SimpleNamespace(batch_size=8, vllm_generate_batch_size=8)
+    args = SimpleNamespace(rollout=rollout, train=SimpleNamespace(async_enable=False))
+    args.ds = SimpleNamespace(param_dtype="bf16")
+    return SimpleNamespace(actor_model_group=Group(), strategy=SimpleNamespace(args=args))
+
+
+def test_the_gap_is_over_the_answers_tokens(maker: Any) -> None:
+    shorter = UnperturbedAnswer(np.array([1, 2], np.int32), np.array([-0.3], np.float32))
+    longer = UnperturbedAnswer(np.array([7, 3, 4, 5], np.int32), np.array([-0.3, -0.4, -0.9], np.float32))
+    empty = dataclasses.replace(shorter, log_probs=shorter.log_probs[:0])
+    # |−0.2 + 0.3|, and |−0.5 + 0.9| at the last of the other's three tokens.
+    assert unperturbed.gap_of(maker, [empty, shorter, longer]) == pytest.approx((0.1 + 0.4) / 4)
+    given = maker.actor_model_group.given
+    assert given["sequences"].tolist() == [[0, 0, 1, 2], [7, 3, 4, 5]]
+    assert given["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert given["action_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert unperturbed.gap_of(maker, [empty]) is None
+
+
+@pytest.mark.parametrize(("changed", "drifts"), [({}, False), ({"async": True}, True), ({"batch": 16}, True)])
+def test_when_weights_drift_by_design(
+    maker: Any, changed: dict[str, Any], drifts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(monkeypatch)
+    maker.strategy.args.train.async_enable = changed.get("async", False)
+    maker.strategy.args.rollout.vllm_generate_batch_size = changed.get("batch", 8)
+    scale = metrics.gap_scale(maker)
+    assert scale is metrics.gap_scale(maker)
+    scale.of(0.02)
+    assert scale.wanted == drifts

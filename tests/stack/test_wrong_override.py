@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrong override is seen: by the engine's probe before any request, and by the gap's scale on the first step.
+
+On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.trainer.gap import GapScale, ReplayGap
+from ngrpo.trainer.metrics import step_metrics
+from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from perturbations import ReplayRecord
+from tests.own_process import run_module
+from tests.stack.harness import Rollout, gaps, replay_log_probs
+from tests.stack.tiny_models import tiny_model
+from tests.stack.wrong_override import PUTS
+
+pytestmark = pytest.mark.stack
+
+_CASES = [
+    pytest.param((form, dtype), id=f"{form}-{dtype}", marks=[] if (form, dtype) == always else [pytest.mark.slow])
+    for form in ("plain", "transformers", "scaled", "multiplied", "transformers_scaled")
+    for dtype in ("bfloat16", "float32")
+    for always in [("transformers", "bfloat16")]
+]
+_LIMIT = 10.0
+
+
+class Case:
+    """Rollouts of one model in one dtype, and Transformers' side of it."""
+
+    def __init__(self, form: str, dtype: str, folder: Path, eager: bool = True) -> None:
+        from transformers import AutoModelForCausalLM
+
+        path, target = tiny_model(form, folder), folder / "rollouts.pickle"
+        run_module("tests.stack.wrong_override_rollout", form, path, dtype, str(eager), str(target))
+        self.found = pickle.loads(target.read_bytes())
+        self.half = dtype != "float32"
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+
+    def judge(self, kind: str, records: Sequence[ReplayRecord] | None = None) -> None:
+        """One training step's alarm, on rollouts of this kind; ``records``: what is replayed in the place of theirs."""
+        own = self.found[kind]
+        scale = GapScale(self.half)
+        scale.check(self._start(own["unperturbed"]), _LIMIT, strict=True)
+        scale.check(self._step(own["rollouts"], records), _LIMIT, strict=True)
+
+    def judge_with_scale_of_the_start(self, rollouts: Sequence[Rollout]) -> None:
+        """A later step, where the trainer's model is another one than at the start."""
+        scale = GapScale(self.half)
+        scale.check({"perturbation/gap_unperturbed_mean": self.start}, _LIMIT, strict=True)
+        scale.check(self._step(rollouts, None), _LIMIT, strict=True)
+
+    def note_start(self) -> None:
+        self.start = self._start(self.found["right"]["unperturbed"])["perturbation/gap_unperturbed_mean"]
+
+    def _start(self, unperturbed: Sequence[Rollout]) -> dict[str, float]:
+        return {"perturbation/gap_unperturbed_mean": float(gaps(self.model, unperturbed).mean())}
+
+    def _step(self, rollouts: Sequence[Rollout], records: Sequence[ReplayRecord] | None) -> dict[str, float]:
+        given = [
+            Rollout(r.prompt, r.tokens, record, r.log_probs, r.engine_log_probs)
+            for r, record in zip(rollouts, records or [r.record for r in rollouts])
+        ]
+        kept, theirs = [], []
+        for rollout, now in zip(given, replay_log_probs(self.model, given)):
+            nothing = np.full(len(rollout.prompt), np.nan, np.float32)
+            kept.append(TrajectoryRecord(rollout.record, np.concatenate([nothing, rollout.log_probs])))
+            theirs.append(np.concatenate([nothing, now.numpy()]))
+        return step_metrics(kept, theirs)
+
+
+@pytest.fixture(scope="module", params=_CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(*request.param, tmp_path_factory.mktemp("case"))
+
+
+def test_the_probe_tells_right_from_wrong(case: Case) -> None:
+    failures = {name: found["probe"] for name, found in case.found.items()}
+    assert failures.pop("right") is None
+    for name, failure in failures.items():
+        assert failure is not None, name
+        assert "does not feed" in failure and "off by" in failure
+    assert case.found["right"]["seconds"] < 5.0
+
+
+def test_a_right_override_rings_nothing(case: Case) -> None:
+    case.judge("right")
+
+
+@pytest.mark.parametrize("kind", [name for name in PUTS if name != "right"])
+def test_a_wrong_override_rings(case: Case, kind: str) -> None:
+    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+        case.judge(kind)
+
+
+def test_the_record_of_another_sample_rings(case: Case) -> None:
+    records = [rollout.record for rollout in case.found["right"]["rollouts"]]
+    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+        case.judge("right", [*records[1:], records[0]])
+
+
+def test_a_stale_weight_rings(case: Case) -> None:
+    """A matrix of the trainer's first layer has moved, and the engine did not take it: at the start, or later."""
+    case.note_start()
+    weight = next(p for name, p in case.model.named_parameters() if name.endswith("layers.0.mlp.down_proj.weight"))
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(-1.0)
+    try:
+        with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+            case.judge_with_scale_of_the_start(case.found["right"]["rollouts"])
+        with pytest.raises(ReplayGap, match="have not the same weights"):
+            case.judge("right")
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["plain", "transformers", "scaled"])
+def test_in_a_compiled_graph(form: str, tmp_path: Path) -> None:
+    case = Case(form, "float32", tmp_path, eager=False)
+    test_the_probe_tells_right_from_wrong(case)
+    case.judge("right")
+
+
+@pytest.mark.parametrize("form", [pytest.param("per_layer"), pytest.param("per_layer_3n", marks=pytest.mark.slow)])
+def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> None:
+    """The main table is perturbed; the one for each layer is looked up with the text's token, on both sides."""
+    case = Case(form, "float32", tmp_path)
+    test_the_probe_tells_right_from_wrong(case)
+    rollouts = case.found["right"]["rollouts"]
+    assert gaps(case.model, rollouts).max() <= 1e-4
+    assert gaps(case.model, rollouts, replay=False).max() >= 1e-2
