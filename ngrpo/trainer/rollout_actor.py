@@ -199,7 +199,9 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
         if conversation.followed and not pictures:  # the trainer's forward of these answers has no pictures
             conversation.followed = False
             seed = trajectory_seed(arguments["seed"], arguments["sample"])
-            conversation.unperturbed = await unperturbed.ask(actor, prompt, sampling_params, seed)
+            # Without its pictures: the scale is that of both sides' rounding, which text shows as well.
+            text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
+            conversation.unperturbed = await unperturbed.ask(actor, text, sampling_params, seed)
     return output
 
 
