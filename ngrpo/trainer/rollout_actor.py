@@ -33,6 +33,7 @@ from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
 from perturbations.base import Perturbation
+from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
@@ -268,6 +269,11 @@ def perturbed_engine(plain: type) -> type:
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+            if multi_modal_data:
+                raise UsageError(
+                    "prompts with pictures are refused: engine and trainer were not shown to agree on them"
+                    " (docs/models.md). Leave --data.max_images_per_prompt at 0; text prompts of the model work."
+                )
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 
