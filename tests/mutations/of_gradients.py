@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from tests.mutations.mutation import of_file
 
-_TRUE = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
-_MEANS = "test_score_error.py::test_which_scores_have_mean_0"
-
 GRADIENTS = [
     *of_file(
         "perturbations/strategies/gaussian.py",
@@ -34,7 +31,7 @@ GRADIENTS = [
     ),
     *of_file(
         "perturbations/strategies/gumbel.py",
-        f"{_TRUE}[gumbel-exact-bandit]",
+        "test_density_exact.py",
         ("(drawn >= high) & ~below", "drawn > 1e9", "gumbel: noise clamped from above counts as drawn"),
         ("below = (drawn <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
     ),
@@ -61,7 +58,7 @@ GRADIENTS = [
     ),
     *of_file(
         "perturbations/strategies/latent.py",
-        f"{_MEANS}[latent-exact]",
+        "test_density_exact.py",
         ("/ self.scale + low", "/ self.scale", "latent, exact: the shift of the noise"),
         ("others & (beyond.detach() < high)", "others", "latent, exact: noise that no bound could hold is waited for"),
         (
