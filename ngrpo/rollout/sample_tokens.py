@@ -82,6 +82,9 @@ def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> t
     scaled = scaled.float()
     left = blocks(scaled if drawable is None else drawable)
     scores = left - exponentials(keys, left.shape[1] * BLOCK).view_as(left).log()
-    best, place = scores.max(dim=-1)
+    best = scores.amax(dim=-1)
+    # As argmax, whose 64 bits for each block would be a fiftieth of all that is moved.
+    at = torch.arange(BLOCK, dtype=torch.int32, device=scores.device)
+    place = torch.where(scores == best.unsqueeze(-1), at, BLOCK - 1).amin(dim=-1)
     block = best.argmax(dim=-1, keepdim=True)
-    return (block * BLOCK + place.to(torch.int8).gather(1, block)).squeeze(1), summary(scaled)
+    return (block * BLOCK + place.gather(1, block)).squeeze(1), summary(scaled)
