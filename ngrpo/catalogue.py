@@ -107,6 +107,7 @@ def _described(kept: Registry, name: str) -> str:
     if shared:
         rest = ", ".join(each.name for each in shared if each.name not in {f.name for f in own})
         parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
+        kept.check_complete(cls, name)
         parts.append(_mean_of_score(cls))
     parts.append("\n".join(picture(kept, cls)))
     return "\n\n".join(part for part in parts if part)

@@ -22,6 +22,7 @@ class RiskSensitive(Advantage):
     """RS-GRPO: answers count by the exponential of their reward, so that rare good ones count most."""
 
     paper = "RS-GRPO, arXiv 2509.24261"
+    sums_to_zero = True
 
     beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best answer", low=0.0)
 

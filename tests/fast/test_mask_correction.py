@@ -151,7 +151,12 @@ def test_together_with_a_density(density: bool) -> None:
     for left in ({at: among}, {}):
         sides = [carried(left, replay=record), carried({}), carried({})]
         scope = ReplayScope(model.embedding, perturbation=perturbation)
-        with corrected(sides, mask), scope([record, None, None], mask), densities(scope, 1.0):
+        with (
+            torch.no_grad(),  # as old log-probabilities are: nothing asks for a gradient
+            corrected(sides, mask),
+            scope([record, None, None], mask),
+            densities(scope, 1.0),
+        ):
             logits = model(tokens)
             found.append(hooked(logits, torch.roll(tokens, -1, 1))[0, at - 1])
     difference = torch.logsumexp(logits[0, at - 1], -1) - torch.logsumexp(logits[0, at - 1, among], -1)

@@ -214,9 +214,15 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     shared = ["--model", "smollm2-135m", "--task", "arithmetic", *ours]
     plan, _ = arguments.parse(["--perturbations", "none,neighbor", *shared])
     built: list[dict[str, Any]] = []
+    asked: list[str] = []
 
     class Plain:
-        llm, executor = None, None
+        executor = None
+
+        class llm:  # noqa: N801
+            @staticmethod
+            async def collective_rpc(name: str) -> None:
+                asked.append(name)
 
         async def __init__(self, **kwargs: Any) -> None:
             built.append(kwargs["additional_config"])

@@ -37,6 +37,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"name": "neighbor", "variant": "released"}, True),
     ({"name": "gumbel"}, False),
     ({"name": "gumbel", "clamp": False}, False),
+    ({"name": "cuts"}, False),
     ({"name": "dirichlet"}, False),
     ({"name": "normal"}, False),
     ({"name": "lepo"}, False),
