@@ -173,7 +173,8 @@ class FakeDecoding:
                 module._parameters[name] = nn.Parameter(torch.empty_like(part, dtype=dtype, device=device), False)
             module.lambda_start = torch.empty_like(module.lambda_start, device=device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
-        self.perturber.drain = _on_host(self.perturber.drain)
+        notes = self.perturber._notes
+        notes._write = _on_host(notes._write)
         self.perturber._download = lambda part: _arrived(part.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)
         self.names = [f"request-{i}" for i in range(batch)]

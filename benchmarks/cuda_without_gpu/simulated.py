@@ -21,7 +21,8 @@ from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_c
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask import SamplingMask, SamplingMaskStore
+from ngrpo.rollout.sampling_mask import SamplingMask
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import ReplayRecord, registry
 from perturbations.base import Perturbation
@@ -116,7 +117,7 @@ class _Engine:
             override,
             self.device,
             module,
-            SamplingMaskStore(VOCABULARY) if masked else None,
+            SamplingMaskStore(VOCABULARY, self.store.slots, self.store.length) if masked else None,
         )
         self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
         perturbation.prepare(embeddings)
