@@ -45,6 +45,7 @@ test: $(READY) browser vision test-fast
 test-all: test
 	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
+	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
 	@$(call files,slow,$(FILES))
 	@echo "== mutations of formulas: each must make a test fail"
 	@$(BIN)/python -m tests.mutations
@@ -54,7 +55,7 @@ mutations: $(READY)
 
 test-fast: $(READY)
 	@echo "== fast tests"
-	@$(BIN)/python -m pytest tests/fast --numprocesses=$(JOBS) --dist=loadfile
+	@$(BIN)/python -m pytest tests/fast -m "not slow" --numprocesses=$(JOBS) --dist=loadfile
 
 test-stack: $(READY) vision
 	@$(call files,not slow,$(filter-out tests/pipeline,$(FILES)))
