@@ -41,7 +41,9 @@ def test_a_decode_step_waits_for_nothing(name: str, rate: float) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"neighbor"}))  # whose table on a CPU is filled by what is asked for
 def test_a_decode_step_does_not_loop_over_requests(name: str) -> None:
-    assert loops(create(name, rate=1.0, burn_in=0)) == 0  # below 1, a small batch has steps in which nothing is perturbed
+    assert (
+        loops(create(name, rate=1.0, burn_in=0)) == 0
+    )  # below 1, a small batch has steps in which nothing is perturbed
 
 
 def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

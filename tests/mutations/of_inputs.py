@@ -208,7 +208,11 @@ MIXTURES = [
             "pass",
             "cuts: nothing is drawn where no token is likely",
         ),
-        ("values * scale - step.log_total(scale)", "values - step.log_total()", "cuts: δ is of the probability at the sampling temperature"),
+        (
+            "values * scale - step.log_total(scale)",
+            "values - step.log_total()",
+            "cuts: δ is of the probability at the sampling temperature",
+        ),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ),
     *of_file(

@@ -190,3 +190,14 @@ def gaps(model: Any, rollouts: Sequence[Rollout], replay: bool = True, temperatu
     """|Δ log p| between rollout and replay at every generated token."""
     replayed = replay_log_probs(model, rollouts, temperature, replay)
     return torch.cat([(now - torch.from_numpy(r.log_probs.copy())).abs() for now, r in zip(replayed, rollouts)])
+
+
+def feeds_its_text(rollouts: Sequence[Rollout]) -> bool:
+    """Whether each recorded input is the token of the text at its position, as `cuts` feeds: no replay is needed."""
+    return all(
+        r.record.ids.shape[1] == 1
+        and (r.record.weights == 1.0).all()
+        and r.record.ids[:, 0].tolist()
+        == [r.sequence[at] for at in r.record.positions.tolist() if at < len(r.sequence)]
+        for r in rollouts
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from ngrpo.rollout import set_perturbation
 from perturbations import available
-from tests.stack.harness import chat_prompts, gaps, sample
+from tests.stack.harness import chat_prompts, feeds_its_text, gaps, sample
 
 pytestmark = pytest.mark.stack
 
@@ -67,7 +67,8 @@ def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, options: d
     if name == "neighbor" and options["rate"] == 0.1:
         assert sum(len(r.record.to_bytes()) for r in rollouts) <= 3 * len(gap)
     without = gaps(hf_model, rollouts[::4], replay=False)
-    assert without.max() >= 1e-2, "leaving the replay out must show, or this test shows nothing"
+    shows = without.max() >= 1e-2 or (name == "cuts" and feeds_its_text(rollouts))
+    assert shows, "leaving the replay out must show, or this test shows nothing"
 
 
 def test_a_position_where_nothing_acts_leaves_no_record(engine: Any, hf_model: Any) -> None:

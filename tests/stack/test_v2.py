@@ -18,7 +18,7 @@ import torch
 
 from perturbations import create, parameters
 from tests.own_process import run_module
-from tests.stack.harness import Rollout, gaps
+from tests.stack.harness import Rollout, feeds_its_text, gaps
 from tests.stack.schedule_truth import scheduled_gaps
 from tests.stack.test_invariance import assert_same
 from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, SCHEDULES, TOKENS
@@ -77,7 +77,8 @@ def test_replay_equals_rollout(either: dict[str, Any], reference: Any, name: str
     assert len(gap) == 3 * TOKENS
     assert gap.max() <= 1e-4
     assert sum(len(r.record) for r in rollouts) >= 4
-    assert gaps(reference, rollouts, replay=False).max() >= 1e-2, "leaving the replay out must show"
+    shows = gaps(reference, rollouts, replay=False).max() >= 1e-2
+    assert shows or (name == "cuts" and feeds_its_text(rollouts)), "leaving the replay out must show"
 
 
 def test_the_gap_is_small_on_average(either: dict[str, Any], hf_model: Any) -> None:
