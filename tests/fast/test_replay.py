@@ -219,7 +219,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     class Plain:
         executor = None
 
-        class llm:  # noqa: N801
+        class llm:
             @staticmethod
             async def collective_rpc(name: str) -> None:
                 asked.append(name)
