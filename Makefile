@@ -1,5 +1,5 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
-# make test   fast tests, then tests/stack (vLLM in one process) beside tests/pipeline (whole training runs)
+# make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
 # make test-all adds what is marked slow, and the mutations of formulas (make mutations).
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
@@ -23,9 +23,9 @@ PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version
 
 # How many test processes run at once. Two leave a machine of two cores with no idle time, and need 16 GB.
 JOBS ?= 2
-# An engine keeps a GB or more after its test; a process for each file keeps the sum small. The pipeline tests are one
-# process, the longest, and first. Ray looks for a cluster of this machine in its folder, so that they have their own.
-FILES := tests/pipeline $(sort $(wildcard tests/stack/test_*.py))
+# An engine keeps a GB or more after its test; a process for each file keeps the sum small. The pipeline tests are by
+# themselves: Ray's workers are nice, so that engines beside them would take all of their time.
+FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
 .PHONY: demo test test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study gpu docs dist clean
@@ -38,15 +38,18 @@ demo: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
 test: $(READY) browser vision test-fast
-	@echo "== stack tests (vLLM and Hugging Face in one process, a new one for each file) beside pipeline tests (Ray,"
-	@echo "   DeepSpeed, OpenRLHF), $(JOBS) processes at once; each shows its result when it has ended"
+	@echo "== stack tests: vLLM and Hugging Face in one process, a new one for each file, $(JOBS) at once; each shows its"
+	@echo "   result when it has ended"
 	@$(call files,not slow,$(FILES))
+	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
+	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
 
 test-all: test
 	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
 	@$(call files,slow,$(FILES))
+	@$(BIN)/python -m pytest tests/pipeline -m slow
 	@echo "== mutations of formulas: each must make a test fail"
 	@$(BIN)/python -m tests.mutations
 
@@ -58,16 +61,15 @@ test-fast: $(READY)
 	@$(BIN)/python -m pytest tests/fast -m "not slow" --numprocesses=$(JOBS) --dist=loadfile
 
 test-stack: $(READY) vision
-	@$(call files,not slow,$(filter-out tests/pipeline,$(FILES)))
+	@$(call files,not slow,$(FILES))
 
 test-pipeline: $(READY) browser
-	@$(call files,not slow,tests/pipeline)
+	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
 
 # 5: none of its tests is of the kind that is asked for.
 $(FILES):
 	@echo "== $@"
-	@$(if $(filter tests/pipeline,$@),export RAY_TMPDIR=$$(mktemp -d /tmp/ray-XXXX) && trap 'rm -rf $$RAY_TMPDIR' EXIT;) \
-	  $(BIN)/python -m pytest -q $@ -m "$(or $(MARKED),not slow)" || [ $$? = 5 ]
+	@$(BIN)/python -m pytest -q $@ -m "$(or $(MARKED),not slow)" || [ $$? = 5 ]
 
 # Other releases of vLLM, each in an environment of its own in .matrix/ (4 GB, removed again). RELEASES="0.31.0 0.26.0"
 matrix: $(READY)
