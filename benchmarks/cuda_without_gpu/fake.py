@@ -181,7 +181,7 @@ class FakeDecoding:
         for i, name in enumerate(self.names):
             store.open(name, 100 + i, _PROMPT, True)
             self.perturber.opened(name)
-        self._position, self._shape = _PROMPT - 1, (batch, vocabulary)
+        self._position, self._shape = _PROMPT - 1 + getattr(perturbation, "burn_in", 0), (batch, vocabulary)
 
     def step(self, dtype: torch.dtype = torch.float32) -> None:
         """One decode step of all requests, from logits of a dtype."""

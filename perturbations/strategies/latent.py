@@ -95,9 +95,9 @@ class Latent(Perturbation):
 
     def _nucleus(self, log_p: Tensor) -> Tensor:
         """Which of the likeliest tokens, most likely first, take part: (B, n) bool for log p (B, n)."""
-        p = log_p.exp()
-        before = torch.nn.functional.pad(p[:, :-1].cumsum(dim=-1), (1, 0))
-        kept = before < (self.top_p if self.top_p < 1.0 else torch.inf)
+        held = log_p.exp().cumsum(dim=-1) < (self.top_p if self.top_p < 1.0 else torch.inf)
+        # Counted rather than shifted by one: a shift would keep a GPU from doing it all in one kernel.
+        kept = torch.arange(log_p.shape[-1], device=log_p.device) <= held.sum(dim=-1, keepdim=True)
         kept[:, : self.k] = True
         return kept
 

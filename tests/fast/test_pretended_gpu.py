@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.notes import Notes
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import available, create, registry
 from perturbations.strategies.soft import Soft
@@ -26,7 +27,7 @@ PLANS = (
     Plan(seed=5),
 )
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
-MAY_WAIT = ("/rollout/perturber.py", "/gates/default.py")
+MAY_WAIT = ("/rollout/notes.py", "/gates/default.py")
 
 
 def made(name: str, **options: Any) -> Any:
@@ -99,13 +100,34 @@ def test_notes_read_before_they_have_arrived_are_seen(monkeypatch: pytest.Monkey
         run(made("soft"), PLAN)
 
 
+def test_masks_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drain_edits(original: Any, self: Notes, until: int) -> None:
+        original(self, until)
+        for i, note in enumerate(self._masked):  # what was asked for only now
+            self._masked[i] = dataclasses.replace(note, ready=None)
+
+    planted(monkeypatch, Notes, "_drain_edits", drain_edits)
+    with pytest.raises((Disagreement, ValueError, IndexError)):
+        run(made("soft"), dataclasses.replace(PLAN, masked=True, drawn="filtered"))
+
+
 def test_recomputation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drain(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    monkeypatch.setattr(Notes, "drain_slot", lambda self, slot: None)
+    with pytest.raises(Disagreement, match="replaced False, on a CPU True"):
+        run(made("soft"), PLAN)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_record_that_is_taken_before_its_end_has_arrived_is_seen(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drain(original: Any, self: RolloutPerturber, *_: Any, **__: Any) -> None:
         original(self)
+        self._notes.written = self._notes.taken
 
     planted(monkeypatch, RolloutPerturber, "drain", drain)
     with pytest.raises(Disagreement):
-        run(made("soft"), PLAN)
+        run(made("soft"), dataclasses.replace(PLAN, masked=masked, drawn="filtered"))
 
 
 def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

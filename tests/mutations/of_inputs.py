@@ -260,7 +260,11 @@ MIXTURES = [
     *of_file(
         "perturbations/strategies/latent.py",
         _SETS,
-        ("before < (self.top_p", "before <= (self.top_p", "latent: a token too many at the bound of top-p"),
+        (
+            "cumsum(dim=-1) < (self.top_p",
+            "cumsum(dim=-1) <= (self.top_p",
+            "latent: a token too many at the bound of top-p",
+        ),
     ),
     *of_file(
         "perturbations/top_tokens.py",
