@@ -35,7 +35,8 @@ def with_entropies(plain: type) -> type:
                 log_probs = super().forward(*args, **kwargs)
             finally:
                 del self.actor.forward
-            self._entropies = [*getattr(self, "_entropies", ()), *kept]
+            # The last forward is that of the batch; the proof of the replay comes before a run's first one.
+            self._entropies = [*getattr(self, "_entropies", ()), kept[-1]]
             return log_probs
 
         def token_entropies(self) -> list[Tensor]:

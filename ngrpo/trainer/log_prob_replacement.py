@@ -50,6 +50,16 @@ def replacing(replace: Replace, failed: str, fix: str) -> Iterator[None]:
         )
 
 
+@contextmanager
+def nothing_replaced() -> Iterator[None]:
+    """A forward in this context has the plain log-probabilities, whatever outer contexts put: it is of other texts."""
+    token = _active.set(())
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
 def with_replacements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`openrlhf.models.actor.log_probs_from_logits`, with what is to be put in. A row of `ngrpo.trainer.seams`."""
 

@@ -15,6 +15,7 @@ import torch
 from ngrpo.parameters_file import attach
 from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density_loss import Densities, densities, token_log_probs
+from ngrpo.trainer.log_prob_replacement import nothing_replaced
 from ngrpo.trainer.metrics import QUOTIENTS
 from ngrpo.trainer.replay_probe import prove
 from ngrpo.trainer.run_settings import current_run
@@ -129,7 +130,8 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
         def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
             """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
-            return super().forward(sequences, action_mask, attention_mask)
+            with nothing_replaced():
+                return super().forward(sequences, action_mask, attention_mask)
 
         def token_log_probs(self) -> list[Any]:
             """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""

@@ -13,25 +13,25 @@ from tests.stack.tiny_models import HIDDEN
 _put = InputOverride.put
 
 
-def _dropped(_self: InputOverride, _rows: Any, _vectors: Any, _mask: Any = None) -> None:
+def _dropped(_self: InputOverride, _rows: Any, _vectors: Any, _mask: Any = None, _on_host: Any = None) -> None:
     return
 
 
-def _one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None) -> None:
+def _one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
     _put(self, rows + 1, vectors, mask)
 
 
-def _first_row(self: InputOverride, rows: Any, vectors: Any, mask: Any = None) -> None:
+def _first_row(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
     """As where ids of shape (1, N) are taken for one row: only what belongs there anyway is right."""
     kept = rows == 0
     _put(self, rows[kept], vectors[kept], None if mask is None else mask[kept])
 
 
-def _scaled(self: InputOverride, rows: Any, vectors: Any, mask: Any = None) -> None:
+def _scaled(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
     _put(self, rows, vectors * math.sqrt(HIDDEN), mask)
 
 
-def _others_disturbed(self: InputOverride, rows: Any, vectors: Any, mask: Any = None) -> None:
+def _others_disturbed(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
     _put(self, rows, vectors, mask)
     _put(self, rows + 1, vectors, mask)
 
