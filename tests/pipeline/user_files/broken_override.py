@@ -21,7 +21,7 @@ def _break() -> None:
 
     put = InputOverride.put
 
-    def one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None) -> None:
+    def one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, on_host: Any = None) -> None:
         put(self, rows + 1, vectors, mask)
 
     InputOverride.put = one_row_off
