@@ -150,6 +150,7 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
     import torch.utils._triton as torch_triton
     import triton
     from torch._dynamo import device_interface
+    from torch._inductor import compile_fx, scheduler
     from torch._inductor.fx_passes import fuse_attention, pad_mm
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime import triton_helpers
@@ -192,7 +193,8 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
-        stack.enter_context(patch.object(torch_triton, "has_triton", lambda *_: True))
+        for module in (torch_triton, compile_fx, scheduler, pad_mm):  # each has taken the name for itself
+            stack.enter_context(patch.object(module, "has_triton", lambda *_: True))
         stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         # Both compile patterns by running them on the device.
         stack.enter_context(patch.object(fuse_attention, "_sfdp_init", lambda *_, **__: None))
