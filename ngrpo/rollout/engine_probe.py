@@ -35,10 +35,9 @@ def engine_started(core: Any) -> None:
     perturbation = read(given)
     if perturbation is None or not perturbation.active:
         return
-    if given.get(DEFERRED_PROBE):
-        setattr(core, _DUE, True)
-    else:
-        prove(core)
+    setattr(core, _DUE, True)
+    if not given.get(DEFERRED_PROBE):
+        before_request(core)
 
 
 def asked(core: Any) -> None:
@@ -49,13 +48,19 @@ def asked(core: Any) -> None:
     """
     if read(core.vllm_config.additional_config) is not None:
         setattr(core, _DUE, True)
-        before_request(core)
+        if not core.scheduler.has_requests():
+            prove(core)
 
 
 def before_request(core: Any) -> None:
     """Proves the engine where that is due and nothing else is running."""
-    if getattr(core, _DUE, False) and not core.scheduler.has_requests():
+    if getattr(core, _DUE, False) and not core.scheduler.has_requests() and not _has_dummy_weights(core):
         prove(core)
+
+
+def _has_dummy_weights(core: Any) -> bool:
+    """vLLM's ``load_format="dummy"`` for measurements of speed: nothing that such a model says depends on its input."""
+    return core.vllm_config.load_config.load_format == "dummy"
 
 
 def perturbation_replaced(core: Any) -> None:

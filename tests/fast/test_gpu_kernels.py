@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.cuda_without_gpu import inductor
 from benchmarks.cuda_without_gpu.fake import Cost, _Operations, decode_step, fake_cuda
+from benchmarks.exactness import in_tree
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks
 from ngrpo.rollout.step_kernels import Compiled
-from perturbations import available, create
+from perturbations import create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.row_blocks import BLOCK, entropy, largest, log_total, summary
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs Py
 SIZE = 1024, 151_936, 3584
 # The costliest of each kind; the others are counted by `make test-all`.
 FAST = ("none", "gumbel", "hrpo", "latent", "neighbor")
-NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(available())]
+OF_THE_TREE = sorted({"none", *in_tree()})
+NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OF_THE_TREE]
 
 
 def cost_of(name: str, **options: Any) -> Cost:
@@ -44,7 +46,7 @@ def test_a_step_is_a_handful_of_kernels_and_little_beyond_one_pass(name: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", sorted(available()))
+@pytest.mark.parametrize("name", OF_THE_TREE)
 def test_every_kernel_compiles_to_machine_code(name: str, capability: int) -> None:
     cost = decode_step(create(name, **({} if name == "none" else {"rate": 0.9})), *SIZE, capability=capability)
     with inductor.compiling_for(capability):

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
+from benchmarks.exactness import in_tree
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.notes import Notes
 from ngrpo.rollout.perturber import RolloutPerturber
-from perturbations import available, create, registry
+from perturbations import create, registry
 from perturbations.strategies.soft import Soft
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 
-NAMES = sorted({*available()} - {"none"})
+NAMES = sorted(in_tree())
 PLANS = (
     Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5, drawn="filtered"),
     Plan(seed=3, lag=6, preempted=0.2, chunk=3, batch=6, masked=True, drawn="filtered"),
