@@ -145,7 +145,7 @@ def table() -> None:
 
 
 def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs: Tensor) -> Tensor:
-    """The gradient of Σ A · entry over the rollouts, all parameters in one vector, float32."""
+    """The gradient of Σ A · entry over the rollouts, all parameters in one vector, float64."""
     from ngrpo.trainer.density_loss import densities
     from ngrpo.trainer.log_prob_replacement import with_replacements
     from perturbations.replay.scope import ReplayScope
@@ -160,7 +160,8 @@ def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs:
         with scope([rollout.record], torch.ones_like(tokens)), densities(scope, 1.0) as ours:
             found = with_replacements(log_probs)(model(tokens).logits.float(), tokens.roll(-1, dims=1))[:, :-1]
             (sign * ours.for_policy_loss(found)[:, len(rollout.prompt) - 1 :].sum()).backward()
-    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    # In float64: sums over 10^8 elements lose two digits of float32.
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def real_step(name: str, tokens: int) -> None:
