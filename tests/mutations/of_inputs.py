@@ -151,7 +151,7 @@ SAMPLING = [
         _LEFT,
         "bits[:, -1] &= (1 << size % 8) - 1",
         "bits[:, -1] &= 0xFF",
-        _STORED,
+        "test_sampling_mask_store.py",
         "sampling mask: ids beyond the vocabulary",
     ),
     Mutation(
