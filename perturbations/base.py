@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,16 @@ from perturbations.options import option
 from perturbations.registry import perturbations
 from perturbations.row_blocks import largest
 from perturbations.step import Step
+
+
+def input_gradient_option(default: str) -> Any:
+    """The option ``input_gradient`` with a default of its own: ``none`` where the method's release feeds constants."""
+    released = " (its release)" if default == "none" else ""
+    return option(
+        default,
+        f"gradient of the fed inputs to the embedding: through the mixture, or none, as constants{released}",
+        choices=("full", "none"),
+    )
 
 
 @dataclass(frozen=True)
@@ -124,11 +134,7 @@ class Perturbation(GateOptions, ABC):
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=_LAST_SEED)
-    input_gradient: str = option(
-        "full",
-        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants",
-        choices=("full", "none"),
-    )
+    input_gradient: str = input_gradient_option("full")
     freeze: str = option(
         "none", "what of the model does not train; tied matrices are one", choices=("none", "embedding", "head", "both")
     )

@@ -34,11 +34,24 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
         probabilities = torch.softmax(values, dim=-1)
     else:
         probabilities = (values - step.log_total().unsqueeze(-1)).exp()
-    if top_p < 1.0:  # at 1 nothing is cut, though a float32 sum may reach 1 before the last token
-        before = torch.nn.functional.pad(probabilities[:, :-1].cumsum(dim=-1), (1, 0))
-        kept = before < top_p
+    if top_p < 1.0:
+        kept = within_top_p(probabilities, top_p)
         probabilities, ids = torch.where(kept, probabilities, 0.0), torch.where(kept, ids, ids[:, :1])
     return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
+
+
+def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
+    """Which tokens are of the smallest set that holds ``top_p``, (B, n) bool; all of them at 1.
+
+    Args:
+        probabilities: of the likeliest tokens, most likely first, (B, n).
+        top_p: a share.
+    """
+    # At 1 nothing is cut, though a float32 sum may reach 1 before the last token.
+    held = probabilities.cumsum(dim=-1) < (top_p if top_p < 1.0 else torch.inf)
+    # Counted rather than shifted by one: a shift would keep a GPU from doing it all in one kernel.
+    places = torch.arange(probabilities.shape[-1], device=probabilities.device)
+    return places <= held.sum(dim=-1, keepdim=True)
 
 
 def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:

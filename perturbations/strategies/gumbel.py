@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed
+from perturbations.base import Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
@@ -33,11 +33,7 @@ class Gumbel(TopTokens):
         "what the loss weighs: the token's probability, SofT-GRPO's density of the noise, or its log-density",
         choices=("token", "gumbel", "exact"),
     )
-    input_gradient: str = option(
-        "none",
-        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
-        choices=("full", "none"),
-    )
+    input_gradient: str = input_gradient_option("none")
 
     def __post_init__(self) -> None:
         super().__post_init__()

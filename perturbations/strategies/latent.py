@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.base import Perturbation, Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
+from perturbations.top_tokens import check_top_k, within_top_p
 
 
 @register("latent")
@@ -36,11 +36,7 @@ class Latent(Perturbation):
         "what the loss weighs: the token's probability, the release's density, or that of the noise as it is drawn",
         choices=("token", "latent", "exact"),
     )
-    input_gradient: str = option(
-        "none",
-        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
-        choices=("full", "none"),
-    )
+    input_gradient: str = input_gradient_option("none")
     freeze: str = option(
         "both",
         "what of the model does not train; tied matrices are one (its release: both)",
@@ -95,9 +91,7 @@ class Latent(Perturbation):
 
     def _nucleus(self, log_p: Tensor) -> Tensor:
         """Which of the likeliest tokens, most likely first, take part: (B, n) bool for log p (B, n)."""
-        held = log_p.exp().cumsum(dim=-1) < (self.top_p if self.top_p < 1.0 else torch.inf)
-        # Counted rather than shifted by one: a shift would keep a GPU from doing it all in one kernel.
-        kept = torch.arange(log_p.shape[-1], device=log_p.device) <= held.sum(dim=-1, keepdim=True)
+        kept = within_top_p(log_p.exp(), self.top_p)
         kept[:, : self.k] = True
         return kept
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed
+from perturbations.base import Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
 from perturbations.gates.base import Gate
 from perturbations.options import option
@@ -33,11 +33,7 @@ class LEPO(TopTokens):
         "what the loss weighs: the token's probability, the weighted log-probabilities, or the weights' log-density",
         choices=("token", "lepo", "exact"),
     )
-    input_gradient: str = option(
-        "none",
-        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
-        choices=("full", "none"),
-    )
+    input_gradient: str = input_gradient_option("none")
 
     @property
     def zero_mean_score(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed
+from perturbations.base import Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
 from perturbations.options import option
 from perturbations.registry import register
@@ -35,11 +35,7 @@ class Normal(TopTokens):
         "what the loss weighs: the token's probability, or the normal density of the draws",
         choices=("token", "normal"),
     )
-    input_gradient: str = option(
-        "none",
-        "gradient of the fed inputs to the embedding: through the mixture, or none, as constants (its release)",
-        choices=("full", "none"),
-    )
+    input_gradient: str = input_gradient_option("none")
 
     @property
     def zero_mean_score(self) -> bool:

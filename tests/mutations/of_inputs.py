@@ -258,24 +258,11 @@ MIXTURES = [
         ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
     ),
     *of_file(
-        "perturbations/strategies/latent.py",
-        _SETS,
-        (
-            "cumsum(dim=-1) < (self.top_p",
-            "cumsum(dim=-1) <= (self.top_p",
-            "latent: a token too many at the bound of top-p",
-        ),
-    ),
-    *of_file(
         "perturbations/top_tokens.py",
         _SETS,
-        ("kept = before < top_p", "kept = before <= top_p", "top-p: a token too many at the bound"),
+        ("cumsum(dim=-1) < (top_p", "cumsum(dim=-1) <= (top_p", "top-p: a token too many at the bound"),
         ('if top_p_of == "top_k":', 'if top_p_of == "vocabulary":', "top-p: of the vocabulary for that of the top k"),
-        (
-            "(probabilities[:, :-1].cumsum(dim=-1), (1, 0))",
-            "(probabilities[:, 1:].cumsum(dim=-1), (1, 0))",
-            "top-p: sums",
-        ),
+        ("places <= held", "places < held", "top-p: without the token that reaches it"),
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
     ),
     *of_file(

@@ -38,7 +38,8 @@ def check() -> None:
     embedding, head = layers
     tokenizer = SimpleNamespace(special_ids=lambda size: [3, 900], vocabulary=list)
     override = SimpleNamespace(lookup=embedding.forward)
-    found = _embeddings(SimpleNamespace(lm_head=head), embedding, override, SIZE, tokenizer)
+    model = torch.nn.ModuleDict({"embed_tokens": embedding, "lm_head": head})
+    found = _embeddings(model, embedding, override, SIZE, tokenizer)
     tokens = torch.arange(SIZE)
     for space, matrix in whole.items():
         assert torch.equal(found.matrix(space), matrix)
