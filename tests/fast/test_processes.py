@@ -99,6 +99,8 @@ def test_a_command_ends_with_all_that_it_started(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A shell's background job ignores the interrupt, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 90
     while not (tmp_path / "scorer.called").exists():
