@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from perturbations import streams
+from perturbations.compilation import Compiled, on_gpu, twice
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class InputEdit:
 def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: nn.Module | None = None) -> Tensor:
     """Σ_k w_k · e_k + σ · ε + v, computed in float32 whatever the dtype of the candidates.
 
-    Rollout and replay both call this function, so that they round alike.
+    Rollout and replay both call this function, compiled on a GPU and as it stands on a CPU, so that they round alike.
 
     Args:
         candidates: e, the candidates' embeddings, (N, K, D), any float dtype.
@@ -52,14 +54,62 @@ def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: 
     Returns:
         (N, D) in the candidates' dtype, with gradient to them and to the module's parameters.
     """
-    mixed = (candidates.float() * edit.weights.unsqueeze(-1)).sum(dim=-2)
-    if edit.sigma is not None:
-        mixed = mixed + edit.sigma.unsqueeze(-1) * streams.normal(noise_keys, candidates.shape[-1])
+    parts = edit.weights, edit.sigma, edit.vectors, noise_keys, module
+    if torch.compiler.is_compiling() or not on_gpu(candidates.device) or not len(candidates):
+        return _mixed(candidates, *parts)
+    with torch.no_grad():
+        value = _compiled_mix(candidates, *parts)
+    if torch.is_grad_enabled() and (module is not None or candidates.requires_grad or edit.weights.requires_grad):
+        return _Rounded.apply(_mixed(candidates, *parts), value)
+    return value
+
+
+def _mixed(
+    candidates: Tensor,
+    weights: Tensor,
+    sigma: Tensor | None,
+    vectors: Tensor | None,
+    noise_keys: Tensor | None,
+    module: Callable[[Tensor, Tensor], Tensor] | None,
+) -> Tensor:
+    mixed = (candidates.float() * weights.unsqueeze(-1)).sum(dim=-2)
+    if sigma is not None:
+        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(noise_keys, candidates.shape[-1])
     if module is not None:
         mixed = module(candidates[:, 0].float(), mixed)
-    if edit.vectors is not None:
-        mixed = mixed + edit.vectors
+    if vectors is not None:
+        mixed = mixed + vectors
     return mixed.to(candidates.dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    """The gradient of a mixture at a value that differs from it by rounding alone."""
+
+    @staticmethod
+    def forward(ctx: Any, mixture: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _compiled_mix(candidates: Tensor, *parts: Any) -> Tensor:
+    if len(candidates) == 1:
+        again = (twice(part) if isinstance(part, Tensor) else part for part in parts)
+        return _compiled_mix(twice(candidates), *again)[:1]
+    rows = candidates.detach().reshape(-1, candidates.shape[-1])
+    places = torch.arange(len(rows), device=rows.device).view(candidates.shape[:2])
+    for part in (rows, places, *parts):
+        if isinstance(part, Tensor):
+            torch._dynamo.maybe_mark_dynamic(part, 0)
+    return _mixed_rows(rows, places, *parts)
+
+
+# Looked up once more, as an engine's compiled step looks tokens up: without that the compiler adds in another order.
+_mixed_rows = Compiled(
+    lambda rows, places, *parts: _mixed(torch.nn.functional.embedding(places, rows), *parts), "the mixing of embeddings"
+)
 
 
 def realise(

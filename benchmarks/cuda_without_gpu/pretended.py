@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.cuda_without_gpu import guard
-from ngrpo.rollout import step_kernels
+from perturbations.compilation import Compiled
 
 _WAITS = (
     "_local_scalar_dense",
@@ -211,7 +211,7 @@ def pretended_cuda(lag: int = 0) -> Iterator[Device]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
             stack.enter_context(patch.object(torch.cuda, "Event", _Event))
-            stack.enter_context(patch.object(step_kernels.Compiled, "__call__", lambda self, *args: self.plain(*args)))
+            stack.enter_context(patch.object(Compiled, "__call__", lambda self, *args: self.plain(*args)))
             stack.enter_context(_Functions())
             stack.enter_context(_Operations())
             yield found

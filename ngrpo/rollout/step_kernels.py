@@ -7,7 +7,6 @@ hundred operations. On a CPU, where an operation costs little and a compiler's s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +17,15 @@ from torch import Tensor, nn
 from ngrpo.rollout.sample_tokens import sample_by_blocks, sample_tokens
 from perturbations import streams
 from perturbations.base import Perturbation
-from perturbations.edit import realise
+from perturbations.compilation import Compiled, on_gpu, twice
+from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
 from perturbations.step import Step
 
-logger = logging.getLogger("ngrpo.rollout")
-
 STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 """Their keys are computed on the host for all gated rows at once: on the device each takes three dozen operations."""
-# Each part has a version for logits of the model's dtype and for filtered ones, and others where slots are added.
-_VERSIONS = 16
 
 
 @dataclass(frozen=True)
@@ -89,15 +85,16 @@ class StepKernels:
         """
         self._perturbation, self._gate, self._embeddings = perturbation, gate, embeddings
         self._lookup, self._module, self._masked = lookup, module, masked
-        self.compiled = device.type != "cpu"
+        self.compiled = on_gpu(device)
         self._draw = self._part(self._drawn)
         self._edit = self._part(self._edited)
+        self._realise = self._part(self._realised)
         self._settle = self._part(self._settled)
         self.candidates = 0  # of a position, where anything was compiled
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
     def _part(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return Compiled(function, self._perturbation.name) if self.compiled else function
+        return Compiled(function, f"the steps of perturbation {self._perturbation.name}") if self.compiled else function
 
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
@@ -117,8 +114,7 @@ class StepKernels:
         if len(scaled) > 1:
             tokens, total, *known = self._draw(scaled, keys, drawable)
             return Drawn(tokens, total, Summary(*known))
-        # The compiler takes a size of 1 for a constant, so that a batch of one would have versions of its own.
-        parts = self._draw(_twice(scaled), _twice(keys), None if drawable is None else _twice(drawable))
+        parts = self._draw(twice(scaled), twice(keys), None if drawable is None else twice(drawable))
         tokens, total, *known = (part[:1] for part in parts)
         return Drawn(tokens, total, Summary(*known))
 
@@ -156,28 +152,25 @@ class StepKernels:
         known = () if drawn.summary is None else vars(drawn.summary).values()
         inputs = [rows.slots, rows.prompts, drawn.tokens, scaled, temperature, drawable, greedy, *known]
         count, batch = len(gated), len(scaled)
-        if not self.compiled:
-            chosen, vectors, parts = self._edit(gated, *perturbed, *inputs)
-            return self._placed(drawn.tokens, gated, chosen), vectors, parts
-        if greedy is None:  # one version for both
-            if len(self._free) < batch:
-                self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=scaled.device)
-            inputs[6] = self._free[:batch]
-        if batch == 1:
-            inputs = [None if part is None else _twice(part) for part in inputs]
         of_gated = [gated, *perturbed]
-        if count == 1:
-            of_gated = [_twice(part) for part in of_gated]
-        chosen, vectors, parts = self._edit(*of_gated, *inputs)
-        if count == 1:
+        if self.compiled:
+            if greedy is None:  # one version for both
+                if len(self._free) < batch:
+                    self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=scaled.device)
+                inputs[6] = self._free[:batch]
+            if batch == 1:
+                inputs = [None if part is None else twice(part) for part in inputs]
+            if count == 1:
+                of_gated = [twice(part) for part in of_gated]
+        chosen, parts = self._edit(*of_gated, *inputs)
+        noise_keys = of_gated[3 + STREAMS.index(streams.Stream.NOISE)]
+        mixture = (parts[name] for name in ("ids", "weights"))
+        vectors = self._realise(*mixture, parts.get("sigma"), parts.get("vectors"), noise_keys)
+        if len(chosen) > count:
             chosen, vectors = chosen[:1], vectors[:1]
             parts = {name: part[:1] for name, part in parts.items()}
-        return self._placed(drawn.tokens, gated, chosen), vectors, parts
-
-    @staticmethod
-    def _placed(tokens: Tensor, gated: Tensor, chosen: Tensor) -> Tensor:
-        """The tokens of all rows; the gated ones stand in the order of the batch."""
-        return chosen if len(gated) == len(tokens) else tokens.index_copy_(0, gated, chosen)
+        placed = chosen if count == batch else drawn.tokens.index_copy_(0, gated, chosen)
+        return placed, vectors, parts  # the gated rows stand in the order of the batch
 
     def _edited(
         self,
@@ -195,7 +188,7 @@ class StepKernels:
         drawable: Tensor | None,
         greedy: Tensor | None,
         *known: Tensor,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         everything = not self.compiled and len(gated) == len(scaled)
 
         def picked(part: Tensor) -> Tensor:
@@ -230,8 +223,6 @@ class StepKernels:
         if proposal.acts is not None:
             fed = fed & proposal.acts
         chosen = torch.where(opened, proposal.tokens, sampled)
-        noise = None if edit.sigma is None else noise_keys
-        vectors = realise(edit, self._lookup, noise, self._module)
         parts = {
             "fed": fed,
             "ids": edit.ids.to(torch.int32),
@@ -242,7 +233,14 @@ class StepKernels:
             "normalizer": edit.normalizer,
         }
         parts = {name: part for name, part in parts.items() if part is not None}
-        return chosen, vectors, parts
+        return chosen, parts
+
+    # A part of its own: within a larger one the compiler would round the mixture otherwise than the trainer's.
+    def _realised(
+        self, ids: Tensor, weights: Tensor, sigma: Tensor | None, vectors: Tensor | None, noise_keys: Tensor
+    ) -> Tensor:
+        noise = None if sigma is None else noise_keys
+        return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise, self._module)
 
     def settle(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
         """Tells the gate which tokens were produced.
@@ -258,7 +256,7 @@ class StepKernels:
         """
         parts = (rows.slots, rows.positions, rows.sampled, tokens, counted, log_total)
         if self.compiled and len(tokens) == 1:
-            return self._settle(*map(_twice, parts))[:1]
+            return self._settle(*map(twice, parts))[:1]
         return self._settle(*parts)
 
     def _settled(
@@ -313,38 +311,3 @@ class StepKernels:
             self.candidates = parts["ids"].shape[-1]
         self.settle(at, drawn.tokens, scaled if drawable is None or not self._masked else drawable, drawn.log_total)
         return drawn.tokens
-
-
-def _twice(part: Tensor) -> Tensor:
-    return torch.cat([part, part])
-
-
-class Compiled:
-    """A function compiled as a whole; as it stands, from then on, where the compiler cannot."""
-
-    def __init__(self, function: Callable[..., Any], perturbation: str) -> None:
-        """
-        Args:
-            function: of tensors.
-            perturbation: its name, for what is said where it does not compile.
-        """
-        self.plain, self._perturbation, self._failed = function, perturbation, False
-        self._fast = torch.compile(function, fullgraph=True, isolate_recompiles=True, recompile_limit=_VERSIONS)
-
-    def __call__(self, *args: Any) -> Any:
-        if not self._failed:
-            from torch._dynamo.exc import TorchDynamoException
-            from torch._inductor.exc import InductorError
-
-            try:
-                return self._fast(*args)
-            except (TorchDynamoException, InductorError) as error:
-                self._failed = True
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                logger.warning(
-                    "perturbation %s: torch.compile does not take it (%s), so its steps run uncompiled: the same"
-                    " values, from many more kernels.",
-                    self._perturbation,
-                    reason,
-                )
-        return self.plain(*args)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from benchmarks.cuda_without_gpu import inductor
 from benchmarks.cuda_without_gpu.fake import Cost, _Operations, decode_step, fake_cuda
 from benchmarks.exactness import in_tree
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks
-from ngrpo.rollout.step_kernels import Compiled
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.row_blocks import BLOCK, entropy, largest, log_total, summary
@@ -137,37 +134,3 @@ def test_the_draw_by_blocks_takes_the_tokens_that_the_draw_by_rows_takes(filtere
     scores = (logits if drawable is None else drawable) - exponentials(keys, 1000).log()
     assert torch.equal(tokens, scores.argmax(dim=-1))
     assert torch.allclose(known.log_total, torch.logsumexp(logits, dim=-1))
-
-
-# --- what does not compile ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Steps:
-    """Of a perturbation of a user's own."""
-
-    calls: int = 0
-
-    def waiting(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + 1 if x.sum().item() > 0 else x - 1
-
-    def wrong(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        print("a line", end="")  # which the compiler does not take
-        raise ValueError("k is too large")
-
-
-def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    part = Compiled(Steps().waiting, "mine")
-    with caplog.at_level(logging.WARNING, "ngrpo.rollout"):
-        for _ in range(3):
-            assert part(torch.ones(2)).tolist() == [2.0, 2.0]
-    (record,) = [record for record in caplog.records if record.name == "ngrpo.rollout"]
-    said = record.getMessage()
-    assert said.startswith("perturbation mine: torch.compile does not take it (") and "\n" not in said
-
-
-def test_a_mistake_in_a_perturbation_stays_its_own_error() -> None:
-    with pytest.raises(ValueError, match="k is too large"):
-        Compiled(Steps().wrong, "mine")(torch.ones(2))

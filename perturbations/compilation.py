@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of tensors that are compiled on a GPU and run as they stand on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("ngrpo.rollout")
+
+# For logits of the model's dtype and for filtered ones, with and without gradient, and where slots are added.
+_VERSIONS = 16
+_numbers = itertools.count()
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether a device's functions are compiled: on a CPU an operation costs little and a compiler seconds."""
+    return device.type != "cpu"
+
+
+def twice(part: Tensor) -> Tensor:
+    """A batch of one as a batch of two: the compiler takes a size of 1 for a constant and would write it a version."""
+    return torch.cat([part, part])
+
+
+class Compiled:
+    """A function compiled as a whole; as it stands, from then on, where the compiler cannot.
+
+    Attributes:
+        plain: the function as it stands.
+    """
+
+    def __init__(self, function: Callable[..., Any], purpose: str) -> None:
+        """
+        Args:
+            function: of tensors.
+            purpose: what it is part of, for what is said where it does not compile.
+        """
+        self.plain, self._purpose, self._failed = function, purpose, False
+        self._fast = torch.compile(_of_its_own(function), fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        if self._failed or torch.compiler.is_compiling():
+            return self.plain(*args)
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._inductor.exc import InductorError
+
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, _VERSIONS)
+        try:
+            return self._fast(*args)
+        except (TorchDynamoException, InductorError) as error:
+            self._failed = True
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            logger.warning(
+                "%s: torch.compile does not take it (%s), so it runs uncompiled, from many more kernels.",
+                self._purpose,
+                reason,
+            )
+        finally:
+            torch._dynamo.config.recompile_limit = limit
+        return self.plain(*args)
+
+
+def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with code of its own, since PyTorch counts the versions of a function by its code."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_of_its_own(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return function
+    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    copy = types.FunctionType(code, *parts)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

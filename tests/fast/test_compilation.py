@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions compiled on a GPU: one mixing for rollout and replay, and what the compiler does not take."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from perturbations import edit as edits
+from perturbations.compilation import Compiled, twice
+from perturbations.edit import InputEdit, mix, realise
+
+CANDIDATES, HIDDEN = 33, 256
+
+
+class Steps:
+    calls = 0
+
+    def waiting(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + 1 if x.sum().item() > 0 else x - 1
+
+    def wrong(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        print("a line", end="")  # which the compiler does not take
+        raise ValueError("k is too large")
+
+
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def by(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    part = Compiled(Steps().waiting, "the steps of perturbation mine")
+    with caplog.at_level(logging.WARNING, "ngrpo.rollout"):
+        for _ in range(3):
+            assert part(torch.ones(2)).tolist() == [2.0, 2.0]
+    (record,) = [record for record in caplog.records if record.name == "ngrpo.rollout"]
+    said = record.getMessage()
+    assert said.startswith("the steps of perturbation mine: torch.compile does not take it (") and "\n" not in said
+
+
+def test_a_mistake_in_a_perturbation_stays_its_own_error() -> None:
+    with pytest.raises(ValueError, match="k is too large"):
+        Compiled(Steps().wrong, "mine")(torch.ones(2))
+
+
+def test_two_functions_of_one_text_do_not_share_their_versions() -> None:
+    """PyTorch stops compiling a function's code after some versions: two engines of a process are two functions."""
+    torch._dynamo.utils.counters.clear()
+    for factor in (2, 3, 4):
+        assert Compiled(Scale(factor).by, "a part")(torch.ones(3)).tolist() == [factor] * 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "on_gpu", lambda device: True)
+
+
+def edit_of(count: int, draws: torch.Generator) -> tuple[InputEdit, torch.Tensor]:
+    ids = torch.randint(0, 500, (count, CANDIDATES), generator=draws)
+    weights = torch.rand(count, CANDIDATES, generator=draws).softmax(-1)
+    sigma = torch.rand(count, generator=draws)
+    return InputEdit(ids, weights, sigma), torch.randint(0, 1 << 40, (count,), generator=draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 70])
+def test_rollout_and_replay_round_alike(gpu: None, count: int, dtype: torch.dtype) -> None:
+    """A step's looking up and mixing, that of a recomputation and a trainer's: equal bit for bit."""
+    draws = torch.Generator().manual_seed(count)
+    matrix = torch.randn(500, HIDDEN, generator=draws).to(dtype)
+    edit, keys = edit_of(count, draws)
+
+    def lookup(ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids, matrix)
+
+    part = Compiled(lambda ids, *rest: realise(InputEdit(ids.long(), *rest[:2]), lookup, rest[2]), "a step")
+    with torch.inference_mode():
+        alone = realise(edit, lookup, keys)
+        rollout = part(*(twice(x) for x in (edit.ids.int(), edit.weights, edit.sigma, keys)))[:count]
+    leaf = matrix.clone().requires_grad_()
+    replay = mix(leaf[edit.ids], edit, keys)
+    assert torch.equal(replay, alone)
+    assert torch.equal(rollout, alone)
+    weights = torch.randn(count, HIDDEN, generator=draws).to(dtype)
+    (replay * weights).sum().backward()
+    plain = matrix.clone().requires_grad_()
+    (edits._mixed(plain[edit.ids], edit.weights, edit.sigma, None, keys, None) * weights).sum().backward()
+    torch.testing.assert_close(leaf.grad, plain.grad)
+
+
+def test_a_gpus_replay_is_compiled_and_a_cpus_is_not(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(edits, "_mixed_rows", lambda rows, at, *_: seen.append(len(at)) or torch.zeros(len(at), 1))
+    edit, keys = edit_of(1, torch.Generator())
+    mix(torch.randn(1, CANDIDATES, HIDDEN), edit, keys)
+    assert seen == [2], "one position is computed as two"
+    monkeypatch.undo()
+    mix(torch.randn(1, CANDIDATES, HIDDEN), edit, keys)
+    assert seen == [2]
