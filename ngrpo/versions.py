@@ -15,7 +15,7 @@ from typing import Any
 from ngrpo import __version__
 
 OPENRLHF = "0.11.2"
-_FIRST, _LAST = (0, 26), (0, 31)
+_FIRST, _LAST = (0, 26), (0, 32)
 VLLM = "0.26 to 0.31"
 VLLM_LAST = "0.29.0"
 """The release that make installs, and the image has."""
