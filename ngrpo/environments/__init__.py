@@ -2,7 +2,7 @@
 """Environments of the package ``verifiers``, run in a process of their own: :mod:`ngrpo.tasks.verifiers` is the task.
 
 ``process`` is the side that asks, ``worker`` the program that answers; ``classic`` and ``tasksets`` are the package's
-two ways to write an environment (0.1 to 0.3; from 0.2 on).
+two ways to write an environment (0.2 and 0.3; 0.3 and 0.4).
 """
 
 from __future__ import annotations

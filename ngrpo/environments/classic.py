@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments with a dataset and a rubric: ``verifiers.Environment`` (verifiers 0.1 to 0.3).
+"""Environments with a dataset and a rubric: ``verifiers.Environment`` (verifiers 0.2 and 0.3).
 
 An answer is scored by the environment's own rollout, whose model is a client that has the answer already. So all that
 belongs to a rollout happens as with the package's own trainer: the state, the rubric, what is cleaned up.

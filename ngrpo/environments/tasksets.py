@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments as sets of tasks: ``verifiers.v1.Taskset`` (verifiers from 0.2 on; all there is in 0.4).
+"""Environments as sets of tasks: ``verifiers.v1.Taskset`` (verifiers 0.3 and 0.4; all there is in 0.4).
 
 Such a task is meant to be played by a harness in a sandbox. Those whose rewards need only the model's reply are served:
 a task is made again from its data, and scores a trace that holds its prompt and the reply.

@@ -43,7 +43,8 @@ def _taskset(module: Any, named: type[Any] | None) -> type[Any]:
     try:
         from verifiers.v1 import Env, Harness, Taskset
     except ImportError:
-        raise Unfit(f"the module {module.__name__} has no function {_LOADER}") from None
+        lacks = f"the module {module.__name__} has no function {_LOADER}"
+        raise Unfit(f"{lacks}, and a Taskset needs verifiers 0.3 or 0.4") from None
     exported = [getattr(module, each, None) for each in getattr(module, "__all__", ())]
     classes = [each for each in exported if inspect.isclass(each)]
     if any(issubclass(each, (Env, Harness)) for each in classes):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from ngrpo.tasks import verifiers as task
 from perturbations.errors import UsageError
 from tests.environment_files import SUMS, TASKS
 
-pytest.importorskip("verifiers", reason="needs verifiers 0.2 or 0.3: pip install 'verifiers<0.4'")
+pytest.importorskip("verifiers", reason="needs verifiers: pip install verifiers==0.3.1")
 pytestmark = pytest.mark.slow
+RELEASE = tuple(int(part) for part in metadata.version("verifiers").split(".")[:2])
+CLASSIC = pytest.mark.skipif(RELEASE >= (0, 4), reason="verifiers 0.4 has no load_environment any more")
+TASKSETS = pytest.mark.skipif(RELEASE < (0, 3), reason="before verifiers 0.3 tasksets were another thing")
 
 PROMPT = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -54,6 +58,7 @@ def rewarded(row: dict[str, Any], answer: str) -> dict[str, float]:
     return {"reward": found["rewards"].item(), **{name: value.item() for name, value in found["extra_logs"].items()}}
 
 
+@CLASSIC
 def test_dataset_rubric_and_metrics(tmp_path: Path) -> None:
     train, held_out = prepared("sums-environment", tmp_path / "task")
     assert len(train) == 21 and len(held_out) == 3, "one in eight, where an environment has none for evaluation"
@@ -67,6 +72,7 @@ def test_dataset_rubric_and_metrics(tmp_path: Path) -> None:
     assert (nothing["reward"], nothing["rubric/fragile"], nothing["rubric/failed"]) == (0.25, 0.0, 1.0)
 
 
+@CLASSIC
 def test_problems_for_evaluation_and_system_prompt(tmp_path: Path) -> None:
     """What is held out is not trained on either."""
     train, held_out = prepared("sums_environment:with_evaluation", tmp_path / "task")
@@ -75,6 +81,7 @@ def test_problems_for_evaluation_and_system_prompt(tmp_path: Path) -> None:
     assert rewarded(held_out[1], "106")["reward"] == 1.25
 
 
+@CLASSIC
 def test_evaluation_reads_the_same_rubric() -> None:
     """`ngrpo eval` and `ngrpo diagnose` take a task so."""
     problems = evaluate.load_task("verifiers:sums_environment")
@@ -85,6 +92,7 @@ def test_evaluation_reads_the_same_rubric() -> None:
     assert (wrong.reward, wrong.correct) == (0.25, False)
 
 
+@CLASSIC
 def test_many_threads_ask_at_once() -> None:
     """Eight judges that take half a second each: the answers find those who asked."""
     process = EnvironmentProcess("sums_environment:slow_judge")
@@ -97,6 +105,7 @@ def test_many_threads_ask_at_once() -> None:
     assert [each.reward for each in found] == [1.0] * 8 and time.perf_counter() - began < 2.0
 
 
+@CLASSIC
 def test_a_process_that_dies_is_an_error() -> None:
     process = EnvironmentProcess("sums_environment:dies")
     rows = process.rows()[0]
@@ -105,27 +114,53 @@ def test_a_process_that_dies_is_an_error() -> None:
             process.score(rows[0].data, "12")
 
 
+@CLASSIC
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("talking", "Talking takes more than one turn"),
+        ("tools", "more than one turn"),
+        ("group", "compares the answers of a group"),
+        ("mixed", "Talking takes more than one turn"),
+        ("pictures", "a prompt holds pictures"),
+        ("nothing", "gives dict, not a verifiers.Environment"),
+        ("fails", "OSError: the dataset cannot be reached"),
+        ("loader", "has no loader"),
+    ],
+)
+def test_what_is_not_served_is_refused(name: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        tasks.prepare(f"verifiers:sums_environment:{name}", tmp_path)
+
+
+@TASKSETS
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ("sums_environment:talking", "Talking takes more than one turn"),
-        ("sums_environment:tools", "more than one turn"),
-        ("sums_environment:group", "compares the answers of a group"),
-        ("sums_environment:mixed", "Talking takes more than one turn"),
-        ("sums_environment:pictures", "a prompt holds pictures"),
-        ("sums_environment:nothing", "gives dict, not a verifiers.Environment"),
-        ("sums_environment:fails", "OSError: the dataset cannot be reached"),
-        ("sums_environment:loader", "has no loader"),
         ("sums_tasks:Sandboxed", "its tasks have a setup for a sandbox"),
         ("sums_tasks:Looked", "its reward files looks into a sandbox"),
         ("json", "neither a function load_environment nor one Taskset"),
     ],
 )
-def test_what_is_not_served_is_refused(environment: str, told: str, tmp_path: Path) -> None:
+def test_tasks_that_need_more_than_a_reply_are_refused(environment: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told):
         tasks.prepare(f"verifiers:{environment}", tmp_path)
 
 
+@CLASSIC
+@pytest.mark.skipif(RELEASE >= (0, 3), reason="it has tasksets")
+def test_an_older_release_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a Taskset needs verifiers 0\.3 or 0\.4"):
+        tasks.prepare("verifiers:sums_tasks", tmp_path)
+
+
+@pytest.mark.skipif(RELEASE < (0, 4), reason="it has both kinds")
+def test_a_later_release_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"verifiers 0\.4.* is installed; environments with load_environment need"):
+        tasks.prepare("verifiers:sums_environment", tmp_path)
+
+
+@TASKSETS
 def test_a_taskset(tmp_path: Path) -> None:
     train, held_out = prepared("sums_tasks", tmp_path / "task")
     assert (len(train), len(held_out)) == (18, 2)
@@ -136,6 +171,7 @@ def test_a_taskset(tmp_path: Path) -> None:
     assert rewarded(train[4], "It is 9")["reward"] == 0.0
 
 
+@CLASSIC
 def test_the_published_sophistry_bench(tmp_path: Path) -> None:
     """A package of PyPI with load_environment; its own functions say what its rubric must give."""
     published = pytest.importorskip("sophistry_bench_sprint", reason="needs sophistry-bench-sprint 0.1.6")
@@ -152,6 +188,7 @@ def test_the_published_sophistry_bench(tmp_path: Path) -> None:
     assert (found["rubric/n_claims_metric"], found["rubric/n_citations_metric"], found["rubric/failed"]) == (2, 2, 0)
 
 
+@TASKSETS
 def test_the_published_marble_v1() -> None:
     """A taskset of PyPI without an end; each of its problems has a layout that is known to score."""
     pytest.importorskip("marble_v1", reason="needs marble-v1 0.1.0")
