@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo import environments, tasks
+from ngrpo import environments, summary, tasks
 from ngrpo.environments import process
 from ngrpo.tasks import verifiers
 from perturbations.errors import UsageError
@@ -106,3 +106,8 @@ def test_what_ends_a_turn_is_not_scored() -> None:
 def test_the_range_that_is_named_is_the_extra() -> None:
     requirement = re.search(r'"(verifiers[^;"]+);', (ROOT / "setup.py").read_text())
     assert requirement is not None and f"pip install '{requirement[1]}'" == process.INSTALL
+
+
+def test_the_rubric_is_in_the_summary_of_a_run() -> None:
+    logged = {"train/rollout/reward_mean": {1: 0.5, 2: 1.0}, "train/rubric/right": {1: 0.25}, "train/other/x": {1: 1.0}}
+    assert summary.steps(logged) == [{"step": 1, "reward": 0.5, "rubric_right": 0.25}, {"step": 2, "reward": 1.0}]

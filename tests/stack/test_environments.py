@@ -22,6 +22,7 @@ from ngrpo import evaluate, tasks
 from ngrpo.environments.process import EnvironmentProcess
 from ngrpo.evaluate import scoring
 from ngrpo.tasks import verifiers as task
+from ngrpo.trainer.rewards import CheckedReward, RewardFailed
 from perturbations.errors import UsageError
 from tests.environment_files import SUMS, TASKS
 
@@ -70,6 +71,25 @@ def test_dataset_rubric_and_metrics(tmp_path: Path) -> None:
     assert rewarded(train[7], "12")["reward"] == 1.25 and rewarded(train[6], "12")["reward"] == 0.25
     nothing = rewarded(train[7], "")
     assert (nothing["reward"], nothing["rubric/fragile"], nothing["rubric/failed"]) == (0.25, 0.0, 1.0)
+
+
+@CLASSIC
+def test_openrlhf_loads_it_by_path_and_calls_it_in_threads(tmp_path: Path) -> None:
+    """As the agent of OpenRLHF 0.11.2 does (``utils/agent.py``), with the watch of ours around it."""
+    flags = tasks.prepare("verifiers:sums_environment", tmp_path)
+    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[3])
+    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    checked = CheckedReward(loaded.reward_func)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda said: checked([PROMPT + said], [PROMPT], [row["label"]]), ["8", "no", "8.", "The sum is 8"])
+        )
+    assert [each["rewards"].item() for each in found] == [1.25, 0.25, 0.25, 1.0]
+    wrong = json.dumps({**json.loads(row["label"]), "row": {"prompt": "?"}})
+    with pytest.raises(RewardFailed, match="the reward function raised RuntimeError: KeyError"):
+        checked([PROMPT + "8"], [PROMPT], [wrong])
 
 
 @CLASSIC
