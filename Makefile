@@ -49,7 +49,7 @@ test: $(READY) browser vision test-fast
 
 test-all: test
 	@$(PIP) --no-deps $(TRL)
-	@$(PIP) $(VERIFIERS) && $(PIP) --no-deps $(ENVIRONMENTS) || echo "   no verifiers: its tests are skipped"
+	@$(PIP) $(VERIFIERS) 2>/dev/null && $(PIP) --no-deps $(ENVIRONMENTS) || echo "   no verifiers: its tests are skipped"
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
 	@$(call files,slow,$(FILES))

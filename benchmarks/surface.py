@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,14 +41,19 @@ def hooks() -> list[tuple[str, str]]:
 
 
 def definition(root: Path, module: str, name: str) -> Definition | None:
-    """A definition in the sources below a folder; None where there is none, also in no class that it derives from."""
+    """A definition in the sources below a folder; None where there is none."""
     path = root.joinpath(*module.split("."))
     found = next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
-    node: ast.AST | None = ast.parse(found.read_text("utf-8")) if found else None
+    node: ast.AST | None = _parsed(found) if found else None
     for part in name.split("."):
         inside = getattr(node, "body", [])
         node = next((n for n in reversed(inside) if isinstance(n, Definition) and n.name == part), None)
     return node  # type: ignore[return-value]
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"))
 
 
 def moved(before: Definition | None, after: Definition | None) -> str:
