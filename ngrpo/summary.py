@@ -26,7 +26,7 @@ RUNNERS = "model_runner"
 FORMAT = 1
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/")
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "rubric/", "sampling/")
 _ROWS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -15,8 +15,10 @@ from typing import Any
 from ngrpo import __version__
 
 OPENRLHF = "0.11.2"
-_FIRST, _LAST = (0, 26), (0, 31)
+# vLLM 0.32 wants a later transformers than OpenRLHF pins: it has perturbed rollouts, and no training by OpenRLHF.
+_FIRST, _LAST, _LAST_OF_ROLLOUTS = (0, 26), (0, 31), (0, 32)
 VLLM = "0.26 to 0.31"
+VLLM_OF_ROLLOUTS = "0.26 to 0.32"
 VLLM_LAST = "0.29.0"
 """The release that make installs, and the image has."""
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
@@ -24,8 +26,17 @@ _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 def is_supported_vllm(found: str) -> bool:
     """Whether a version of vLLM is in the range :data:`VLLM`."""
+    return _is_between(found, _LAST)
+
+
+def has_rollouts(found: str) -> bool:
+    """Whether a version of vLLM is in the range :data:`VLLM_OF_ROLLOUTS`."""
+    return _is_between(found, _LAST_OF_ROLLOUTS)
+
+
+def _is_between(found: str, last: tuple[int, int]) -> bool:
     match = re.match(r"(\d+)\.(\d+)", found)
-    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= _LAST
+    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
 
 
 def installed(package: str) -> str | None:

@@ -36,9 +36,9 @@ def register() -> None:
     from ngrpo import processes, versions
 
     processes.end_with_owner()
-    if not versions.is_supported_vllm(vllm.__version__):
+    if not versions.has_rollouts(vllm.__version__):
         # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
-        found, ours = vllm.__version__, versions.VLLM
+        found, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
         logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", found, ours)
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
@@ -97,10 +97,11 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         import vllm
 
-        from ngrpo.versions import VLLM
+        from ngrpo.versions import VLLM_OF_ROLLOUTS
 
         if isinstance(self.additional_config, dict) and self.additional_config.get("perturbation"):
-            raise RuntimeError(f"perturbations need vLLM {VLLM}, not {vllm.__version__}: install one of these.")
+            needed = f"perturbations need vLLM {VLLM_OF_ROLLOUTS}"
+            raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
         return original(self, *args, **kwargs)
 
     return create_engine_config

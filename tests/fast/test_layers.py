@@ -44,6 +44,7 @@ FLOORS = (
         "ngrpo.answers",
         "ngrpo.datafiles",
         "ngrpo.dataset_check",
+        "ngrpo.environments",
         "ngrpo.override_probe",
         "ngrpo.reward_files",
         "ngrpo.advantages",

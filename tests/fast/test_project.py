@@ -56,7 +56,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
-    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "test", "docs", "dist"}
+    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "verifiers", "test", "docs", "dist"}
     assert names(found["test"]).isdisjoint(names(found["docs"] + found["dist"])), (
         "make test sets up no more than it runs"
     )
@@ -84,8 +84,12 @@ def pins(path: str) -> set[tuple[str, str]]:
     return set(re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]*\d)", (ROOT / path).read_text()))
 
 
+# PyTorch's build for CPUs; a release within the extra's range, and what is published for it.
+TESTED_WITH = {"torch", "verifiers", "sophistry-bench-sprint", "marble-v1"}
+
+
 def test_every_file_pins_what_setup_pins() -> None:
-    allowed = pins("setup.py") | {pin for pin in pins("Makefile") if pin[0] == "torch"}
+    allowed = pins("setup.py") | {pin for pin in pins("Makefile") if pin[0] in TESTED_WITH}
     for path in ("docker/Dockerfile", "docker/Dockerfile.cpu", "Makefile", "README.md", "docs/install.md"):
         for name, version in pins(path):
             supported = name == "vllm" and versions.is_supported_vllm(version)

@@ -108,8 +108,8 @@ def test_arguments(task: str, says: str) -> None:
 
 
 def test_usage_names_the_arguments() -> None:
-    assert tasks.available() == ["arithmetic", "math", "reasoning_gym"]
-    assert tasks.usage() == ["arithmetic", "math:FILE", "reasoning_gym:DATASET"]
+    assert tasks.available() == ["arithmetic", "math", "reasoning_gym", "verifiers"]
+    assert tasks.usage() == ["arithmetic", "math:FILE", "reasoning_gym:DATASET", "verifiers:MODULE[:NAME]"]
 
 
 class TestReasoningGym:
