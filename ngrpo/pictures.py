@@ -130,6 +130,11 @@ def of_sampling_schedule(schedule: SamplingSchedule) -> list[str]:
         return [*lines, *_curve("step", {step: past[step].factor for step in range(0, 100, 10)})]
     rows, one = torch.arange(1000), torch.ones(1000)
     found = schedule.factor(NextTokens(_step(1).logits.expand(1000, -1), one, rows, torch.zeros_like(rows)))
+    if found is None:
+        eight, none = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+        at = NextTokens(_step(1).logits.expand(8, -1), torch.ones(8), none, none, eight, torch.full_like(eight, 8))
+        lines = ["temperature of each of eight answers to a prompt, where 1 is asked for:"]
+        return [*lines, *_curve("answer", dict(enumerate(schedule.factor(at).tolist())))]
     if found.min() < found.max():
         lines = ["temperature of an answer's tokens in the first training step, where 1 is asked for:"]
         return [*lines, *_curve("token", {t: float(found[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]
