@@ -181,7 +181,7 @@ MIXTURES = [
         ("torch.where(gone, -torch.inf, inside)", "inside", "distinct draws: a token twice"),
         (
             "totals.scatter(1, affected,",
-            "totals + 0.0 * totals.scatter(1, affected,",
+            "totals.scatter(1, affected[:, :0],",
             "distinct draws: a block's old sum",
         ),
         (
@@ -196,7 +196,7 @@ MIXTURES = [
             "if known else blocks.amax(dim=-1)",
             "further draws: a block by its likeliest",
         ),
-        ("first + count + tokens", "first + places", "further draws: block and token share their noise"),
+        ("first + count + tokens[:, 0]", "first + places", "further draws: block and token share their noise"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *of_file(
