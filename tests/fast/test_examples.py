@@ -11,6 +11,7 @@ import pytest
 
 from ngrpo import catalogue, cli, flags
 from ngrpo.compare import arguments
+from ngrpo.compare.runs import train_words
 from ngrpo.train import checked_flags
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
@@ -44,6 +45,9 @@ def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
         words = {"--perturbation": ""}.get(flag, f"{flag.removeprefix('--')}=")
         missing = {name for name in kept.in_tree() if not any(f"{words}{name}" in line.split() for line in ids)}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
+    for run in plan.runs()[: len(plan.arms)]:
+        words = train_words(plan, run, tmp_path)
+        assert checked_flags(flags.parse([*words, "--hardware", "cpu"]), tmp_path).has("--algo.kl.init_coef")
 
 
 @pytest.mark.parametrize("name", METHODS)
