@@ -112,6 +112,13 @@ class Step:
         count = totals.shape[1]
         each, places = (torch.arange(size, device=logits.device) for size in (count, BLOCK))
 
+        def one(j: int) -> Tensor:
+            first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
+            chosen = _race(totals, keys, first + each)
+            tokens = chosen.unsqueeze(-1) * BLOCK + places
+            inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, BLOCK)).squeeze(1)
+            return chosen * BLOCK + _race(inside, keys, first + count + tokens)
+
         def rest(chosen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
             """The logits of some blocks (B, m), without the tokens taken (B, t), and their ids: (B, m, 64) each."""
             tokens = chosen.unsqueeze(-1) * BLOCK + places
@@ -119,21 +126,21 @@ class Step:
             gone = (tokens.unsqueeze(-1) == taken[:, None, None]).any(dim=-1)
             return torch.where(gone, -torch.inf, inside), tokens
 
-        def one(j: int, taken: Tensor) -> Tensor:
-            first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
-            left = totals
-            if distinct:  # sums anew and not by difference, which would round a small rest away
-                affected = taken // BLOCK
-                left = totals.scatter(1, affected, rest(affected, taken)[0].logsumexp(dim=-1))
+        def another(j: int, taken: Tensor) -> Tensor:
+            first, affected = j * (count + count * BLOCK), taken // BLOCK
+            # Sums anew and not by difference, which would round a small rest away.
+            left = totals.scatter(1, affected, rest(affected, taken)[0].logsumexp(dim=-1))
             chosen = _race(left, keys, first + each)
             inside, tokens = rest(chosen.unsqueeze(1), taken)
             drawn = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
-            return torch.where(left.amax(dim=-1) > -torch.inf, drawn, self.sampled) if distinct else drawn
+            return torch.where(left.amax(dim=-1) > -torch.inf, drawn, self.sampled)
 
-        found = self.sampled.unsqueeze(-1)
+        if not distinct:
+            return torch.stack([one(j) for j in range(n)], dim=-1)
+        taken = self.sampled.unsqueeze(-1)
         for j in range(n):
-            found = torch.cat([found, one(j, found if distinct else found[:, :0]).unsqueeze(-1)], dim=-1)
-        return found[:, 1:]
+            taken = torch.cat([taken, another(j, taken).unsqueeze(-1)], dim=-1)
+        return taken[:, 1:]
 
     def _own_keys(self) -> Tensor:
         return self.keys_of(streams.Stream.WEIGHTS)

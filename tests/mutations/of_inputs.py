@@ -185,8 +185,8 @@ MIXTURES = [
             "distinct draws: a block's old sum",
         ),
         (
-            "drawn, self.sampled) if distinct",
-            "drawn, 0 * drawn) if distinct",
+            "-torch.inf, drawn, self.sampled)",
+            "-torch.inf, drawn, 0 * drawn)",
             "distinct draws: any token where none is",
         ),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
@@ -196,7 +196,7 @@ MIXTURES = [
             "if known else blocks.amax(dim=-1)",
             "further draws: a block by its likeliest",
         ),
-        ("first + count + tokens[:, 0]", "first + places", "further draws: block and token share their noise"),
+        ("first + count + tokens)", "first + places)", "further draws: block and token share their noise"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *of_file(
