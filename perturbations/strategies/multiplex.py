@@ -23,7 +23,7 @@ from perturbations.top_tokens import check_top_k
 class Multiplex(Perturbation):
     """Draws k tokens, feeds their mixture, and writes the first of them into the text."""
 
-    paper = "Multiplex Thinking, arXiv 2601.08808; draws=distinct: MoT-G, arXiv 2509.21482"
+    paper = "Multiplex Thinking, arXiv 2601.08808"
 
     k: int = option(3, "tokens drawn at each position", low=1)
     weights: str = option(
