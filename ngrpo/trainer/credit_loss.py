@@ -62,7 +62,7 @@ class CreditInLoss:
         advantages = experience.advantages.to(logits.device)
         own = advantages[mask].float()
         tokens = LossTokens(logits, rows, labels.flatten()[rows], log_probs.flatten()[rows], own, answers)
-        changed, term = self._credit.in_loss(tokens)
+        changed, term = self._credit.in_loss(tokens) or (own, torch.zeros_like(own))
         if changed.shape != own.shape or term.shape != own.shape:
             raise RuntimeError(
                 f"credit {self._credit.name!r}: in_loss returns {tuple(changed.shape)} and {tuple(term.shape)} for"
@@ -76,6 +76,12 @@ class CreditInLoss:
 
     def __call__(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **kwargs: Any) -> Any:
         """The policy loss, with the credit's advantages and its term in the score."""
+        if self._found is None:
+            raise RuntimeError(
+                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward whose"
+                " logits it could see (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss."
+                " Take that path out."
+            )
         changed, scores = self._found
         self._found = None
         return self._loss_fn(log_probs + scores.to(log_probs.dtype), old_log_probs, changed, **kwargs)

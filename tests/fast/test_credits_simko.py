@@ -199,11 +199,14 @@ def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -
 
     class Fused(Trainer):
         def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
+            if step:
+                self.actor_loss_fn(made.action_log_probs, made.action_log_probs, made.advantages, action_mask=ACTIONS)
             return {"metrics": {}, "weights": {}}
 
     logits, made = experience()
-    with pytest.raises(RuntimeError, match="--credit simko did not come into effect"):
-        credit_loss.training_step_with_credit(Fused.training_step)(Fused(logits, False), made, 0.0, 0)
+    for step in (0, 1):
+        with pytest.raises(RuntimeError, match="--credit simko did not come into effect"):
+            credit_loss.training_step_with_credit(Fused.training_step)(Fused(logits, False), made, 0.0, step)
 
 
 def test_what_a_credit_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +215,22 @@ def test_what_a_credit_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
     logits, made = experience()
     with pytest.raises(RuntimeError, match=r"in_loss returns \(1,\) and \(13,\) for 13 tokens"):
         credit_loss.training_step_with_credit(Trainer.training_step)(Trainer(logits, False), made, 0.0, 0)
+
+
+def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credit that returns None for a batch, and a batch without a generated token."""
+    run_with(monkeypatch, credit_spec={"name": "simko"})
+    made = credits.create("simko")
+    none = torch.zeros(0)
+    empty = LossTokens(torch.zeros(1, 2, V), none.long(), none.long(), none, none, none.long())
+    assert [part.tolist() for part in made.in_loss(empty)] == [[], []]
+    monkeypatch.setattr(type(made), "in_loss", lambda self, tokens: None)
+    gradients = []
+    for step in (Trainer.training_step, credit_loss.training_step_with_credit(Trainer.training_step)):
+        logits, batch = experience()
+        step(Trainer(logits, packed=False), batch, 0.0, 0)
+        gradients.append(logits.grad)
+    assert torch.equal(*gradients)
 
 
 def test_only_such_a_credit_is_asked_in_the_loss() -> None:
