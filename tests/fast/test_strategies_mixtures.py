@@ -92,7 +92,7 @@ def test_further_draws_are_independent_samples() -> None:
 
 def test_distinct_draws_are_without_replacement() -> None:
     """Ordered pairs after token 0 against p_j / (1 − p_0) · p_k / (1 − p_0 − p_j): 11 degrees, 0.999 quantile 31.3."""
-    n = 100_000
+    n = 30_000
     draws = many(n, P).draws(2, distinct=True)
     counts = torch.bincount(draws[:, 0] * 5 + draws[:, 1], minlength=25).double().view(5, 5)
     statistic = 0.0
