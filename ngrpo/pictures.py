@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ngrpo.credits.base import StepTokens
+from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
@@ -76,7 +76,9 @@ def of_advantage(advantage: Advantage) -> list[str]:
 
 
 def of_credit(credit: Credit) -> list[str]:
-    """Advantages of ten tokens of one answer."""
+    """Advantages of ten tokens of one answer, or what a credit of the loss raises and lowers at a token."""
+    if credit.acts_in_loss:
+        return _in_loss(credit)
     entropies = torch.tensor([0.0, 0.1, 2.1, 0.0, 0.3, 1.2, 0.0, 0.7, 0.1, 0.0])
     # Another answer to the same prompt, also right and with likelier tokens, is not shown.
     both, answers = entropies.repeat(2), torch.arange(2).repeat_interleave(10)
@@ -85,6 +87,23 @@ def of_credit(credit: Credit) -> list[str]:
     lines = ["ten tokens of an answer with the advantage 1, of two such answers the one with less likely tokens:"]
     for name, values in (("entropy", entropies), ("advantage", after)):
         lines.append(f"  {name:<10}" + " ".join(f"{value:5.2f}" for value in values.tolist()))
+    return lines
+
+
+def _in_loss(credit: Credit) -> list[str]:
+    """Whose log-probability carries the advantage of an answer's fifth token, where the policy wavers."""
+    probabilities = torch.tensor([[0.97, 0.01, 0.01, 0.01]] * 4 + [[0.4, 0.3, 0.2, 0.1]])
+    lines = ["an answer's only token at which the policy wavers; what its advantage moves, by token:"]
+    lines.append("  p        " + " ".join(f"{p:7.3f}" for p in probabilities[-1].tolist()))
+    for advantage, drawn in ((1.0, 3), (-1.0, 0)):
+        logits = probabilities.log().requires_grad_()
+        tokens = torch.tensor([0, 0, 0, 0, drawn])
+        log_probs = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        number, given = torch.arange(5), torch.full((5,), advantage)
+        changed, term = credit.in_loss(LossTokens(logits, number, tokens, log_probs, given, 0 * number))
+        (gradient,) = torch.autograd.grad(term.sum() + 0.0 * logits.sum(), logits)
+        moved = changed[-1] * (torch.nn.functional.one_hot(tokens[-1], 4) + gradient[-1])
+        lines.append(f"  A = {advantage:<4.0f} " + " ".join(f"{m:7.3f}" for m in moved.tolist()) + f"   token {drawn}")
     return lines
 
 
@@ -111,6 +130,11 @@ def of_sampling_schedule(schedule: SamplingSchedule) -> list[str]:
         return [*lines, *_curve("step", {step: past[step].factor for step in range(0, 100, 10)})]
     rows, one = torch.arange(1000), torch.ones(1000)
     found = schedule.factor(NextTokens(_step(1).logits.expand(1000, -1), one, rows, torch.zeros_like(rows)))
+    if found is None:
+        eight, none = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+        at = NextTokens(_step(1).logits.expand(8, -1), torch.ones(8), none, none, eight, torch.full_like(eight, 8))
+        lines = ["temperature of each of eight answers to a prompt, where 1 is asked for:"]
+        return [*lines, *_curve("answer", dict(enumerate(schedule.factor(at).tolist())))]
     if found.min() < found.max():
         lines = ["temperature of an answer's tokens in the first training step, where 1 is asked for:"]
         return [*lines, *_curve("token", {t: float(found[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]

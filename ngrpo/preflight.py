@@ -137,6 +137,7 @@ _SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.bat
 
 _CORRECTION = "--algo.advantage.is_correction_level"
 _LOSS = "--actor.policy_loss_type"
+_RING = "--ds.ring_attn_size"
 
 
 def _check_density(given: Flags, perturbation: Perturbation, sampling: Mapping[str, Any]) -> None:
@@ -184,6 +185,20 @@ def check_credit(given: Flags, settings: RunSettings) -> None:
             f"--credit {settings.credit.name} cannot be used with {_LOSS} gspo: the ratio is of the whole answer, so"
             " that each of its tokens is trained by the mean of their advantages. Leave one of them out; --preset grpo"
             " has the ratio of each token."
+        )
+    if settings.credit is None or not settings.credit.acts_in_loss:
+        return
+    perturbation = settings.perturbation
+    if perturbation is not None and perturbation.has_density and not perturbation.draws_token:
+        raise UsageError(
+            f"--credit {settings.credit.name} cannot be used with the density of --perturbation {perturbation.name}: no"
+            " token is drawn at its positions, so none of the likeliest ones can share in its credit. Leave one of them"
+            " out, or add --perturbation.density token."
+        )
+    if given.has(_RING) and int(given.value(_RING) or 1) > 1:
+        raise UsageError(
+            f"--credit {settings.credit.name} cannot be used with {_RING} {given.value(_RING)}: it needs all logits of"
+            f" an answer in one place. Set {_RING} 1."
         )
 
 

@@ -94,8 +94,11 @@ class Step:
         known = self.keys.get(stream)
         return streams.keys(self.seeds, self.positions, stream) if known is None else known
 
-    def draws(self, n: int) -> Tensor:
+    def draws(self, n: int, distinct: bool = False) -> Tensor:
         """(B, n) further tokens, each drawn independently as ``sampled`` was: among those that the request allows.
+
+        With ``distinct`` without replacement: each is drawn among those that neither ``sampled`` nor an earlier one is;
+        where none is left, it is ``sampled`` again.
 
         Like the other draws they are functions of seed and position, and stay the same under float rounding. A greedy
         request's are at temperature 1, as its logits here are.
@@ -116,7 +119,28 @@ class Step:
             inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, BLOCK)).squeeze(1)
             return chosen * BLOCK + _race(inside, keys, first + count + tokens)
 
-        return torch.stack([one(j) for j in range(n)], dim=-1)
+        def rest(chosen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+            """The logits of some blocks (B, m), without the tokens taken (B, t), and their ids: (B, m, 64) each."""
+            tokens = chosen.unsqueeze(-1) * BLOCK + places
+            inside = blocks.gather(1, chosen.unsqueeze(-1).expand(-1, -1, BLOCK))
+            gone = (tokens.unsqueeze(-1) == taken[:, None, None]).any(dim=-1)
+            return torch.where(gone, -torch.inf, inside), tokens
+
+        def another(j: int, taken: Tensor) -> Tensor:
+            first, affected = j * (count + count * BLOCK), taken // BLOCK
+            # Sums anew and not by difference, which would round a small rest away.
+            left = totals.scatter(1, affected, rest(affected, taken)[0].logsumexp(dim=-1))
+            chosen = _race(left, keys, first + each)
+            inside, tokens = rest(chosen.unsqueeze(1), taken)
+            drawn = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
+            return torch.where(left.amax(dim=-1) > -torch.inf, drawn, self.sampled)
+
+        if not distinct:
+            return torch.stack([one(j) for j in range(n)], dim=-1)
+        taken = self.sampled.unsqueeze(-1)
+        for j in range(n):
+            taken = torch.cat([taken, another(j, taken).unsqueeze(-1)], dim=-1)
+        return taken[:, 1:]
 
     def _own_keys(self) -> Tensor:
         return self.keys_of(streams.Stream.WEIGHTS)

@@ -128,7 +128,7 @@ def sample_strategy(
 
 def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling, step: int) -> list[Generated]:
     """All answers, in the order of the jobs."""
-    parts = generate(llm, jobs, sampling, perturbed=True, reproducible=True, step=step)
+    parts = generate(llm, jobs, sampling, perturbed=True, reproducible=True, step=step, answers=sampling.group)
     return sorted(itertools.chain.from_iterable(parts), key=lambda answer: answer.job)
 
 

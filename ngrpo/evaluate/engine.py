@@ -161,6 +161,7 @@ def generate(
     perturbed: bool,
     reproducible: bool,
     step: int = 0,
+    answers: int = 1,
 ) -> Iterator[list[Generated]]:
     """Answers in the order in which they finish.
 
@@ -171,6 +172,7 @@ def generate(
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
         step: the training step that a sampling schedule of the engine goes by.
+        answers: how many answers each prompt gets, numbered from 0 on by the jobs' samples.
 
     Yields:
         Those that finished together. An iterator closed early aborts what is still running.
@@ -184,7 +186,7 @@ def generate(
         while live or following < len(jobs):
             while following < len(jobs) and len(live) < _WINDOW:
                 name = f"eval-{following}"
-                params = _params(sampling, jobs[following], perturbed, reproducible, step)
+                params = _params(sampling, jobs[following], perturbed, reproducible, step, answers)
                 engine.add_request(name, {"prompt_token_ids": jobs[following][0]}, params)
                 live[name] = following
                 following += 1
@@ -202,7 +204,7 @@ def generate(
             engine.abort_request(list(live))
 
 
-def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, step: int) -> Any:
+def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, step: int, answers: int = 1) -> Any:
     import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -211,6 +213,7 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, s
     settings: dict[str, Any] = {}
     if reproducible:
         given = {"enabled": perturbed, "seed": seed, "sample": sample, **({"training_step": step} if step else {})}
+        given |= {"answer": sample, "answers": answers} if answers > 1 else {}
         settings["extra_args"] = {"perturbation": given}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = trajectory_seed(seed, sample)

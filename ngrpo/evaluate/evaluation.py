@@ -107,7 +107,7 @@ def evaluate(
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
             progress = _Progress(len(samples), len(samples) + len(missing), report)
-            found = _generate(model, missing, sampling, perturbation, policy, hardware, engine_options, progress)
+            found = _generate(model, missing, n, sampling, perturbation, policy, hardware, engine_options, progress)
             with closing(found):
                 for rows in found:
                     folder.append(SAMPLES, rows)
@@ -181,6 +181,7 @@ def _samples(folder: ResultFolder) -> list[Sample]:
 def _generate(
     model: Any,
     missing: Sequence[tuple[Problem, int]],
+    n: int,
     sampling: Sampling,
     spec: Mapping[str, Any] | None,
     policy: RolloutPolicy,
@@ -212,7 +213,10 @@ def _generate(
     seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     perturbed, step = spec is not None, policy.step
-    stream = engines.generate(llm, jobs, sampling, perturbed=perturbed, reproducible=reproducible, step=step)
+    # A schedule may give each of a problem's answers a temperature of its own.
+    answers = 1 if policy.schedule_spec is None else n
+    kinds = {"perturbed": perturbed, "reproducible": reproducible, "step": step, "answers": answers}
+    stream = engines.generate(llm, jobs, sampling, **kinds)
     with closing(stream):
         for found in stream:
             rows = []

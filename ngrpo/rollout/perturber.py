@@ -57,6 +57,7 @@ class RolloutPerturber:
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._slot_tensor = self._prompts = self._training_steps = torch.zeros(0, dtype=torch.int64)
+        self._answers = torch.zeros(2, 0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
         self._edits: Edits | None = None
@@ -100,6 +101,7 @@ class RolloutPerturber:
         self._slot_tensor = self._upload(self._slots)
         if self._schedule is not None:
             self._training_steps = self._upload(self._store.training_steps[self._slots])
+            self._answers = self._upload(self._store.answers[self._slots].T)
 
     def _place_fresh(self, edits: Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
         rows = self._row_of_slot[edits.slots]
@@ -170,7 +172,7 @@ class RolloutPerturber:
         if self._masks is not None:
             TokensLeft(scaled, self._download).rehearse()
         if self._schedule is not None:
-            self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows))
+            self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
 
     def _rehearse(self, scaled: Tensor, tokens: Tensor, rows: Tensor) -> None:
         step = Step(scaled, tokens, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
@@ -199,7 +201,7 @@ class RolloutPerturber:
         # A prompt that is not complete yet draws a token that is thrown away.
         generated = np.maximum(self._batch.next_positions - self._store.prompts[self._batch.slots], 0)
         steps = self._training_steps
-        at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0))
+        at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._answers)
         factor = self._schedule.factor(at)
         if factor is None:
             return None

@@ -21,6 +21,8 @@ _ALLOWED = {
     "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes()"),
     "training_step": _INTEGER,
     "scheduled": (bool, "True or False"),
+    "answer": _INTEGER,
+    "answers": _INTEGER,
 }
 
 
@@ -50,6 +52,11 @@ def checked(params: Any, model_config: Any) -> Any:
         kind, allowed = _ALLOWED[name]
         if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= value < 1 << 63)):
             raise UsageError(f"{_WHERE}[{name!r}]={value!r}: must be {allowed}.")
+    if arguments.get("answer", 0) >= arguments.get("answers", 1):
+        raise UsageError(
+            f"{_WHERE}['answer']={arguments.get('answer', 0)}: must be from 0 to 1 below 'answers', which is"
+            f" {arguments.get('answers', 1)}: how many answers the prompt gets."
+        )
     if arguments.get("record"):
         if (getattr(params, "n", None) or 1) > 1:
             raise UsageError(

@@ -78,7 +78,8 @@ class RunningRequests:
         # A further turn goes on with its trajectory's seed, so that one record covers all turns.
         seed = earlier.seed if earlier is not None else self._seed(given, params, prompt)
         step = max(int(given.get("training_step", 0)), 0) if given.get("scheduled", True) else -1
-        trajectory = self._store.open(new.req_id, seed, len(prompt), bool(given.get("enabled", True)), step)
+        answer = int(given.get("answer", 0)), int(given.get("answers", 1))
+        trajectory = self._store.open(new.req_id, seed, len(prompt), bool(given.get("enabled", True)), step, answer)
         if earlier is not None:
             self._store.load(trajectory, earlier, ahead=given.get("ahead", False))
         self._names.add(new.req_id)

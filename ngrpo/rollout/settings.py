@@ -136,7 +136,8 @@ def request_arguments(params: Any) -> dict[str, Any]:
     """What a request says about its perturbation, in ``SamplingParams.extra_args["perturbation"]``.
 
     ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
-    earlier turns; ``training_step`` is what a sampling schedule goes by, and ``scheduled: False`` leaves it out.
+    earlier turns; ``training_step`` is what a sampling schedule goes by, and ``scheduled: False`` leaves it out;
+    ``answer`` says which answer to its prompt it is, from 0, and ``answers`` of how many.
     """
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 

@@ -149,24 +149,41 @@ class TrajectoryStore:
         self._model = 0 if embedding is None else model_fingerprint(*embedding)
         self.live: dict[str, Trajectory] = {}
         self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
+        self.answers = np.zeros((self.slots, 2), dtype=np.int64)
         self.perturbed, self.has_edits, self.ahead = (np.zeros(self.slots, dtype=bool) for _ in range(3))
         self._free = list(reversed(range(self.slots)))
         self._edits, self._tokens = Chunks(self.slots, max_model_len), Chunks(self.slots, max_model_len)
 
     def open(
-        self, request_id: str, seed: int, prompt_tokens: int, perturbed: bool, training_step: int = 0
+        self,
+        request_id: str,
+        seed: int,
+        prompt_tokens: int,
+        perturbed: bool,
+        training_step: int = 0,
+        answer: tuple[int, int] = (0, 1),
     ) -> Trajectory:
-        """Gives a new request a clean slot; a training step below 0 is that of one without a sampling schedule."""
+        """Gives a new request a clean slot.
+
+        Args:
+            request_id: its name.
+            seed: of its draws.
+            prompt_tokens: length of its prompt.
+            perturbed: whether the perturbation acts.
+            training_step: that it is for; below 0 for a request without a sampling schedule.
+            answer: which answer to its prompt it is, from 0, and of how many.
+        """
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
-            for name in ("seeds", "prompts", "training_steps", "perturbed", "has_edits", "ahead"):
+            for name in ("seeds", "prompts", "training_steps", "answers", "perturbed", "has_edits", "ahead"):
                 setattr(self, name, grown(getattr(self, name), self.slots))
             self._edits.grow(self.slots)
             self._tokens.grow(self.slots)
         slot = self._free.pop()
         self.seeds[slot], self.prompts[slot], self.perturbed[slot] = seed, prompt_tokens, perturbed
         self.training_steps[slot], self.has_edits[slot], self.ahead[slot] = training_step, False, False
+        self.answers[slot] = answer
         self.live[request_id] = trajectory = Trajectory(slot, seed, prompt_tokens)
         return trajectory
 

@@ -24,12 +24,16 @@ class NextTokens:
         temperature: that temperature, (B,) float32.
         generated: tokens that each answer has so far, (B,) int64: 0 before its first one.
         step: training step that each answer is for, (B,) int64, from 0.
+        answer: which answer to its prompt each token is of, (B,) int64, from 0; None where each is the only one.
+        answers: how many answers that prompt gets, (B,) int64, from 1; None likewise.
     """
 
     logits: Tensor
     temperature: Tensor
     generated: Tensor
     step: Tensor
+    answer: Tensor | None = None
+    answers: Tensor | None = None
 
     def entropies(self) -> Tensor:
         """Of the model's own distribution, softmax(z), in nats: (B,) float32, 0 or above and never -0."""

@@ -28,7 +28,7 @@ from ngrpo.rollout.settings import (
 )
 from ngrpo.trainer import unperturbed
 from ngrpo.trainer.rewards import CheckedReward
-from ngrpo.trainer.rollout_requests import AnswerNumbers
+from ngrpo.trainer.rollout_requests import MOST_ANSWERS, AnswerNumbers
 from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
@@ -57,6 +57,9 @@ class RecordingExecutor:
         round_, perturbation = arguments.pop("round", 0), current_run().perturbation
         number = self._numbers.next(str(kwargs.get("prompt")), round_)
         perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
+        if "answers" in arguments:
+            # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
+            arguments["answer"] = number % MOST_ANSWERS % arguments["answers"]
         conversation = Conversation({"sample": number, **arguments}, self._followed.next(round_, perturbed))
         token = _conversation.set(conversation)
         try:

@@ -15,7 +15,7 @@ from ngrpo.rollout.settings import KEY
 from ngrpo.trainer.run_settings import current_run
 
 # Answers to one prompt in one round; the next round's numbers follow.
-_MOST_ANSWERS = 1 << 20
+MOST_ANSWERS = 1 << 20
 
 
 class _EngineWithArguments:
@@ -32,7 +32,10 @@ class _EngineWithArguments:
         """``engine.generate_responses.remote`` with the arguments."""
         params = deepcopy(sampling_params)
         given = params.extra_args or {}
-        params.extra_args = {**given, KEY: {**(given.get(KEY) or {}), **self._arguments}}
+        arguments = {**(given.get(KEY) or {}), **self._arguments}
+        if "training_step" in arguments and kwargs.get("num_samples", 1) > 1:
+            arguments["answers"] = kwargs["num_samples"]
+        params.extra_args = {**given, KEY: arguments}
         return self._engine.generate_responses.remote(sampling_params=params, **kwargs)
 
 
@@ -105,4 +108,4 @@ class AnswerNumbers:
             self._round, self._asked = round_, Counter()
         number = self._asked[prompt]
         self._asked[prompt] += 1
-        return round_ * _MOST_ANSWERS + number
+        return round_ * MOST_ANSWERS + number

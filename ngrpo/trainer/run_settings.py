@@ -119,6 +119,7 @@ class RunSettings:
             "perturbation": self.perturbation_spec is not None,
             "advantage": self.advantage_spec is not None,
             "credit": self.credit_spec is not None,
+            "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
             "policy_noise": self.policy_noise_spec is not None,
             "sampling": bool(self.sampling),
             "sampling_schedule": self.sampling_schedule_spec is not None,

@@ -126,8 +126,9 @@ SEAMS: tuple[Seam, ...] = (
     _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes those parameters to a file of their own"),
     _seam(_MODEL, "log_probs_from_logits", "trainer.log_prob_replacement:with_replacements",
-        "perturbation or sampling_mask", "import",
-        "log-probabilities are among the tokens that sampling left; a density takes the token's place"),
+        "perturbation or sampling_mask or credit_in_loss", "import",
+        "log-probabilities are among the tokens that sampling left; a density takes the token's place; a credit sees"
+        " the logits"),
     _seam(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
         "calls it once, on all rows of the logits, divided by the temperature, and gives their entropy when asked"),
     _seam(_ACTOR, "PolicyModelActor", "trainer.model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
@@ -202,6 +203,9 @@ SEAMS: tuple[Seam, ...] = (
         "sha:871e4cda19c1", "likewise"),
     _seam(_ACTOR, "ActorPPOTrainer.training_step", "trainer.mask_correction:correcting_training_step", "sampling_mask",
         "sha:783a57970a6a", "likewise"),
+    # ---- --credit in the loss (outermost: it is shown the plain log-probabilities) -----------------
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "trainer.credit_loss:training_step_with_credit", "credit_in_loss",
+        "sha:783a57970a6a", "a credit may depend on the policy of each update: its candidates join the score"),
     # ---- --report.groups (after all that makes experiences) ---------------------------------------
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "trainer.kept_groups:kept_groups",
         "report_groups", "sha:b5693a55753f", "keeps all answers to a few prompts for the run's report"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit
+from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.replay.record import MOST_CANDIDATES
@@ -20,7 +21,7 @@ from perturbations.top_tokens import check_top_k
 @register("multiplex")
 @dataclass(frozen=True, kw_only=True)
 class Multiplex(Perturbation):
-    """Draws k tokens independently, feeds their mixture, and writes the first of them into the text."""
+    """Draws k tokens, feeds their mixture, and writes the first of them into the text."""
 
     paper = "Multiplex Thinking, arXiv 2601.08808"
 
@@ -30,24 +31,41 @@ class Multiplex(Perturbation):
         "a drawn token's weight: its probability times how often it was drawn, or how often alone",
         choices=("weighted", "average"),
     )
+    draws: str = option(
+        "independent",
+        "each from the whole policy, or without replacement (MoT-G, arXiv 2509.21482)",
+        choices=("independent", "distinct"),
+    )
     density: str = option(
         "token",
         "what the loss weighs: the first draw's probability, or that of all k draws",
         choices=("token", "joint"),
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draws == "distinct" and self.density == "joint":
+            raise UsageError(
+                "perturbation option density='joint': cannot be used with draws='distinct', whose probability is"
+                " another than the product of the draws'. Take density token, or draws independent."
+            )
+
     def propose(self, step: Step) -> Proposal:
         """w_j = p(k_j) / Σ_i p(k_i) over the k draws, or 1 / k; a token drawn twice stands there twice.
 
-        p is the probability before top-k, top-p and min-p, within which all k are drawn.
+        p is the probability before top-k, top-p and min-p, within which all k are drawn. Distinct draws are fewer
+        where fewer tokens are left.
         """
-        ids = step.sampled.unsqueeze(-1)
+        ids, distinct = step.sampled.unsqueeze(-1), self.draws == "distinct"
         if self.k > 1:
-            ids = torch.cat([ids, step.draws(self.k - 1)], dim=-1)
-        if self.weights == "weighted":
-            mixture = torch.softmax(step.logits.gather(-1, ids), dim=-1)
-        else:
-            mixture = torch.full_like(ids, 1.0 / self.k, dtype=torch.float32)
+            ids = torch.cat([ids, step.draws(self.k - 1, distinct=distinct)], dim=-1)
+        scores = step.logits.gather(-1, ids)
+        if self.weights == "average":
+            scores = torch.zeros_like(scores)
+        if distinct:
+            again = torch.cat([torch.zeros_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] == ids[:, :1]], dim=-1)
+            scores = scores.masked_fill(again, -torch.inf)
+        mixture = torch.softmax(scores, dim=-1)
         return Proposal(InputEdit(ids, mixture), step.sampled)
 
     def log_density(self, replayed: Replayed) -> Tensor:

@@ -219,6 +219,13 @@ def multiplex_truth(perturbation: Any) -> Callable[[Tensor, Tensor], Branches]:
         weights = p.detach() / p.detach().sum(-1, keepdim=True)
         if perturbation.weights == "average":
             weights = torch.full_like(p, 1.0 / perturbation.k).detach()
+        if perturbation.draws == "distinct":
+            # Without replacement: each among what the ones before leave, and no token twice.
+            gone = p.detach().cumsum(-1)[..., :-1]
+            once = torch.tensor([len(set(each)) == len(each) for each in draws.tolist()])
+            rest = torch.where(once.unsqueeze(-1), p.detach()[..., 1:] / (1.0 - gone), 0.0).prod(-1)
+            fed = (weights.unsqueeze(-1) * E[draws]).sum(-2)
+            return p[..., 0] * rest, draws[:, 0].expand(len(z), -1), fed
         others = p[..., 1:] if perturbation.has_density else p[..., 1:].detach()
         fed = (weights.unsqueeze(-1) * E[draws]).sum(-2)
         return p[..., 0] * others.prod(-1), draws[:, 0].expand(len(z), -1), fed

@@ -55,7 +55,12 @@ OPTIONS = {
     "normal": [dict(k=1, density="normal"), dict(k=10, top_p=1.0, density="normal"), dict(top_p=1e-6)],
     "orthogonal": [dict(k=2), dict(k=64, realization="anchor")],
     "soft": [dict(k=1), dict(k=64, top_p=1.0), dict(top_p=1e-6)],
-    "multiplex": [dict(k=1), dict(k=9, weights="average", density="joint"), dict(density="joint")],
+    "multiplex": [
+        dict(k=1),
+        dict(k=9, weights="average", density="joint"),
+        dict(density="joint"),
+        dict(k=5, draws="distinct"),
+    ],
     "moi": [dict(k=2, beta=0.0), dict(k=64, entropy="top", beta=8.0)],
     "selar": [dict(k=2, threshold=0.0), dict(k=64, threshold=1.0)],
     "cuts": [dict(k=1, delta=0.0), dict(k=64, delta=1.0), dict(burn_in=0)],

@@ -11,6 +11,7 @@ import pytest
 
 from ngrpo import catalogue, cli, flags
 from ngrpo.compare import arguments
+from ngrpo.compare.runs import train_words
 from ngrpo.train import checked_flags
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
@@ -31,6 +32,22 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
     assert plan.baseline == "none base=grpo" and plan.seeds == (0, 1, 2)
     assert plan.evaluation is not None and plan.evaluation[plan.evaluation.index("--n") + 1] == "32"
     assert not any(arm.notes for arm in plan.arms), "a row of the ablation would be greedy decoding"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
+    """Each row is a training that is accepted, and every method of the tree is in one."""
+    file = Path(__file__).resolve().parents[2] / "examples" / "all_methods.yaml"
+    plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
+    ids = [arm.id for arm in plan.arms]
+    assert len(set(ids)) == len(ids) and plan.baseline in ids
+    for kept, flag in catalogue.KINDS.items():
+        words = {"--perturbation": ""}.get(flag, f"{flag.removeprefix('--')}=")
+        missing = {name for name in kept.in_tree() if not any(f"{words}{name}" in line.split() for line in ids)}
+        assert kept.kind in ("gate", "replay buffer") or not missing, missing
+    for run in plan.runs()[: len(plan.arms)]:
+        words = train_words(plan, run, tmp_path)
+        assert checked_flags(flags.parse([*words, "--hardware", "cpu"]), tmp_path).has("--algo.kl.init_coef")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -71,6 +71,7 @@ CASES = {
     "hrpo-constant": made("hrpo", k=V, input_gradient="none"),
     "multiplex-density": made("multiplex", density="joint"),
     "multiplex": made("multiplex", k=2, weights="average"),
+    "multiplex-distinct": made("multiplex", k=2, draws="distinct"),
     "moi": made("moi", k=3, beta=0.5),
     "selar": made("selar", threshold=0.85),
     "cuts": made("cuts", k=3, delta=0.15, burn_in=0),

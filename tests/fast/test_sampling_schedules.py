@@ -154,13 +154,17 @@ def test_a_schedule_keeps_its_contract(name: str) -> None:
     logits = 4 * torch.randn(64, 512, generator=drawn)
     rows = torch.randint(0, 4000, (64,), generator=drawn)
     steps = torch.randint(0, 300, (64,), generator=drawn)
-    given = NextTokens(logits, torch.full((64,), 0.7), rows, steps)
+    counts = torch.randint(1, 9, (64,), generator=drawn)
+    answers = torch.randint(0, 64, (64,), generator=drawn) % counts
+    given = NextTokens(logits, torch.full((64,), 0.7), rows, steps, answers, counts)
     found = schedule.factor(given)
     if found is not None:
         assert found.shape == (64,) and found.dtype == torch.float32 and (found > 0).all() and found.isfinite().all()
         single = [
-            schedule.factor(NextTokens(logits[i : i + 1], torch.tensor([0.7]), rows[i : i + 1], steps[i : i + 1]))
-            for i in range(64)
+            schedule.factor(
+                NextTokens(logits[i], torch.tensor([0.7]), *(part[i] for part in (rows, steps, answers, counts)))
+            )
+            for i in torch.arange(64).unsqueeze(1)
         ]
         torch.testing.assert_close(torch.cat(single), found, rtol=1e-6, atol=0)
     past: list[PastStep] = []

@@ -104,7 +104,7 @@ def test_an_engine_reads_its_schedule() -> None:
     }
     assert len(prints) == 1 + len(NAMES)
     for spec in ("ead", {"c": 3}):
-        with pytest.raises(UsageError, match=r"must be a dictionary with a 'name' \(e3, ead, edt or"):
+        with pytest.raises(UsageError, match=r"must be a dictionary with a 'name' \(e3, ead, edt, ladder or"):
             settings.read({"sampling_schedule": spec})
     with pytest.raises(UsageError, match="unknown sampling schedule 'eadd'"):
         settings.read({"sampling_schedule": {"name": "eadd"}})

@@ -250,7 +250,32 @@ OVERLONG = of_file(
     ("kept & (left == size)", "(left == size).expand_as(kept)", "overlong answers count in their groups"),
 )
 
+_IN_LOSS = "test_credits_simko.py"
+
 CREDITS = [
+    *of_file(
+        "ngrpo/credits/simko.py",
+        _IN_LOSS,
+        ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
+        ("candidates.mean(dim=1) - tokens.log_probs[right]", "candidates.mean(dim=1)", "simko: the token keeps all"),
+        ("candidates.mean(dim=1)", "candidates.sum(dim=1)", "simko: α for each of the K"),
+        ("advantages > 0.0)", "advantages != 0.0)", "simko: a wrong answer raises the likeliest"),
+        ("tokens.likeliest(wrong, 1).squeeze(1) == tokens.tokens[wrong]", "wrong >= 0", "simko: λ for every token"),
+        ("torch.quantile(part, q)", "torch.quantile(values, q)", "simko: one quantile for all answers"),
+    ),
+    *of_file(
+        "ngrpo/credits/base.py",
+        _IN_LOSS,
+        (", sparse_grad=True", "", "a gradient of the logits' size"),
+        ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
+    ),
+    *of_file(
+        "ngrpo/trainer/credit_loss.py",
+        _IN_LOSS,
+        ("term - term.detach()", "term", "the term moves the ratio"),
+        ("(length - 1 - action_mask.shape[1])", "(length - action_mask.shape[1])", "the row after the token"),
+        ("return places[row], sample", "return row, sample", "packed rows are taken for padded ones"),
+    ),
     *of_file(
         "ngrpo/credits/top_entropy.py",
         "test_credits.py",

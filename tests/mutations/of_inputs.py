@@ -169,18 +169,26 @@ MIXTURES = [
     *of_file(
         "perturbations/strategies/multiplex.py",
         _MIXTURES,
-        (
-            "torch.softmax(step.logits.gather(-1, ids), dim=-1)",
-            "torch.full_like(ids, 1 / 3.0, dtype=torch.float32)",
-            "multiplex: the weights do not know the probabilities",
-        ),
-        ("1.0 / self.k", "1.0 / 3.5", "multiplex: the average is over more draws than there are"),
+        ("step.logits.gather(-1, ids)", "0.0 * ids", "multiplex: the weights do not know the probabilities"),
+        ("torch.zeros_like(scores)", "0.5 * scores", "multiplex: the average is weighted"),
+        ("masked_fill(again, -torch.inf)", "masked_fill(again, 0.0)", "multiplex: what stands in for no token counts"),
         ("self.k * (replayed.token_log_probs", "(replayed.token_log_probs", "multiplex: one normaliser for all draws"),
         ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
     ),
     *of_file(
         "perturbations/step.py",
         _MIXTURES,
+        ("torch.where(gone, -torch.inf, inside)", "inside", "distinct draws: a token twice"),
+        (
+            "totals.scatter(1, affected,",
+            "totals.scatter(1, affected[:, :0],",
+            "distinct draws: a block's old sum",
+        ),
+        (
+            "-torch.inf, drawn, self.sampled)",
+            "-torch.inf, drawn, 0 * drawn)",
+            "distinct draws: any token where none is",
+        ),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
         ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
         (
@@ -188,7 +196,7 @@ MIXTURES = [
             "if known else blocks.amax(dim=-1)",
             "further draws: a block by its likeliest",
         ),
-        ("first + count + tokens", "first + places", "further draws: block and token share their noise"),
+        ("first + count + tokens)", "first + places)", "further draws: block and token share their noise"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *of_file(

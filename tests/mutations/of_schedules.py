@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import of_file
 
+_LADDER = "test_sampling_schedules_ladder.py"
+
 SCHEDULES = [
     *of_file(
         "ngrpo/sampling_schedules/ead.py",
@@ -21,6 +23,28 @@ SCHEDULES = [
         "test_sampling_schedules.py",
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
         ("self.t_0 * ", "", "edt: T_0 is missing"),
+    ),
+    *of_file(
+        "ngrpo/sampling_schedules/ladder.py",
+        _LADDER,
+        ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
+        ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
+        ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
+    ),
+    *of_file(
+        "ngrpo/trainer/rollout_actor.py",
+        _LADDER,
+        ("% MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
+    ),
+    *of_file(
+        "ngrpo/trainer/rollout_requests.py",
+        _LADDER,
+        ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
+    ),
+    *of_file(
+        "ngrpo/rollout/perturber.py",
+        _LADDER,
+        ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot"),
     ),
     *of_file(
         "ngrpo/sampling_schedules/base.py",

@@ -22,7 +22,7 @@ OPTIONS = {
     "dirichlet": [{}],
     "normal": [{}],
     "orthogonal": [{}],
-    "multiplex": [{}],
+    "multiplex": [{}, {"draws": "distinct"}],
     "moi": [{}],
     "selar": [{"threshold": 0.0}],
     "cuts": [{"burn_in": 0}],

@@ -71,6 +71,20 @@ def test_with_a_perturbation(
     assert sum(len(rollout.record) for rollout in rollouts) > 20
 
 
+def test_a_ladder_over_the_answers_to_a_prompt(llm: Any, hf_model: Any) -> None:
+    """Each at its own temperature, in a batch with the others; the same alone."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker.perturbation.schedule = sampling_schedules.create("ladder", least=0.5, most=1.5)
+    set_perturbation(llm, "none")
+    prompts = chat_prompts(llm)[:1] * 4
+    arguments = [{"seed": 3, "sample": i, "answer": i, "answers": 4} for i in range(4)]
+    rollouts = sample(llm, prompts, arguments, max_tokens=24)
+    assert scheduled_gaps(hf_model, rollouts, "ladder", {"least": 0.5, "most": 1.5}).max() <= 1e-4
+    assert scheduled_gaps(hf_model, rollouts, None, {}).max() >= 0.1
+    (alone,) = sample(llm, prompts[2:3], arguments[2:3], max_tokens=24)
+    assert alone.tokens == rollouts[2].tokens
+
+
 def test_a_mixed_batch(llm: Any, hf_model: Any) -> None:
     """One that follows the schedule, a later step of the training, one without a schedule; greedy ones; filters."""
     prompts = chat_prompts(llm)[:3]

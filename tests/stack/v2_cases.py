@@ -31,4 +31,5 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 # Sampling schedules that reach their lowest temperature within so few tokens.
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 6, "c": 2}, "edt": {"theta": 1.0}}
+SCHEDULES["ladder"] = {"least": 0.5, "most": 1.5}
 TOKENS = 6

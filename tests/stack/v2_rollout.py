@@ -61,8 +61,8 @@ def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
     for name, options in SCHEDULES.items():
         attached.schedule = sampling_schedules.create(name, **options)
         set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
-        seeds = [{"seed": i} for i in range(len(prompts))]
-        found[name] = sample(llm, prompts, seeds, max_tokens=TOKENS, temperature=0.8, min_p=0.01)
+        arguments = [{"seed": i, "answer": i, "answers": len(prompts)} for i in range(len(prompts))]
+        found[name] = sample(llm, prompts, arguments, max_tokens=TOKENS, temperature=0.8, min_p=0.01)
     attached.schedule = None
     return found
 

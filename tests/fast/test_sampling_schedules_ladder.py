@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ladder of temperatures over the answers to a prompt: formula, gradient, and how an answer learns its number."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo import flags, sampling_schedules
+from ngrpo.evaluate import engine
+from ngrpo.evaluate.engine import Sampling
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.rollout.request_check import checked
+from ngrpo.rollout.settings import KEY
+from ngrpo.sampling_schedules.base import NextTokens
+from ngrpo.trainer import rollout_requests
+from ngrpo.trainer.rollout_actor import RecordingExecutor, _conversation
+from perturbations.errors import UsageError
+from tests.fast.run import run_with
+from tests.fast.test_sampling_schedules_run import Generator, Step
+
+
+def of_answers(logits: torch.Tensor, answers: list[int], counts: list[int]) -> NextTokens:
+    none = torch.zeros(len(answers), dtype=torch.int64)
+    return NextTokens(logits, torch.ones(len(answers)), none, none, torch.tensor(answers), torch.tensor(counts))
+
+
+def test_by_hand() -> None:
+    """From 0.5 to 2 over three answers: 0.5, √(0.5 · 2) = 1, 2; over four in ratios of ∛4; an only one is not moved."""
+    ladder = sampling_schedules.create("ladder", least=0.5, most=2.0)
+    found = ladder.factor(of_answers(torch.zeros(6, 4), [0, 1, 2, 1, 3, 0], [3, 3, 3, 4, 4, 1]))
+    assert found.tolist() == pytest.approx([0.5, 1.0, 2.0, 0.5 * 4 ** (1 / 3), 2.0, 1.0], abs=1e-6)
+    assert ladder.factor(NextTokens(torch.zeros(1, 4), torch.ones(1), *[torch.zeros(1).long()] * 2)) is None
+    default = sampling_schedules.create("ladder")
+    assert default.least * default.most == 1.0, "the mean of the logarithms is that of the temperature asked for"
+    with pytest.raises(UsageError, match=r"least=2.0: must be at most most=1.25"):
+        sampling_schedules.create("ladder", least=2.0)
+
+
+def test_the_gradient_with_the_weights_is_the_clean_policys_and_without_another() -> None:
+    """Over all tokens of a bandit, for four answers: Σ_i Σ_x π_i(x) w_i(x) R(x) ∇ log π(x) = 4 ∇ E_π[R]."""
+    ladder = sampling_schedules.create("ladder", least=1.0, most=4.0)
+    default = ladder.flags(Flags())
+    low, high = (float(bound) for bound in default["--algo.advantage.is_correction_threshold"])
+    z = torch.tensor([1.4, -0.3, 0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    reward = torch.tensor([1.0, -0.5, 0.3, 0.2], dtype=torch.float64)
+    log_p = z.log_softmax(-1)
+    (true,) = torch.autograd.grad((log_p.exp() * reward).sum(), z, retain_graph=True)
+    factor = ladder.factor(of_answers(z.detach().float().expand(4, -1), [0, 1, 2, 3], [4] * 4)).double()
+    rollout = (z.detach() / factor.unsqueeze(1)).softmax(-1)
+    weights = (log_p.detach().exp() / rollout).clamp(low, high)
+    found = {}
+    for kind, weight in (("with", weights), ("without", torch.ones_like(weights))):
+        (found[kind],) = torch.autograd.grad((rollout * weight * reward * log_p).sum() / 4, z, retain_graph=True)
+    torch.testing.assert_close(found["with"], true, rtol=1e-9, atol=1e-12)
+    assert (found["without"] - true).abs().max() > 1e-2
+
+
+# --- an answer's number -----------------------------------------------------------------------------------------
+
+
+def test_the_rollout_takes_an_answers_temperature() -> None:
+    """Whatever the batch and its order, and where slots were used before."""
+    step = Step(name="ladder", least=0.5, most=2.0)
+    for i in range(3):
+        step.add(f"a{i}", 4, answer=i, answers=3)
+    step.add("alone", 4)
+    assert step.factor(["a2", "alone", "a0"], [4, 0, 9], [1, 4, 1]) == pytest.approx([2.0, 1.0, 0.5])
+    assert step.factor(["a1", "a2"], [0, 0], [4, 7]) == pytest.approx([1.0, 2.0])
+    step.requests.update(SimpleNamespace(finished_req_ids={"a2"}, scheduled_new_reqs=[]))
+    step.add("b", 4)
+    assert step.factor(["b", "a0"], [4, 10], [1, 1], [-1, 7]) == pytest.approx([1.0, 1.0]), "greedy ones keep theirs"
+
+
+def test_requests_of_a_training_say_how_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ladder").spec())
+    asked: list[Any] = []
+
+    class Asking(Generator):
+        def _dispatch_prompts_to_vllm(self, prompts: list[str], **kwargs: Any) -> None:
+            params = SimpleNamespace(temperature=1.0, extra_args=None)
+            self.vllm_engines[0].generate_responses.remote(sampling_params=params, num_samples=8)
+
+    generator = rollout_requests.numbered_requests(Asking)(asked)
+    generator.generate_samples(), generator.generate_eval_samples()
+    assert [arguments.get("answers") for _, arguments in asked] == [8, None]
+
+
+def test_answers_are_numbered_within_their_group() -> None:
+    """Three answers to a prompt, the same prompt a second time in the batch, and in the next round."""
+    seen: list[dict[str, Any]] = []
+
+    class Executor:
+        async def execute(self, **kwargs: Any) -> dict[str, Any]:
+            seen.append(_conversation.get().arguments)
+            return {}
+
+    executor = RecordingExecutor(Executor())
+    for round_ in (1, 1, 2):
+        params = SimpleNamespace(extra_args={KEY: {"round": round_, "training_step": 0, "answers": 3}})
+        for _ in range(3):
+            asyncio.run(executor.execute(prompt="p", sampling_params=params))
+    assert [given["answer"] for given in seen] == [0, 1, 2] * 3
+    assert len({given["sample"] for given in seen}) == 9
+    plain = SimpleNamespace(extra_args={KEY: {"round": 2, "scheduled": False}})
+    asyncio.run(executor.execute(prompt="p", sampling_params=plain))
+    assert "answer" not in seen[-1]
+
+
+def test_eval_and_diagnose_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    for name in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    given = engine._params(Sampling(), ([1], 2, 3), False, True, 0, 8).extra_args["perturbation"]
+    assert given == {"enabled": False, "seed": 2, "sample": 3, "answer": 3, "answers": 8}
+
+
+@pytest.mark.parametrize("arguments", [{"answer": 1}, {"answer": 4, "answers": 4}, {"answers": 0}])
+def test_a_number_that_no_answer_has(arguments: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=r"\['answer'\]=\d: must be"):
+        checked(SimpleNamespace(extra_args={KEY: arguments}), None)
+    fine = SimpleNamespace(extra_args={KEY: {"answer": 3, "answers": 4}})
+    assert checked(fine, None) is fine
+
+
+def test_the_command_line() -> None:
+    words = ["--model", "m", "--sampling.schedule", "ladder", "--sampling.schedule.most", "1.5"]
+    spec = flags.parse(words).settings.sampling_schedule_spec
+    assert sampling_schedules.create(**spec) == sampling_schedules.create("ladder", most=1.5)
