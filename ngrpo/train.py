@@ -31,18 +31,10 @@ perturbation of the rollouts
 algorithm
   --preset NAME             a set of OpenRLHF flags, printed; your flags win:
                             grpo, gspo, dapo
-  --advantage NAME          an advantage of ours, see below; your own as above
-                            [none: OpenRLHF's estimator]; ngrpo is NGRPO,
-                            negative-enhanced GRPO; N-GRPO is --perturbation
-                            neighbor
-  --advantage.<option> VALUE
-                            an option of the advantage
-  --credit NAME             how an answer's advantage is shared among its
-                            tokens, see below [all have it]
-  --credit.<option> VALUE   an option of the credit
-  --policy_noise NAME       noise on the weights that roll out, see below [none]
-  --policy_noise.<option> VALUE
-                            an option of the policy noise
+{kinds}
+                            your own: as a perturbation; NGRPO, negative-enhanced
+                            GRPO, is --advantage ngrpo, and N-GRPO, the mixing of
+                            neighbors, --perturbation neighbor
 
 sampling of the rollouts; evaluation is as it was
   --sampling.top_k K        draw from the K likeliest tokens
@@ -52,10 +44,6 @@ sampling of the rollouts; evaluation is as it was
                             top-k and min-p left (temperature and top-p:
                             --rollout.temperature, --rollout.top_p)
   --sampling.mask_gib N     memory that a rollout worker may take for that [8]
-  --sampling.schedule NAME  a temperature that changes within an answer or over
-                            the run, see below [none]
-  --sampling.schedule.<option> VALUE
-                            an option of the schedule
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 
@@ -102,21 +90,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ngrpo import (
-    entry_check,
-    flags,
-    model_support,
-    models,
-    openrlhf_parser,
-    preflight,
-    presets,
-    progress,
-    reward_files,
-    summary,
-    tasks,
-    versions,
-)
-from ngrpo.dataset_check import is_checked
+from ngrpo import model_support, models, openrlhf_parser, progress, reward_files, summary, tasks, versions
+from ngrpo.config import entry_check, parse, preflight, presets
+from ngrpo.config.dataset_check import is_checked
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.report.page import write_training
@@ -141,7 +117,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    command = flags.parse(flags.with_files(words))
+    command = parse.parse(parse.with_files(words))
     if command.dry_run is not None:
         return dry_run(command)
     hardware = profile_for(command.hardware).name
@@ -170,7 +146,7 @@ def openrlhf_help() -> int:
     return 0
 
 
-def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
+def checked_flags(command: parse.TrainCommand, folder: Path) -> Flags:
     """OpenRLHF's flags for a run, with those of a preset, an advantage and the folder, checked as far as is known.
 
     Args:
@@ -186,12 +162,12 @@ def checked_flags(command: flags.TrainCommand, folder: Path) -> Flags:
     return complete
 
 
-def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
+def _completed(command: parse.TrainCommand, folder: Path) -> Flags:
     """OpenRLHF's flags with those of a preset, an advantage and the folder; what ours cannot go with is refused."""
     preflight.check_flags(command.openrlhf_args, command.settings)
-    given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+    given = parse.replace_model_names(Flags(command.openrlhf_args), models.check_name)
     settings = command.settings
-    given = given.with_defaults(flags.output_flags(folder))
+    given = given.with_defaults(parse.output_flags(folder))
     for part in (settings.policy_noise, settings.sampling_schedule):
         given = given if part is None else given.with_defaults(part.flags(given))
     complete = presets.applied(given, command.preset, settings.advantage)
@@ -202,7 +178,7 @@ def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
     return complete
 
 
-def _of_hardware(command: flags.TrainCommand, complete: Flags) -> Flags:
+def _of_hardware(command: parse.TrainCommand, complete: Flags) -> Flags:
     """As the launch completes the flags; a task's dataset and reward are there before it is prepared."""
     whole = complete.with_defaults(profile_for(command.hardware).default_flags)
     if command.task is not None:
@@ -210,13 +186,13 @@ def _of_hardware(command: flags.TrainCommand, complete: Flags) -> Flags:
     return whole
 
 
-def _check_start(command: flags.TrainCommand, complete: Flags) -> None:
+def _check_start(command: parse.TrainCommand, complete: Flags) -> None:
     whole = _of_hardware(command, complete)
     profile_for(command.hardware).check(whole)
     openrlhf_parser.check(whole.words)
 
 
-def _check_data(command: flags.TrainCommand, complete: Flags) -> None:
+def _check_data(command: parse.TrainCommand, complete: Flags) -> None:
     if command.task is not None:
         tasks.check_name(command.task)
         return
@@ -224,7 +200,7 @@ def _check_data(command: flags.TrainCommand, complete: Flags) -> None:
     reward_files.check_rewards(complete.words)
 
 
-def dry_run(command: flags.TrainCommand, *, checks_only: bool = False) -> int:
+def dry_run(command: parse.TrainCommand, *, checks_only: bool = False) -> int:
     """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
 
     Args:
@@ -292,7 +268,7 @@ def _flags_of_task(task: str, folder: Path) -> dict[str, Default]:
         }
 
 
-def _unread(command: flags.TrainCommand, complete: Flags) -> str | None:
+def _unread(command: parse.TrainCommand, complete: Flags) -> str | None:
     """Why not all rows of the dataset were looked at."""
     name = "--data.prompt_dataset"
     value = complete.value(name) or ""
@@ -301,7 +277,7 @@ def _unread(command: flags.TrainCommand, complete: Flags) -> str | None:
     return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
 
 
-def _check_model(model: str, local: str, command: flags.TrainCommand) -> str | None:
+def _check_model(model: str, local: str, command: parse.TrainCommand) -> str | None:
     """The check of a local model, or why there was none."""
     if Path(local).expanduser().is_dir():
         preflight.check_model(local, command.spec)
@@ -335,11 +311,11 @@ def _gib(given: str) -> float | None:
     except ValueError:
         gib = 0.0
     if not 0.0 < gib < float("inf"):
-        raise UsageError(f"{flags.DRY_RUN} {given}: GiB of one GPU, a number greater than 0, or the flag alone.")
+        raise UsageError(f"{parse.DRY_RUN} {given}: GiB of one GPU, a number greater than 0, or the flag alone.")
     return gib
 
 
-def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
+def _prepare(command: parse.TrainCommand, folder: Path, report: Callable[[str], None]) -> list[str]:
     """Checks first, what takes longest last. Returns the words for OpenRLHF, additions in front."""
     preflight.check_stack()
     complete = checked_flags(command, folder)
@@ -356,14 +332,14 @@ def _prepare(command: flags.TrainCommand, folder: Path, report: Callable[[str], 
         # ModelScope has models that the hub does not have.
         return name if complete.has("--use_ms") and name not in models.PACKAGED else models.resolve(name, report=report)
 
-    complete = flags.replace_model_names(complete, resolved)
+    complete = parse.replace_model_names(complete, resolved)
     model = complete.value("--actor.model_name_or_path") or ""
     model_support.check_perturbed(model, command.spec)
     preflight.check_model(model, command.spec)
     return complete.words
 
 
-def _notes_on_flags(command: flags.TrainCommand) -> list[str]:
+def _notes_on_flags(command: parse.TrainCommand) -> list[str]:
     """What the advantage, the sampling and the datasets' labels warn of."""
     given, settings = Flags(command.openrlhf_args), command.settings
     parts = (settings.advantage, rollout_sampling.create(**settings.sampling))
@@ -371,7 +347,7 @@ def _notes_on_flags(command: flags.TrainCommand) -> list[str]:
     return notes + preflight.dataset_notes(given.words)
 
 
-def _launch(args: list[str], command: flags.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
+def _launch(args: list[str], command: parse.TrainCommand, hardware: str, report: Callable[[str], None]) -> int:
     from ngrpo.trainer.launch import TrainingFailed, launch
     from ngrpo.trainer.seams import SeamMismatch
 

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ngrpo import presets, yaml_file
-from ngrpo.arms import Arm, parse_arms
+from ngrpo import yaml_file
 from ngrpo.compare.plan import BASELINE, Plan
+from ngrpo.config import presets
+from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError

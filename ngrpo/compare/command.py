@@ -8,10 +8,9 @@ What has finished is kept: the same command goes on where it stopped.
 
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
-  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME,
-                            credit=NAME, policy_noise=NAME,
-                            sampling.schedule=NAME, and flags of its own;
-                            repeatable
+  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME or
+                            any other kind that stands beside a perturbation
+                            (ngrpo new), and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo
                             train (rollout.temperature=0.8,1.2) for all;
@@ -67,11 +66,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ngrpo import flags, models, preflight
+from ngrpo import models
 from ngrpo.command_parser import telling_what_is_kept
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
+from ngrpo.config import parse, preflight
 from ngrpo.diagnose import command as diagnosis
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
@@ -99,11 +99,11 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         print(__doc__, end="")
         return 0 if words else 2
     given = Flags(words)
-    plan, out = arguments.parse(given.without(flags.DRY_RUN).words)
+    plan, out = arguments.parse(given.without(parse.DRY_RUN).words)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    if given.has(flags.DRY_RUN):
-        return _dry_run(plan, given.value(flags.DRY_RUN) or "true")
+    if given.has(parse.DRY_RUN):
+        return _dry_run(plan, given.value(parse.DRY_RUN) or "true")
     _check(plan)
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
         folder.claim(plan.common())
@@ -121,8 +121,8 @@ def _check(plan: Plan) -> None:
     _check_beside_training(plan)
 
 
-def _train_command(plan: Plan, one: Run) -> flags.TrainCommand:
-    return flags.parse(runs.train_words(plan, one, Path("run")))
+def _train_command(plan: Plan, one: Run) -> parse.TrainCommand:
+    return parse.parse(runs.train_words(plan, one, Path("run")))
 
 
 def _dry_run(plan: Plan, gib: str) -> int:

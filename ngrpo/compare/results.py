@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from ngrpo import significance
-from ngrpo.arms import Arm
 from ngrpo.compare import verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
+from ngrpo.config.arms import Arm
 from ngrpo.evaluate.estimators import pass_at_k
 from ngrpo.report.groups import MOST_BYTES, fitting
 from ngrpo.result_folder import write_text

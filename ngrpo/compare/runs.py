@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.arms import Arm
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
+from ngrpo.config.arms import Arm
 from ngrpo.datafiles import contents
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.progress import StepLine, follow, read_step, read_total

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ngrpo.arms import Arm, parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
+from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.result_folder import folder_for
 from perturbations.errors import UsageError
@@ -55,7 +55,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo import models
-    from ngrpo.preflight import check_model
+    from ngrpo.config.preflight import check_model
 
     given, sampling, strategies = _read(words)
     if given.model:

@@ -91,10 +91,10 @@ def check(words: Sequence[str]) -> None:
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
-    from ngrpo import flags
+    from ngrpo.config import parse
     from ngrpo.hardware import profile_for
 
-    command = flags.parse(words)
+    command = parse.parse(words)
     rest, engine_options = _engine_options(command.openrlhf_args)
     refused = {
         "--run-dir": (command.run_dir, "Give --out."),
@@ -102,9 +102,9 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
         "--preset": (command.preset, "Leave it out."),
         "--advantage": (command.settings.advantage_spec, "Leave it out."),
         "--credit": (command.settings.credit_spec, "Leave it out."),
-        flags.REPORT_GROUPS: (command.settings.report, "Leave it out."),
-        flags.EVAL_AT_START: (command.settings.eval_at_start, "Leave it out."),
-        flags.REPLAY_BUFFER: (command.settings.replay_buffer_spec, "Leave it out."),
+        parse.REPORT_GROUPS: (command.settings.report, "Leave it out."),
+        parse.EVAL_AT_START: (command.settings.eval_at_start, "Leave it out."),
+        parse.REPLAY_BUFFER: (command.settings.replay_buffer_spec, "Leave it out."),
         "--sampling.*": (command.settings.sampling, "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
@@ -129,7 +129,7 @@ def _evaluate(
     problems, dataset = problems_of(given, given.limit, report)
     model = models.resolve(given.model, report=report)
     if command.spec is not None:
-        from ngrpo.preflight import check_model
+        from ngrpo.config.preflight import check_model
 
         check_model(model, command.spec)
     return evaluate(

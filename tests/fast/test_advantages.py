@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ngrpo import catalogue, flags
+from ngrpo import catalogue
 from ngrpo.advantages import available, compute, create, registry
 from ngrpo.answers import outcome
+from ngrpo.config import parse
 from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.rewards import refuse_non_finite
 from ngrpo.trainer.run_settings import current_run
@@ -178,7 +179,7 @@ class TestRegistry:
         text = (ROOT / "docs" / "advantages.md").read_text(encoding="utf-8").partition("```python\n")[2]
         monkeypatch.chdir(tmp_path)
         Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
-        command = flags.parse(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
+        command = parse.parse(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
         Path("centered.py").unlink()  # a Ray worker on another machine has no such file
         run_with(monkeypatch, advantage_spec=command.settings.advantage_spec)
         close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import flags, presets
 from ngrpo.advantages import create
+from ngrpo.config import parse, presets
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import launch, rollout_sampling
@@ -63,7 +63,7 @@ class TestPresets:
 
 class TestAddedFlags:
     def added(self, line: str) -> list[str]:
-        command = flags.parse(line.split())
+        command = parse.parse(line.split())
         return list(presets.applied(Flags(command.openrlhf_args), command.preset, command.settings.advantage).added)
 
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
@@ -113,17 +113,17 @@ class TestAddedFlags:
 class TestWords:
     def test_they_are_picked_out(self) -> None:
         line = "--advantage w_reinforce --x 1 --advantage.lam=0.2 --preset gspo --sampling.top_k 5"
-        command = flags.parse([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
+        command = parse.parse([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
         assert command.settings.advantage_spec == {"name": "w_reinforce", "lam": 0.2}
         assert command.preset == "gspo" and command.spec["name"] == "neighbor"
         assert command.settings.sampling == {"top_k": 5, "min_p": 0.1} and command.openrlhf_args == ("--x", "1")
 
     def test_nothing_is_nothing(self) -> None:
-        command = flags.parse([])
+        command = parse.parse([])
         assert (command.settings.advantage_spec, command.preset, command.settings.sampling) == (None, None, {})
 
     def test_none_is_openrlhfs_own(self) -> None:
-        assert flags.parse(["--advantage", "none"]).settings.advantage is None
+        assert parse.parse(["--advantage", "none"]).settings.advantage is None
 
     @pytest.mark.parametrize(
         ("line", "parts"),
@@ -147,7 +147,7 @@ class TestWords:
     )
     def test_bad_words(self, line: str, parts: list[str]) -> None:
         with pytest.raises(ValueError) as caught:
-            flags.parse(line.split())
+            parse.parse(line.split())
         for part in parts:
             assert part in str(caught.value)
 

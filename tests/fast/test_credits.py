@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import catalogue, credits, flags, summary, train
+from ngrpo import catalogue, credits, summary, train
+from ngrpo.config import parse
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainer import credit_seams
 from ngrpo.trainer.run_settings import RunSettings
@@ -94,7 +95,7 @@ def test_first_token() -> None:
 
 def test_the_command_line() -> None:
     words = ["--model", "m", "--credit", "top_entropy", "--credit.fraction", "0.3"]
-    settings = flags.parse(words).settings
+    settings = parse.parse(words).settings
     assert settings.credit_spec == {"name": "top_entropy", "fraction": 0.3}
     assert settings.conditions == ("credit",)
     seams = {seam.ours for seam in active(["credit"])}
@@ -105,7 +106,7 @@ def test_the_command_line() -> None:
         (["--credit", "entropy_bonus", "--credit.kappa", "1"], "kappa='1': must be greater than 1"),
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-            flags.parse(words)
+            parse.parse(words)
     complete = [
         "--model",
         "m",
@@ -119,7 +120,7 @@ def test_the_command_line() -> None:
     ]
     for preset, refused in (("grpo", False), ("gspo", True)):
         with pytest.raises(UsageError, match="the ratio is of the whole answer") if refused else nullcontext():
-            train.checked_flags(flags.parse([*complete, preset]), Path("runs/never-written"))
+            train.checked_flags(parse.parse([*complete, preset]), Path("runs/never-written"))
     assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help()
 
 

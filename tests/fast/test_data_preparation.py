@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, preflight
+from ngrpo import cli
+from ngrpo.config import preflight
 from ngrpo.evaluate import load_problems
 from ngrpo.evaluate.layouts import BOXED, LETTER
 

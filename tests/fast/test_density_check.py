@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngrpo.config.preflight import check_flags
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.preflight import check_flags
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.preflight import check_flags
+from ngrpo.config.preflight import check_flags
 from ngrpo.trainer.density_loss import densities, token_log_probs
 from ngrpo.trainer.log_prob_replacement import with_replacements
 from ngrpo.trainer.run_settings import RunSettings

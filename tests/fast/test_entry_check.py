@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import advantages, credits, entry_check, policy_noises, preflight
+from ngrpo import advantages, credits, policy_noises
 from ngrpo.catalogue import described
+from ngrpo.config import entry_check, preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.model_actors import replaying_actor, replaying_training_step
 from ngrpo.trainer.run_settings import RunSettings

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import catalogue, cli, flags
+from ngrpo import cli
 from ngrpo.compare import arguments
+from ngrpo.config import parse
+from ngrpo.config.kinds import FLAGS
 from ngrpo.train import checked_flags
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
@@ -40,14 +42,14 @@ def test_each_method_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> Non
     words = words_of(f"methods/{name}")
     sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "4", "--train.batch_size", "16"]
     given = [word for pair in zip(sizes[::2], sizes[1::2]) if pair[0] not in words for word in pair]
-    parsed = flags.parse([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
+    parsed = parse.parse([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
     assert checked_flags(parsed, tmp_path).has("--algo.advantage.estimator")
 
 
 def test_every_method_has_a_recipe() -> None:
     recipes = {name: words_of(f"methods/{name}") for name in METHODS}
     text = "\n".join(" ".join(words) for words in recipes.values())
-    for kept, flag in catalogue.KINDS.items():
+    for kept, flag in FLAGS.items():
         missing = {name for name in kept.in_tree() if f"{flag} {name}" not in text} - {"none", "group_norm"}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
     assert len({tuple(sorted(words)) for words in recipes.values()}) == len(recipes), "two files, one recipe"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo import flags
+from ngrpo.config import parse
+from ngrpo.config.preflight import check_flags
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.preflight import check_flags
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.density_loss import densities
@@ -195,11 +195,11 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
 
 class TestFlags:
     def test_on_by_the_flag_alone(self) -> None:
-        command = flags.parse(["--sampling.correct_mask", "--sampling.top_k", "5"])
+        command = parse.parse(["--sampling.correct_mask", "--sampling.top_k", "5"])
         assert command.settings.sampling == {"top_k": 5, "correct_mask": True}
         settings = RunSettings(sampling=command.settings.sampling)
         assert settings.conditions == ("sampling", "sampling_mask")
-        off = flags.parse(["--sampling.correct_mask", "false"])
+        off = parse.parse(["--sampling.correct_mask", "false"])
         assert off.settings.sampling == {} and off.settings.conditions == ()
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])

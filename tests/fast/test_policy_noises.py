@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import flags, policy_noises, preflight, train
+from ngrpo import policy_noises, train
+from ngrpo.config import parse, preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import policy_noise
 from ngrpo.trainer.importance import importance_measures
@@ -272,13 +273,13 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_command_line() -> None:
-    settings = flags.parse(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"]).settings
+    settings = parse.parse(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"]).settings
     assert settings.policy_noise_spec["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
     assert {seam.ours.rpartition(":")[2] for seam in active(["policy_noise"])} == {
         "sent_with_noise", "told_of_noise", "measured_rollout_policy", "noisy_trainer", "reporting_trainer",
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):
-        flags.parse(["--policy_noise.sigma", "0.1"])
+        parse.parse(["--policy_noise.sigma", "0.1"])
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 
     def complete(*words: str) -> Flags:
         line = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4", "--policy_noise", "psn"]
-        command = flags.parse([*line, *words])
+        command = parse.parse([*line, *words])
         return train.checked_flags(command, Path("runs/never-written"))
 
     assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
@@ -327,7 +328,7 @@ def test_steps_of_a_run_count_the_smaller_batches() -> None:
 
 
 def test_a_switch_may_stand_alone() -> None:
-    spec = flags.parse(["--policy_noise", "psn", "--policy_noise.adaptive"]).settings.policy_noise_spec
+    spec = parse.parse(["--policy_noise", "psn", "--policy_noise.adaptive"]).settings.policy_noise_spec
     assert spec is not None and spec["adaptive"] is True
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma needs a value"):
-        flags.parse(["--policy_noise", "psn", "--policy_noise.sigma"])
+        parse.parse(["--policy_noise", "psn", "--policy_noise.sigma"])

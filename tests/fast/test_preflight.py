@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight, reward_files, versions
+from ngrpo import reward_files, versions
+from ngrpo.config import preflight
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations import available, create
 from perturbations.errors import UsageError

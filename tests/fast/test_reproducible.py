@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import flags
+from ngrpo.config import parse
 from ngrpo.rollout import settings
 from ngrpo.trainer import reproducible
 from ngrpo.trainer.run_settings import RunSettings
@@ -43,7 +43,7 @@ def strategy(seed: int = 3, updates: int = 0) -> Any:
     ],
 )
 def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
-    command = flags.parse(line.split())
+    command = parse.parse(line.split())
     assert command.settings.reproducible is asked
     assert "reproducible" not in (command.spec or {})
     assert (command.spec is None) is ("neighbor" not in line)
@@ -52,18 +52,18 @@ def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
 def test_it_may_stand_in_the_file_of_the_perturbation(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("name: none\nreproducible: true\n")
-    assert flags.parse(["--perturbation.config", str(file)]).settings.reproducible
-    assert not flags.parse(["--perturbation.config", str(file), "--reproducible", "false"]).settings.reproducible
+    assert parse.parse(["--perturbation.config", str(file)]).settings.reproducible
+    assert not parse.parse(["--perturbation.config", str(file), "--reproducible", "false"]).settings.reproducible
 
 
 @pytest.mark.parametrize("line", ["--reproducible maybe", "--reproducable"])
 def test_bad_words(line: str) -> None:
     with pytest.raises(UsageError, match="--reproducible"):
-        flags.parse(line.split())
+        parse.parse(line.split())
 
 
 def test_a_seed_without_effect_is_said() -> None:
-    (note,) = flags.parse(["--perturbation", "none", "--perturbation.seed", "5", "--reproducible"]).notes
+    (note,) = parse.parse(["--perturbation", "none", "--perturbation.seed", "5", "--reproducible"]).notes
     assert "seed" in note
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import flags, policy_noises
-from ngrpo.arms import parse_arms
+from ngrpo import policy_noises
 from ngrpo.compare import arguments, results
+from ngrpo.config import parse
+from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.evaluate import command, engine
 from ngrpo.evaluate.engine import Sampling
@@ -22,7 +23,7 @@ from perturbations.errors import UsageError
 
 
 def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-    return RolloutPolicy.of(flags.parse(list(words)).settings, step, steps)
+    return RolloutPolicy.of(parse.parse(list(words)).settings, step, steps)
 
 
 def test_what_is_asked_for() -> None:

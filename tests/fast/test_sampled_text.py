@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import preflight, sampling_schedules
+from ngrpo import sampling_schedules
+from ngrpo.config import preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.sampling_schedules.base import NextTokens
 from ngrpo.trainer.run_settings import RunSettings

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks.decode_step import Decoding
-from ngrpo import catalogue, flags, preflight, sampling_schedules, train
+from ngrpo import catalogue, sampling_schedules, train
+from ngrpo.config import parse, preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout import settings
 from ngrpo.rollout.request_check import checked
@@ -284,10 +285,10 @@ def test_what_is_in_place_for_a_schedule() -> None:
 
 def test_the_command_line() -> None:
     words = ["--model", "m", "--sampling.top_k", "5", "--sampling.schedule", "ead", "--sampling.schedule.c", "3"]
-    parsed = flags.parse(words).settings
+    parsed = parse.parse(words).settings
     assert parsed.sampling_schedule_spec["c"] == 3 and parsed.sampling_schedule.name == "ead"
     assert parsed.sampling == {"top_k": 5} and parsed.conditions == ("sampling", "sampling_schedule")
-    assert flags.parse(["--sampling.schedule", "none"]).settings.sampling_schedule is None
+    assert parse.parse(["--sampling.schedule", "none"]).settings.sampling_schedule is None
     for words, message in (
         (["--sampling.schedule", "eaad"], "unknown sampling schedule 'eaad'. Did you mean 'ead'?"),
         (
@@ -300,14 +301,14 @@ def test_the_command_line() -> None:
         (["--sampling.schedule", "ead", "--sampling.schedule.tau_min", "0"], "must be greater than 0"),
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.").replace("?", r"\?")):
-            flags.parse(words)
+            parse.parse(words)
     assert "sampling schedule" in catalogue.listing() and "--sampling.schedule.tau_max" in catalogue.train_help()
     assert "token 300  0.378" in catalogue.described("ead") and "entropy 4.14" in catalogue.described("edt")
 
 
 def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
     def correction(*words: str) -> str | None:
-        command = flags.parse(["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ead", *words])
+        command = parse.parse(["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ead", *words])
         given = train.checked_flags(command, Path("runs/never-written"))
         return given.value("--algo.advantage.is_correction_level")
 

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags
+from ngrpo import cli
+from ngrpo.config import parse
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
-def parsed(tmp_path: Path, text: str, line: str = "") -> flags.TrainCommand:
+def parsed(tmp_path: Path, text: str, line: str = "") -> parse.TrainCommand:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    return flags.parse(flags.with_files(["--config", str(file), *line.split()]))
+    return parse.parse(parse.with_files(["--config", str(file), *line.split()]))
 
 
 TEXT = """
@@ -36,7 +37,7 @@ def test_each_line_is_a_flag(tmp_path: Path) -> None:
     words = "--preset grpo --model some/model --perturbation neighbor --perturbation.rate 0.2"
     words += " --perturbation.skip_special --actor.eps_clip_low_high 0.2 0.28 --actor.adam.lr 1e-6"
     words += " --train.colocate_all --data.prompt_dataset"
-    assert command == flags.parse([*words.split(), "my prompts.jsonl"])
+    assert command == parse.parse([*words.split(), "my prompts.jsonl"])
 
 
 def test_the_command_line_stands_in_place_of_the_file(tmp_path: Path) -> None:
@@ -54,11 +55,11 @@ def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
     files[0].write_text(TEXT)
     files[1].write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
-    command = flags.parse(flags.with_files(["--config", str(files[0]), "--config", str(files[1])]))
+    command = parse.parse(parse.with_files(["--config", str(files[0]), "--config", str(files[1])]))
     given = Flags(command.openrlhf_args)
     assert given.value("--actor.model_name_or_path") == "other" and not given.has("--train.colocate_all")
     assert command.spec["rate"] == 0.2 and command.spec["skip_special"] is False
-    command = flags.parse(flags.with_files(["--config", str(files[1]), "--config", str(files[0])]))
+    command = parse.parse(parse.with_files(["--config", str(files[1]), "--config", str(files[0])]))
     assert Flags(command.openrlhf_args).has("--train.colocate_all") and command.spec["skip_special"] is True
 
 
@@ -73,7 +74,7 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
 
 
 def test_without_a_file_nothing_changes() -> None:
-    assert flags.with_files(["--model", "m"]) == ["--model", "m"]
+    assert parse.with_files(["--model", "m"]) == ["--model", "m"]
 
 
 @pytest.mark.parametrize(

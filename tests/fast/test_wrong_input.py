@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, preflight
+from ngrpo import cli
+from ngrpo.config import preflight
 from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 

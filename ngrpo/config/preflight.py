@@ -12,8 +12,9 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ngrpo import entry_check, versions
-from ngrpo.dataset_check import Columns, check_dataset, label_note
+from ngrpo import versions
+from ngrpo.config import entry_check
+from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
 from ngrpo.trainer.run_settings import RunSettings

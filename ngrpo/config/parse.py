@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
-from ngrpo.arms import check_contract, created, is_in_tree, option_fields
+from ngrpo.config.arms import option_fields
+from ngrpo.config.kinds import KINDS, Kind, beside_perturbation
 from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.run_settings import RunSettings
@@ -20,11 +21,7 @@ from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
-ADVANTAGE = "--advantage"
-CREDIT = "--credit"
-POLICY_NOISE = "--policy_noise"
 SAMPLING = "--sampling"
-SCHEDULE = f"{SAMPLING}.schedule"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 EVAL_AT_START = "--eval.at_start"
@@ -39,23 +36,14 @@ _MODEL_NAMES = ("--model", f"--actor.{MODEL_FLAG}")
 _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 # Flags that may be given once, some with options after a dot, and how each is written. Longer ones go first.
 _ROOTS = {
+    **{kind.flag: f"{kind.flag} NAME and {kind.flag}.<option> VALUE" for kind in beside_perturbation()},
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
-    ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
-    CREDIT: f"{CREDIT} NAME and {CREDIT}.<option> VALUE",
-    POLICY_NOISE: f"{POLICY_NOISE} NAME and {POLICY_NOISE}.<option> VALUE",
-    SCHEDULE: f"{SCHEDULE} NAME and {SCHEDULE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SCHEDULE} NAME",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SAMPLING}.schedule NAME",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
     EVAL_AT_START: f"{EVAL_AT_START} or {EVAL_AT_START} false",
     REPORT_GROUPS: f"{REPORT_GROUPS} N",
 }
-_NEEDS = {
-    PERTURBATION: "a perturbation's name (see: ngrpo list)",
-    ADVANTAGE: "an advantage's name",
-    CREDIT: "a credit's name",
-    POLICY_NOISE: "a policy noise's name",
-    SCHEDULE: "a sampling schedule's name",
-}
+_NEEDS = {PERTURBATION: KINDS["perturbation"].needs, **{kind.flag: kind.needs for kind in beside_perturbation()}}
 DRY_RUN = "--dry-run"
 # Settings of the run, whatever its perturbation is.
 _OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
@@ -85,7 +73,7 @@ class TrainCommand:
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
-        preset: a name of :mod:`ngrpo.presets`, or None.
+        preset: a name of :mod:`ngrpo.config.presets`, or None.
         dry_run: GiB of the GPU that a dry run is for, ``true`` for this machine's, or None for a real run.
     """
 
@@ -144,11 +132,8 @@ def parse(words: Sequence[str]) -> TrainCommand:
         rest = [model, ours["--model"], *rest]
     settings = RunSettings(
         perturbation_spec=spec,
-        advantage_spec=_spec_of(ours, ADVANTAGE),
-        credit_spec=_spec_of(ours, CREDIT),
-        policy_noise_spec=_spec_of(ours, POLICY_NOISE),
+        **{f"{kind.name}_spec": _spec_of(ours, kind) for kind in beside_perturbation()},
         sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
-        sampling_schedule_spec=_spec_of(ours, SCHEDULE),
         reproducible=reproducible,
         eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
         gap_limit=gap_limit,
@@ -276,31 +261,22 @@ def _resembles(word: str, flag: str) -> bool:
     return difflib.SequenceMatcher(None, word, flag).ratio() >= 0.8 or word.startswith(flag[:8])
 
 
-def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
-    """The spec of the advantage, credit, policy noise or sampling schedule that is named; None for none."""
-    options = _options(ours, root)
+def _spec_of(ours: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
+    """The spec of what is named of a kind that stands beside the perturbation; None for none."""
+    root, options = kind.flag, _options(ours, kind.flag)
     if ours.get(root, "none") == "none":
         if options:
-            what = root[2:].replace("_", " ").replace(".", " ")
+            what = kind.registry.kind
             raise UsageError(f"{root}.{next(iter(options))} is given, but no {what}. Add {root} NAME.")
         return None
-    from ngrpo import advantages, credits, policy_noises, sampling_schedules
-
-    homes = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises, SCHEDULE: sampling_schedules}
-    home = homes[root]
     switches = [option for option, value in options.items() if value is None]
     if switches:
-        owner = home.registry.get(ours[root])
+        owner = kind.registry.get(ours[root])
         owner.check_option_names(options)
         for option in switches:
             _check_switch(f"{root}.{option}", owner, option)
         options |= dict.fromkeys(switches, True)
-    made = home.create(ours[root], **options)
-    if root == ADVANTAGE and not is_in_tree(made):
-        from ngrpo.advantage_check import inspect
-
-        check_contract(made, inspect(made))
-    return made.spec()
+    return kind.checked(ours[root], options)[0].spec()
 
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
@@ -358,7 +334,7 @@ def _perturbation(
         return None, []
     options |= dict.fromkeys(_switches(str(name), options, [key for key in given if given[key] is None]), True)
     try:
-        made, notes = created(str(name), options)
+        made, notes = KINDS["perturbation"].checked(str(name), options)
     except UsageError as error:
         origin = f" (options from {config} and the command line)" if config else ""
         raise UsageError(f"{error}{origin}") from None
