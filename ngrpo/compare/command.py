@@ -62,8 +62,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ngrpo import models
@@ -71,12 +71,12 @@ from ngrpo.command_parser import telling_what_is_kept
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
-from ngrpo.config import parse, preflight
+from ngrpo.config import parse, rules
 from ngrpo.diagnose import command as diagnosis
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
-from ngrpo.train import checked_flags, dry_run
+from ngrpo.train import dry_run
 from perturbations.errors import UsageError
 
 _SPARE = 1 << 29
@@ -103,38 +103,39 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
     if given.has(parse.DRY_RUN):
-        return _dry_run(plan, given.value(parse.DRY_RUN) or "true")
-    _check(plan)
+        return _dry_run(plan, out, given.value(parse.DRY_RUN) or "true")
+    _check(plan, out)
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
         folder.claim(plan.common())
         return _work(plan, folder, ["ngrpo", "compare", *words], report)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: Plan, out: Path) -> None:
     """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
-    preflight.check_stack()
     for one in plan.runs()[: len(plan.arms)]:
-        try:
-            checked_flags(_train_command(plan, one), Path("run"))
-        except UsageError as error:
-            raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+        with _named(one):
+            rules.checked(runs.run_config(plan, one, out / "runs" / one.id))
     _check_beside_training(plan)
 
 
-def _train_command(plan: Plan, one: Run) -> parse.TrainCommand:
-    return parse.parse(runs.train_words(plan, one, Path("run")))
+@contextmanager
+def _named(one: Run) -> Iterator[None]:
+    """Names the strategy in an error of its run."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
 
 
-def _dry_run(plan: Plan, gib: str) -> int:
+def _dry_run(plan: Plan, out: Path, gib: str) -> int:
     """The first run in full, and the checks of every strategy; 1 where one of them fails."""
     everything, failed = plan.runs(), 0
     print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
     for number, one in enumerate(everything[: len(plan.arms)]):
         print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
-        try:
-            failed |= dry_run(replace(_train_command(plan, one), dry_run=gib), checks_only=number > 0)
-        except UsageError as error:
-            raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+        with _named(one):
+            config = runs.run_config(plan, one, out / "runs" / one.id)
+            failed |= dry_run(config, gib, checks_only=number > 0)
     _check_beside_training(plan)
     return failed
 

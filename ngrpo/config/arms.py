@@ -85,7 +85,12 @@ class Arm:
     @property
     def flags(self) -> list[str]:
         """The flags of ``ngrpo train`` that belong to this arm alone."""
-        words = self.perturbation_flags
+        return [*self.perturbation_flags, *self.training_flags]
+
+    @property
+    def training_flags(self) -> list[str]:
+        """Those of them beside the perturbation."""
+        words: list[str] = []
         for key, value in self.training.items():
             words += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
         return words

@@ -165,9 +165,14 @@ def of_registry(registry: Registry) -> Kind:
     return next(kind for kind in KINDS.values() if kind.registry is registry)
 
 
+def of_a_run() -> list[Kind]:
+    """The kinds that set a run apart: a gate is a part of its perturbation, and a replay buffer changes no result."""
+    return [kind for kind in KINDS.values() if not kind.part_of_perturbation]
+
+
 def beside_perturbation() -> list[Kind]:
     """The kinds with a flag of their own that a run has beside its perturbation."""
-    return [kind for kind in KINDS.values() if not f"{kind.flag}.".startswith("--perturbation.")]
+    return [kind for kind in of_a_run() if kind.flag != "--perturbation"]
 
 
 def is_in_tree(made: Options) -> bool:

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of `ngrpo train`, sorted into ours and OpenRLHF's."""
+"""A command line, and the files that it names, made into a :class:`ngrpo.config.run.RunConfig`."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
 from ngrpo.config.arms import option_fields
 from ngrpo.config.kinds import KINDS, Kind, beside_perturbation
+from ngrpo.config.run import RunConfig
+from ngrpo.config.sampling import create
 from ngrpo.openrlhf_flags import Default, Flags
-from ngrpo.trainer import rollout_sampling
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -47,60 +46,21 @@ _NEEDS = {PERTURBATION: KINDS["perturbation"].needs, **{kind.flag: kind.needs fo
 DRY_RUN = "--dry-run"
 # Settings of the run, whatever its perturbation is.
 _OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
-_SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT, DRY_RUN)
+_SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT)
 CONFIG_FILE = "--config"
 _MOST_GROUPS = 16
-# Ours besides these: the field of TrainCommand that each one sets.
-_OURS = {
-    DRY_RUN: "dry_run",
-    "--hardware": "hardware",
-    "--task": "task",
-    "--run-dir": "run_dir",
-    "--log-file": "log_file",
-    "--preset": "preset",
-}
+# Ours besides these: the attribute of a run that each one sets.
+_OURS = {f"--{name.replace('_', '-')}": name for name in ("hardware", "task", "run_dir", "log_file", "preset")}
 
 
-@dataclass(frozen=True)
-class TrainCommand:
-    """What `ngrpo train` was asked to do.
-
-    Attributes:
-        settings: the perturbation, the advantage, the sampling of the rollouts and whether they repeat.
-        hardware: ``auto``, ``cpu`` or ``cuda``.
-        openrlhf_args: OpenRLHF's flags, untouched and in their order.
-        task: a name of :mod:`ngrpo.tasks`, or None.
-        run_dir: folder for what this run writes, or None for a new one under ``runs/``.
-        log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
-        notes: warnings for the user about the perturbation.
-        preset: a name of :mod:`ngrpo.config.presets`, or None.
-        dry_run: GiB of the GPU that a dry run is for, ``true`` for this machine's, or None for a real run.
-    """
-
-    settings: RunSettings
-    hardware: str = "auto"
-    openrlhf_args: tuple[str, ...] = ()
-    task: str | None = None
-    run_dir: str | None = None
-    log_file: str | None = None
-    notes: tuple[str, ...] = ()
-    preset: str | None = None
-    dry_run: str | None = None
-
-    @property
-    def spec(self) -> Mapping[str, Any] | None:
-        """``perturbations.create(**spec)``; None for ``none`` or rate 0."""
-        return self.settings.perturbation_spec
-
-
-def parse(words: Sequence[str]) -> TrainCommand:
-    """Sorts the words of a command line.
+def run_config(words: Sequence[str]) -> RunConfig:
+    """The run that a command line asks for.
 
     Args:
-        words: everything after ``ngrpo train``.
+        words: flags of ``ngrpo train``.
 
     Returns:
-        The command, with the perturbation's options checked. Nothing has been loaded or written.
+        The run, with the options of everything in it checked. Nothing has been loaded or written.
 
     Raises:
         UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
@@ -118,7 +78,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
 
     reproducible = _switch(REPRODUCIBLE, setting(REPRODUCIBLE, "reproducible", False))
     strict = _switch(STRICT, setting(STRICT, "strict", False))
-    gap_limit = _gap_limit(setting(GAP_LIMIT, "gap_limit", RunSettings.gap_limit))
+    gap_limit = _gap_limit(setting(GAP_LIMIT, "gap_limit", RunConfig.gap_limit))
     buffer = _replay_buffer(ours, options)
     spec, notes = _perturbation(ours, options, config)
     if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
@@ -130,22 +90,19 @@ def parse(words: Sequence[str]) -> TrainCommand:
         if Flags(rest).has(model):
             raise UsageError(f"--model and {model} are the same setting; give one of them.")
         rest = [model, ours["--model"], *rest]
-    settings = RunSettings(
-        perturbation_spec=spec,
-        **{f"{kind.name}_spec": _spec_of(ours, kind) for kind in beside_perturbation()},
-        sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
-        reproducible=reproducible,
-        eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
+    specs = {"perturbation": spec, "replay_buffer": buffer}
+    specs |= {kind.name: _spec_of(ours, kind) for kind in beside_perturbation()}
+    return RunConfig(
+        specs={name: spec for name, spec in specs.items() if spec is not None},
+        sampling=create(**_options(ours, SAMPLING)),
         gap_limit=gap_limit,
         strict=strict,
-        replay_buffer_spec=buffer,
-        report=_report(ours.pop(REPORT_GROUPS, "0")),
-    )
-    return TrainCommand(
-        settings,
-        openrlhf_args=tuple(rest),
+        reproducible=reproducible,
+        eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
+        report_groups=_groups(ours.pop(REPORT_GROUPS, "0")),
+        openrlhf=tuple(rest),
         notes=tuple(notes),
-        **{field: ours[flag] for flag, field in _OURS.items() if flag in ours},
+        **{attribute: ours[flag] for flag, attribute in _OURS.items() if flag in ours},
     )
 
 
@@ -300,10 +257,10 @@ def _switch(flag: str, value: str) -> bool:
     return known[value.lower()]
 
 
-def _report(groups: str) -> dict[str, Any]:
+def _groups(groups: str) -> int:
     if not (groups.isdecimal() and groups.isascii() and int(groups) <= _MOST_GROUPS):
         raise UsageError(f"{REPORT_GROUPS} {groups}: a whole number of prompts is needed, at most {_MOST_GROUPS}.")
-    return {"groups": int(groups)} if int(groups) else {}
+    return int(groups)
 
 
 def _gap_limit(value: str) -> float:

@@ -14,6 +14,7 @@ from ngrpo.command_parser import CommandParser, checked_model, problems_of, tell
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.result_folder import folder_for
+from perturbations import registry
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     path = models.resolve(checked_model(given), report=report)
     for strategy in strategies:
         if strategy.spec is not None:
-            check_model(path, strategy.spec)
+            check_model(path, registry.create(**strategy.spec))
 
     from ngrpo.diagnose.diagnosis import diagnose
     from ngrpo.diagnose.diagnosis_folder import REPORT

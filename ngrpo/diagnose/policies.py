@@ -23,6 +23,6 @@ def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> Rollout
 
     words = [word for key, value in strategy.rollouts.items() for word in (f"--{key}", *([value] if value else []))]
     try:
-        return RolloutPolicy.of(parse.parse(words).settings, step, steps)
+        return RolloutPolicy.of(parse.run_config(words), step, steps)
     except UsageError as error:
         raise UsageError(f"--strategy {strategy.id!r}: {error}") from None

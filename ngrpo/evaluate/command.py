@@ -94,18 +94,18 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
     from ngrpo.config import parse
     from ngrpo.hardware import profile_for
 
-    command = parse.parse(words)
-    rest, engine_options = _engine_options(command.openrlhf_args)
+    command = parse.run_config(words)
+    rest, engine_options = _engine_options(command.openrlhf)
     refused = {
         "--run-dir": (command.run_dir, "Give --out."),
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
-        "--advantage": (command.settings.advantage_spec, "Leave it out."),
-        "--credit": (command.settings.credit_spec, "Leave it out."),
-        parse.REPORT_GROUPS: (command.settings.report, "Leave it out."),
-        parse.EVAL_AT_START: (command.settings.eval_at_start, "Leave it out."),
-        parse.REPLAY_BUFFER: (command.settings.replay_buffer_spec, "Leave it out."),
-        "--sampling.*": (command.settings.sampling, "Evaluation has --temperature and --top-p."),
+        "--advantage": (command.specs.get("advantage"), "Leave it out."),
+        "--credit": (command.specs.get("credit"), "Leave it out."),
+        parse.REPORT_GROUPS: (command.report_groups, "Leave it out."),
+        parse.EVAL_AT_START: (command.eval_at_start, "Leave it out."),
+        parse.REPLAY_BUFFER: (command.specs.get("replay_buffer"), "Leave it out."),
+        "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
         if value:
@@ -131,7 +131,7 @@ def _evaluate(
     if command.spec is not None:
         from ngrpo.config.preflight import check_model
 
-        check_model(model, command.spec)
+        check_model(model, command.perturbation)
     return evaluate(
         model,
         problems,
@@ -161,7 +161,7 @@ def _sampling(given: argparse.Namespace) -> Sampling:
 def _policy(given: argparse.Namespace, command: Any) -> RolloutPolicy:
     from ngrpo.evaluate.rollout_policy import RolloutPolicy
 
-    policy = RolloutPolicy.of(command.settings, given.at_step, given.of_steps)
+    policy = RolloutPolicy.of(command, given.at_step, given.of_steps)
     policy.check_temperature(given.temperature)
     return policy
 

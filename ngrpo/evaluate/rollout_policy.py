@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from ngrpo.config.run import RunConfig
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
-    from ngrpo.trainer.run_settings import RunSettings
 
 AT_STEP, OF_STEPS = "--at-step", "--of-steps"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -44,14 +44,14 @@ class RolloutPolicy:
     steps: int | None = None
 
     @classmethod
-    def of(cls, settings: RunSettings, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-        """What a run's settings ask for, checked.
+    def of(cls, run: RunConfig, step: int = 0, steps: int | None = None) -> RolloutPolicy:
+        """What a run asks for, checked.
 
         Raises:
             UsageError: for a schedule that follows a training, a σ that depends on a run's length which is not given,
                 or a step that no run has.
         """
-        made = cls(settings.sampling_schedule_spec, settings.policy_noise_spec, step, steps)
+        made = cls(run.specs.get("sampling_schedule"), run.specs.get("policy_noise"), step, steps)
         made.check()
         return made
 

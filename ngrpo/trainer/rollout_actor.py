@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.config.run import current_run
 from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
@@ -29,7 +30,6 @@ from ngrpo.rollout.settings import (
 from ngrpo.trainer import unperturbed
 from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import AnswerNumbers
-from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
 from perturbations.base import Perturbation
@@ -66,7 +66,7 @@ class RecordingExecutor:
         if self._reward is not None:
             self._reward.raise_failure()
         run = current_run()
-        if conversation.record is not None and (run.perturbation is not None or run.corrects_sampling):
+        if conversation.record is not None and (run.perturbation is not None or run.sampling.correct_mask):
             return finished(conversation, response)
         return response
 
@@ -76,7 +76,7 @@ def engine_perturbation(seed: int) -> Perturbation:
 
     Under ``--reproducible`` an unperturbed run has them too, for its token draws.
     """
-    spec = current_run().perturbation_spec or {"name": "none"}
+    spec = current_run().spec or {"name": "none"}
     mixed = trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF
     return registry.create(**{**spec, "seed": mixed})
 
@@ -254,10 +254,10 @@ def perturbed_engine(plain: type) -> type:
             ours = {
                 KEY: perturbation.spec(),
                 SEEDED_DRAWS: run.reproducible,
-                SAMPLING_MASKS: run.corrects_sampling,
-                SAMPLING_MASK_GIB: run.sampling.get("mask_gib"),
-                SAMPLING_SCHEDULE: run.sampling_schedule_spec,
-                REPLAY_BUFFER: run.replay_buffer_spec,
+                SAMPLING_MASKS: run.sampling.correct_mask,
+                SAMPLING_MASK_GIB: run.sampling.mask_gib,
+                SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
+                REPLAY_BUFFER: run.specs.get("replay_buffer"),
                 DEFERRED_PROBE: True,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}

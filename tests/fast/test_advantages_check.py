@@ -95,7 +95,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 def test_one_of_the_users_own_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", "m", "--advantage", f"{__name__}:Centered"]
-    assert parse.parse(words).settings.advantage_spec["scale"] == 1.0
+    assert parse.run_config(words).specs.get("advantage")["scale"] == 1.0
     monkeypatch.setattr(Centered, "formula", FORMULAS["over_the_batch"][0])
     with pytest.raises(UsageError, match=r"advantage '.*Centered' breaks its contract: .*row 0 alone"):
-        parse.parse(words)
+        parse.run_config(words)

@@ -14,14 +14,14 @@ import pytest
 from ngrpo import cli, models, tasks, train
 from ngrpo.config import parse, preflight, presets
 from ngrpo.config.kinds import FLAGS
+from ngrpo.config.run import RunConfig
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create, registry
 from perturbations.errors import UsageError
 
 
-def parsed(line: str) -> parse.TrainCommand:
-    return parse.parse(line.split())
+def parsed(line: str) -> RunConfig:
+    return parse.run_config(line.split())
 
 
 def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
@@ -30,7 +30,7 @@ def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
         " --perturbation.k 4 --hardware cpu --task arithmetic --run-dir out"
     )
     assert command.spec == create("neighbor", rate=0.2, k=4).spec()
-    assert command.openrlhf_args == ("--actor.adam.betas", "0.9", "0.95", "--future.flag", "--x=1")
+    assert command.openrlhf == ("--actor.adam.betas", "0.9", "0.95", "--future.flag", "--x=1")
     assert (command.hardware, command.task, command.run_dir) == ("cpu", "arithmetic", "out")
 
 
@@ -45,10 +45,10 @@ def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "soft.yaml"
     file.write_text("name: soft\nreplay_buffer: memory\nreplay_buffer.max_bytes: 100\n")
     for words, size in (("", 100), (" --perturbation.replay_buffer.max_bytes 7", 7)):
-        settings = parsed(f"--perturbation.config {file}{words}").settings
-        assert settings.replay_buffer_spec == {"name": "memory", "max_bytes": size}
-        assert settings.perturbation_spec == create("soft").spec()
-    assert parsed("--perturbation soft").settings.replay_buffer_spec is None
+        settings = parsed(f"--perturbation.config {file}{words}")
+        assert settings.specs.get("replay_buffer") == {"name": "memory", "max_bytes": size}
+        assert settings.spec == create("soft").spec()
+    assert parsed("--perturbation soft").specs.get("replay_buffer") is None
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
 def test_switches(words: str, value: bool) -> None:
     command = parsed(f"--perturbation neighbor {words}")
     assert command.spec["skip_special"] is value
-    assert command.openrlhf_args in ((), ("--train.seed", "3"))
+    assert command.openrlhf in ((), ("--train.seed", "3"))
 
 
 def test_model_is_the_actor() -> None:
-    assert parsed("--model m --train.seed 1").openrlhf_args == (
+    assert parsed("--model m --train.seed 1").openrlhf == (
         "--actor.model_name_or_path",
         "m",
         "--train.seed",
@@ -130,11 +130,11 @@ def test_bad_words(line: str, parts: list[str]) -> None:
 
 def test_flags_of_openrlhf_are_not_near_misses() -> None:
     line = "--actor.x 1 --train.partial_rollout_enable --local_rank 0 --use_ms --data.prompt_probs 1 --permute 2"
-    assert parsed(line).openrlhf_args == tuple(line.split())
+    assert parsed(line).openrlhf == tuple(line.split())
 
 
 class TestConfigFile:
-    def parsed(self, folder: Path, text: str, line: str = "") -> parse.TrainCommand:
+    def parsed(self, folder: Path, text: str, line: str = "") -> RunConfig:
         file = folder / "p.yaml"
         file.write_text(text)
         return parsed(f"--perturbation.config {file} {line}")
@@ -304,8 +304,8 @@ class TestRun:
     def launched(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
         calls: list = []
 
-        def launch(args: list[str], settings: RunSettings, *, hardware: str) -> None:
-            calls.append((args, settings, hardware))
+        def launch(started: RunConfig) -> None:
+            calls.append(started)
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
@@ -317,9 +317,10 @@ class TestRun:
         line = "--perturbation soft --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         line += " --eval.dataset e/f"
         assert train.run(line.split(), report=print) == 0
-        (args, settings, hardware) = launched[0]
-        assert settings == RunSettings(perturbation_spec=settings.perturbation_spec)
-        assert settings.perturbation_spec["name"] == "soft" and hardware == "cpu"
+        (started,) = launched
+        args = started.openrlhf
+        assert [*started.specs] == ["perturbation"] and not started.conditions[1:]
+        assert started.spec["name"] == "soft" and started.hardware == "cpu"
         assert Flags(args).value("--actor.model_name_or_path") == "/resolved/smollm2-135m"
         assert Flags(args).value("--data.prompt_dataset") == "r/task/train.jsonl"
         assert Flags(args).value("--data.label_key") == "label"
@@ -333,9 +334,10 @@ class TestRun:
         line += " --rollout.n_samples_per_prompt 4"
         line += " --actor.loss_agg_mode token-mean --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         assert train.run(line.split(), report=print) == 0
-        (args, settings, _) = launched[0]
+        (started,) = launched
+        args = started.openrlhf
         advantage = {"name": "ngrpo", "n": 1, "max_reward": 1.0}
-        assert settings == RunSettings(advantage_spec=advantage, sampling={"min_p": 0.1})
+        assert started.specs == {"advantage": advantage} and started.sampling.given() == {"min_p": 0.1}
         assert Flags(args).value("--actor.policy_loss_type") == "gspo"
         assert args.count("--actor.loss_agg_mode") == 1
         assert "--algo.dynamic_filtering_range -1000000 0.99999" in capsys.readouterr().out

@@ -11,9 +11,8 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.compare import arguments
-from ngrpo.config import parse
+from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
-from ngrpo.train import checked_flags
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
 
@@ -42,8 +41,8 @@ def test_each_method_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> Non
     words = words_of(f"methods/{name}")
     sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "4", "--train.batch_size", "16"]
     given = [word for pair in zip(sizes[::2], sizes[1::2]) if pair[0] not in words for word in pair]
-    parsed = parse.parse([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
-    assert checked_flags(parsed, tmp_path).has("--algo.advantage.estimator")
+    parsed = parse.run_config([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
+    assert rules.checked(parsed).has("--algo.advantage.estimator")
 
 
 def test_every_method_has_a_recipe() -> None:

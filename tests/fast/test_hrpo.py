@@ -266,5 +266,5 @@ def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, w
 
 
 def test_the_recipe_names_options_of_hrpo() -> None:
-    found = parse.parse(words_of("methods/hrpo"))
+    found = parse.run_config(words_of("methods/hrpo"))
     assert create(**found.spec) == create("hrpo")

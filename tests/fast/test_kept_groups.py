@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo import train
 from ngrpo.config import parse
 from ngrpo.trainer import kept_groups
 from ngrpo.trainer.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 
 class Tokenizer:
@@ -188,15 +186,13 @@ def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_flag() -> None:
     words = ["--model", "smollm2-135m", "--report.groups", "3"]
-    settings = parse.parse(words).settings
-    assert settings.report == {"groups": 3} and settings.conditions == ("report_groups",)
-    placed = train._with_report(settings, Path("runs/x")).report
-    assert placed == {"groups": 3, "folder": str(Path("runs/x").absolute())}
+    settings = parse.run_config(words)
+    assert settings.report_groups == 3 and settings.conditions == ("report_groups",)
     ours = [seam.ours for seam in active(["report_groups"])]
     assert ours[-1] == "ngrpo.trainer.kept_groups:kept_groups" and "ngrpo.trainer.metrics:reporting_trainer" in ours
-    assert parse.parse(["--report.groups", "0"]).settings == RunSettings()
+    assert parse.run_config(["--report.groups", "0"]) == run_of()
     for wrong in ("17", "-1", "x", "1.5"):
         with pytest.raises(UsageError, match=f"--report.groups {wrong}: a whole number of prompts"):
-            parse.parse(["--report.groups", wrong])
+            parse.run_config(["--report.groups", wrong])
     with pytest.raises(UsageError, match="Did you mean"):
-        parse.parse(["--reports.groups", "1"])
+        parse.run_config(["--reports.groups", "1"])

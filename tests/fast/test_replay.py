@@ -232,9 +232,8 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
     for run in plan.runs():
-        settings = parse.parse(runs.train_words(plan, run, tmp_path)).settings
-        for name, value in settings.env().items():
-            monkeypatch.setenv(name, value)
+        settings = runs.run_config(plan, run, tmp_path)
+        monkeypatch.setattr("ngrpo.config.run._current", settings)
         actor = object.__new__(perturbed_engine(Plain))
         asyncio.run(actor.__init__(seed=1))
         buffer = read_buffer(built[-1])

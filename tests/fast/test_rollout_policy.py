@@ -23,7 +23,7 @@ from perturbations.errors import UsageError
 
 
 def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-    return RolloutPolicy.of(parse.parse(list(words)).settings, step, steps)
+    return RolloutPolicy.of(parse.run_config(list(words)), step, steps)
 
 
 def test_what_is_asked_for() -> None:
