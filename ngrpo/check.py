@@ -66,7 +66,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:
-        report(f"{name} breaks the contract of a {kind.registry.kind} ({broken} of the checks).")
+        report(f"{name} breaks the contract that {kind.rests} on ({broken} of the checks).")
         return 1
     named = "--perturbation NAME " if kind.part_of_perturbation else ""
     report(f"{name} keeps the contract. Use it: ngrpo train {named}{kind.flag} {name} ...")

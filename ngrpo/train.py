@@ -32,9 +32,9 @@ algorithm
   --preset NAME             a set of OpenRLHF flags, printed; your flags win:
                             grpo, gspo, dapo
 {kinds}
-                            your own: as a perturbation; NGRPO, negative-enhanced
-                            GRPO, is --advantage ngrpo, and N-GRPO, the mixing of
-                            neighbors, --perturbation neighbor
+                            your own: named as a perturbation; ngrpo is NGRPO,
+                            negative-enhanced GRPO; N-GRPO is --perturbation
+                            neighbor
 
 sampling of the rollouts; evaluation is as it was
   --sampling.top_k K        draw from the K likeliest tokens
@@ -184,8 +184,7 @@ def _gib(given: str) -> float | None:
 def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Flags:
     """Checks first, what takes longest last. Returns OpenRLHF's flags, additions in front."""
     complete = rules.completed(run)
-    files = ("--data.prompt_dataset", "--reward.remote_url")  # of a task are there once it is prepared
-    placed = complete if run.task is None else complete.with_defaults(dict.fromkeys(files, "of the task"))
+    placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
     rules.check("start", rules.of_hardware(placed, run), run)
     for note in _notes(complete, run):
         report(f"warning: {note}")

@@ -8,9 +8,9 @@ What has finished is kept: the same command goes on where it stopped.
 
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
-  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME or
-                            any other kind that stands beside a perturbation
-                            (ngrpo new), and flags of its own; repeatable
+  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
+                            (or another kind that stands beside a perturbation:
+                            ngrpo new), and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo
                             train (rollout.temperature=0.8,1.2) for all;

@@ -34,6 +34,7 @@ class Kind:
         page: the page of docs/ about it.
         picture: ``module:function`` that draws an object of it for ``ngrpo list NAME``; empty for none.
         suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
+        rests: what rests on its contract, for messages.
         templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
         in_rollouts: whether it changes rollouts that no training follows as well, as `eval` and `diagnose` draw them.
         make: creates an object by name; the registry's own ``create`` where it is None.
@@ -45,6 +46,7 @@ class Kind:
     page: str
     picture: str = ""
     suite: str = ""
+    rests: str = "rollout and replay rest"
     templates: str = "ngrpo.new"
     in_rollouts: bool = False
     make: Callable[..., Any] | None = None
@@ -127,6 +129,7 @@ ROWS = (
         page="docs/advantages.md",
         picture=f"{_PICTURES}advantage",
         suite="ngrpo.config.advantage_check:inspect",
+        rests="the loss rests",
         make=advantages.create,
     ),
     Kind(

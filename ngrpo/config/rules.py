@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,6 +28,8 @@ Stage = Literal["given", "complete", "start", "data", "model"]
 OpenRLHF's as they are given; with those of the folder, a preset and an advantage; with those of the hardware; with
 those of a prepared task; once the model is in its folder.
 """
+OF_TASK = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
+"""OpenRLHF's flags that a task gives, before it is prepared."""
 Outcome = tuple[str, Callable[[], "str | None"]]
 
 
@@ -70,8 +73,8 @@ def _output(flags: Flags, run: RunConfig) -> None:
 
 def _data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
-    if run.task is not None:
-        tasks.check_name(run.task)
+    if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
+        _prepared(run.task)  # it could not be
     preflight.check_files(flags)
     reward_files.check_rewards(flags.words)
     name = "--data.prompt_dataset"
@@ -188,8 +191,9 @@ def unstarted(run: RunConfig) -> Flags:
     """
     flags = completed(run)
     if run.task is not None:
-        tasks.check_name(run.task)
-        flags = flags.with_defaults(_prepared(run.task)[1])
+        with suppress(UsageError):  # the rule of the dataset says it
+            flags = flags.with_defaults(_prepared(run.task)[1])
+        flags = flags.with_defaults(OF_TASK)
     return of_hardware(flags, run)
 
 
@@ -208,7 +212,10 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
     return folder, tasks.prepare(task, Path(folder.name))
 
 
-def shown(flags: Flags, run: RunConfig) -> Iterator[str]:
+def shown(flags: Flags, run: RunConfig) -> list[str]:
     """The words of :func:`unstarted` with a task's files where a start would have them."""
-    made = "" if run.task is None else _prepared(run.task)[0].name
-    return (word.replace(made, f"{run.run_dir}/task") if made else word for word in flags.words)
+    made = None
+    if run.task is not None:
+        with suppress(UsageError):
+            made = _prepared(run.task)[0].name
+    return [word if made is None else word.replace(made, f"{run.run_dir}/task") for word in flags.words]

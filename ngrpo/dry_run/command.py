@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ngrpo import openrlhf_parser, placement
@@ -24,7 +24,7 @@ Check = tuple[str, Callable[[], str | None]]
 _WIDTH = 78
 
 
-def show(words: Iterable[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
+def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
     """Prints what a run would be.
 
     Args:
@@ -36,7 +36,7 @@ def show(words: Iterable[str], run: RunConfig, *, gpu_gib: float | None, checks:
     Returns:
         0, or 1 where a check fails.
     """
-    args, hardware = openrlhf_parser.resolved(list(words)), profile_for(run.hardware).name
+    args, hardware = openrlhf_parser.resolved(words), profile_for(run.hardware).name
     print("configuration")
     print(_indented(configuration(args, run)))
     print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")

@@ -154,7 +154,7 @@ class TestWords:
 
     def test_sampling_for_the_results(self) -> None:
         args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
-        assert sampling.described(sampling.create(min_p="0.1"), args) == {
+        assert sampling.described(sampling.create(min_p="0.1"), Flags(args)) == {
             "temperature": 0.7,
             "top_p": 1.0,
             "top_k": None,

@@ -60,19 +60,19 @@ LATENT = made("latent", density="latent")
 @pytest.mark.parametrize(
     ("perturbation", "words", "parts", "named"),
     [
-        (LATENT, GROUPS, {"advantage_spec": {"name": "nsr"}}, "--advantage nsr"),
-        (LATENT, GROUPS, {"advantage_spec": {"name": "ngrpo"}}, "--advantage ngrpo"),
-        (LATENT, GROUPS, {"credit_spec": {"name": "first_token"}}, "--credit first_token"),
+        (LATENT, GROUPS, {"advantage": {"name": "nsr"}}, "--advantage nsr"),
+        (LATENT, GROUPS, {"advantage": {"name": "ngrpo"}}, "--advantage ngrpo"),
+        (LATENT, GROUPS, {"credit": {"name": "first_token"}}, "--credit first_token"),
         (LATENT, ["--algo.advantage.estimator", "reinforce"], {}, "--algo.advantage.estimator reinforce"),
         (LATENT, [], {}, "--algo.advantage.estimator gae"),
-        (made("lepo"), GROUPS, {"advantage_spec": {"name": "psr"}}, "--advantage psr"),
-        (made("neighbor"), GROUPS, {"advantage_spec": {"name": "psr"}}, "--advantage psr"),
+        (made("lepo"), GROUPS, {"advantage": {"name": "psr"}}, "--advantage psr"),
+        (made("neighbor"), GROUPS, {"advantage": {"name": "psr"}}, "--advantage psr"),
         (LATENT, GROUPS, {}, None),
-        (LATENT, GROUPS, {"advantage_spec": {"name": "pass_at_k"}}, None),
-        (LATENT, GROUPS, {"credit_spec": {"name": "top_entropy"}}, None),
-        (made("latent", density="exact"), GROUPS, {"advantage_spec": {"name": "nsr"}}, None),
-        (made("multiplex", density="joint"), GROUPS, {"advantage_spec": {"name": "nsr"}}, None),
-        (made("soft"), [], {"advantage_spec": {"name": "psr"}}, None),
+        (LATENT, GROUPS, {"advantage": {"name": "pass_at_k"}}, None),
+        (LATENT, GROUPS, {"credit": {"name": "top_entropy"}}, None),
+        (made("latent", density="exact"), GROUPS, {"advantage": {"name": "nsr"}}, None),
+        (made("multiplex", density="joint"), GROUPS, {"advantage": {"name": "nsr"}}, None),
+        (made("soft"), [], {"advantage": {"name": "psr"}}, None),
     ],
 )
 def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
@@ -117,7 +117,7 @@ def test_a_density_that_counts_by_its_score_refuses_noisy_rollouts(name: str, co
     ("words", "parts", "named"),
     [
         (["--train.async_enable"], {}, "--train.async_enable"),
-        ([], {"policy_noise_spec": {"name": "aqn"}}, "--policy_noise aqn"),
+        ([], {"policy_noise": {"name": "aqn"}}, "--policy_noise aqn"),
         ([], {}, None),
     ],
 )

@@ -202,6 +202,6 @@ def test_openrlhfs_own_parser(words: list[str]) -> None:
 @FEW
 @given(st.lists(TEXT, max_size=6))
 def test_words_are_sorted_or_refused(words: list[str]) -> None:
-    for read in (parse.parse, arguments.parse):
+    for read in (parse.run_config, arguments.parse):
         with contextlib.suppress(UsageError):
             read(words)

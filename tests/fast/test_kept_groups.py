@@ -174,7 +174,7 @@ def test_what_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, report={"groups": 1, "folder": str(tmp_path)})
+    run_with(monkeypatch, report_groups=1, run_dir=str(tmp_path))
     args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2), train=SimpleNamespace(seed=1))
     maker = SimpleNamespace(strategy=SimpleNamespace(args=args), tokenizer=Tokenizer(), training_step=0)
     ours = kept_groups.kept_groups(lambda self, samples: samples)

@@ -53,10 +53,10 @@ FLOORS = (
     ("ngrpo.config",),
     ("ngrpo.hardware", "ngrpo.rollout"),
     ("ngrpo.trainer", "ngrpo.trl"),
-    ("ngrpo.config.parse", "ngrpo.config.presets", "ngrpo.config.entry_check", "ngrpo.config.preflight"),
     ("ngrpo.summary", "ngrpo.progress"),
     # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
     ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
+    ("ngrpo.config.rules",),  # of OpenRLHF, of the hardware and of tasks
     ("ngrpo.data_preparation", "ngrpo.dry_run", "ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),

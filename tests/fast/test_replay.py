@@ -204,7 +204,6 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
     from ngrpo.compare import arguments, runs
-    from ngrpo.config import parse
     from ngrpo.rollout.settings import read_buffer
     from ngrpo.trainer.rollout_actor import perturbed_engine
 

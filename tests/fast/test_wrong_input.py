@@ -95,12 +95,12 @@ def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None
     preflight.check_files(Flags(args))
     (note,) = preflight.dataset_notes(Flags(args))
     assert "the label 'label' is a list in row 1; the reward is given it as it is" in note
-    assert "an object in row 2" in preflight.dataset_notes(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1})))[0].replace(
-        "row 1", "row 2"
-    )
-    assert preflight.dataset_notes(rows(tmp_path, ("x", "1"), ("y", "2"))) == []
-    assert preflight.dataset_notes(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"]) == []
-    assert preflight.dataset_notes(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")]) == []
+    assert "an object in row 2" in preflight.dataset_notes(Flags(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1}))))[
+        0
+    ].replace("row 1", "row 2")
+    assert preflight.dataset_notes(Flags(rows(tmp_path, ("x", "1"), ("y", "2")))) == []
+    assert preflight.dataset_notes(Flags(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"])) == []
+    assert preflight.dataset_notes(Flags(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")])) == []
 
 
 HEAD = "from dataclasses import dataclass\nfrom perturbations import Gate, Perturbation, option, register\n"
