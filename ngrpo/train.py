@@ -191,6 +191,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     if run.task is not None:
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
     rules.check("data", complete, run)
+    complete = rules.of_hardware(complete, run)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
 
@@ -212,14 +213,11 @@ def _notes(complete: Flags, run: RunConfig) -> list[str]:
 
 def _launch(run: RunConfig, report: Callable[[str], None]) -> int:
     from ngrpo.trainer.launch import TrainingFailed, launch
-    from ngrpo.trainer.seams import SeamMismatch
 
     log = progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext()
     try:
         with log:
             launch(run)
-    except SeamMismatch as error:
-        raise UsageError(str(error)) from None
     except TrainingFailed as error:
         report(f"training failed: {error}")
         return 1

@@ -121,12 +121,12 @@ RULES = (
         lambda flags, run: profile_for(run.hardware).check(flags),
         lambda flags, run: f"hardware {profile_for(run.hardware).name} can do it",
     ),
+    Rule("start", _attention, lambda *_: "attention and packing"),
     Rule(
         "start",
         lambda flags, run: openrlhf_parser.check(flags.words),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
-    Rule("start", _attention, lambda *_: "attention and packing"),
     Rule("start", _seams, lambda *_: "what is replaced upstream is as it was"),
     Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
     Rule("data", _data, lambda *_: "dataset and reward"),

@@ -92,19 +92,19 @@ def check(words: Sequence[str]) -> None:
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
     from ngrpo.config import parse
+    from ngrpo.config.kinds import KINDS
     from ngrpo.hardware import profile_for
 
     command = parse.run_config(words)
     rest, engine_options = _engine_options(command.openrlhf)
+    kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
     refused = {
+        **{kind.flag: (command.specs.get(kind.name), "Leave it out.") for kind in kinds},
         "--run-dir": (command.run_dir, "Give --out."),
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
-        "--advantage": (command.specs.get("advantage"), "Leave it out."),
-        "--credit": (command.specs.get("credit"), "Leave it out."),
         parse.REPORT_GROUPS: (command.report_groups, "Leave it out."),
         parse.EVAL_AT_START: (command.eval_at_start, "Leave it out."),
-        parse.REPLAY_BUFFER: (command.specs.get("replay_buffer"), "Leave it out."),
         "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
 import socket
 import sys
 import traceback
@@ -26,7 +25,6 @@ from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
 from ngrpo.trainer.failure import RUN_ID, end_processes, explanation, root_cause
 from ngrpo.trainer.install import install, setup_hook
-from ngrpo.trainer.seams import check
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
@@ -46,24 +44,15 @@ def launch(run: RunConfig) -> None:
     """Trains until OpenRLHF's program ends.
 
     Args:
-        run: with OpenRLHF's flags complete but for the hardware's.
+        run: with OpenRLHF's flags complete, and all of ngrpo/config/rules.py looked at.
 
     Raises:
-        ValueError: For a flag that this hardware cannot serve.
-        ngrpo.trainer.seams.SeamMismatch: Where upstream is not what we were written against.
         TrainingFailed: With the root cause, whatever process it happened in.
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(run.hardware)
-    flags = Flags(run.openrlhf).with_defaults(profile.default_flags)
-    profile.check(flags)
+    flags = Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
-    if attention.WITHOUT_FLASH_ATTN in conditions:
-        flags = flags.with_defaults(attention.DEFAULT_FLAGS)
-        attention.check(flags, profile.name)
-    if flags.added:
-        print(f"[hardware {profile.name}] default flags: {shlex.join(flags.added)}", flush=True)
-    check(conditions)
     for name, value in profile.env.items():
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
     for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):

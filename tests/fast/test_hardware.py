@@ -5,13 +5,15 @@ import asyncio
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from ngrpo.config import run
+from ngrpo.config import rules, run
+from ngrpo.config.run import RunConfig
 from ngrpo.hardware import attention, profile_for
 from ngrpo.hardware.cpu import engine_of_processes
 from ngrpo.openrlhf_flags import Flags
@@ -95,12 +97,19 @@ def test_what_counts_as_flash_attn(
     assert attention.has_flash_attn() is found
 
 
+def start(run: RunConfig) -> None:
+    """Starts a run as far as its hardware is concerned."""
+    flags = rules.of_hardware(Flags(run.openrlhf), run)
+    next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
+    rules._attention(flags, run)
+    launch.launch(replace(run, openrlhf=tuple(flags.words)))
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What a launch would start, in the place of starting it."""
     done: dict[str, object] = {}
     monkeypatch.setenv(RUN_ID, "")
-    monkeypatch.setattr(launch, "check", lambda conditions: None)
     monkeypatch.setattr(launch, "_start_ray", lambda profile, flags, conditions, settings: done.update(ray=conditions))
     monkeypatch.setattr(launch, "install", lambda conditions: done.update(seams=conditions))
     monkeypatch.setattr(launch, "_run", lambda words: done.update(words=words))
@@ -108,41 +117,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def test_cuda_without_flash_attn_trains_with_sdpa_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
 ) -> None:
     set_flash_attn(monkeypatch, False)
-    launch.launch(
-        run_of(
-            openrlhf=(
-                "--train.seed",
-                "1",
-            ),
-            hardware="cuda",
-        )
-    )
+    start(run_of(openrlhf=("--train.seed", "1"), hardware="cuda"))
     held = ("without_flash_attn",)
     assert launched == dict(ray=held, seams=held, words=["--ds.attn_implementation", "sdpa", "--train.seed", "1"]), (
         "the seam is in place in this process and in the workers"
     )
-    assert "[hardware cuda] default flags: --ds.attn_implementation sdpa\n" in capsys.readouterr().out
-    launch.launch(
-        run_of(
-            openrlhf=(
-                "--ds.attn_implementation",
-                "eager",
-            ),
-            hardware="cuda",
-        )
-    )
+    start(run_of(openrlhf=("--ds.attn_implementation", "eager"), hardware="cuda"))
     assert launched["words"] == ["--ds.attn_implementation", "eager"]
 
 
 def test_cuda_with_flash_attn_starts_openrlhf_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
 ) -> None:
     set_flash_attn(monkeypatch, True)
-    launch.launch(run_of(openrlhf=("--ds.packing_samples",), hardware="cuda"))
-    assert launched == dict(words=["--ds.packing_samples"]) and capsys.readouterr().out == ""
+    start(run_of(openrlhf=("--ds.packing_samples",), hardware="cuda"))
+    assert launched == dict(words=["--ds.packing_samples"])
 
 
 PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"]]
@@ -160,7 +152,7 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
         f"^{' '.join(flags)} cannot be used here: .*flash-attn, and that is not installed.* Fix: .*docs/install.md"
     )
     with pytest.raises(UsageError, match=expected):
-        launch.launch(run_of(openrlhf=tuple(flags), hardware="cuda"))
+        start(run_of(openrlhf=tuple(flags), hardware="cuda"))
     assert launched == {}
 
 
@@ -216,7 +208,7 @@ def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
 def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> None:
     name = flags[0].split("=")[0]
     with pytest.raises(ValueError, match=f"{name}.* cannot be used with --hardware cpu: "):
-        launch.launch(run_of(openrlhf=tuple(flags), hardware="cpu"))
+        start(run_of(openrlhf=tuple(flags), hardware="cpu"))
 
 
 def test_harmless_values_pass() -> None:

@@ -134,7 +134,7 @@ def test_a_folder_with_noise(tiny: Path) -> None:
 def test_the_engine_is_given_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **given: built.update(given)))
-    spec = policy("--sampling.schedule", "ead").schedule_spec
+    spec = policy("--sampling.schedule", "ead").specs["sampling_schedule"]
     engine.build("m", None, 10, hardware="cpu", schedule=spec)
     assert built["additional_config"]["sampling_schedule"] == spec
     engine.build("m", None, 10, hardware="cpu")
