@@ -80,7 +80,7 @@ class Kind:
         """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made = self.create(name, **options)
+            made = (self.make or self.registry.create)(name, **options)
         for part in (made, getattr(made, "gate", None)):
             if part is not None and not is_in_tree(part):
                 _check_once(part)

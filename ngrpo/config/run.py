@@ -2,13 +2,12 @@
 """The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
 A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and :meth:`RunConfig.to_json` is what every Ray worker gets (:mod:`ngrpo.trainer.install`).
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainer.install`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -159,17 +158,9 @@ class RunConfig:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, f"# Repeats this run: ngrpo train --config {path.name}\n{text}")
 
-    def to_json(self) -> str:
-        """The run as text, for a process on any machine."""
-        values = {known.name: getattr(self, known.name) for known in dataclasses.fields(self)}
-        return json.dumps({**values, "sampling": self.sampling.given()})
-
-    @classmethod
-    def from_json(cls, text: str) -> RunConfig:
-        """The run that :meth:`to_json` wrote."""
-        values = json.loads(text)
-        tuples = {name: tuple(values[name]) for name in ("openrlhf", "notes")}
-        return cls(**{**values, **tuples, "sampling": Sampling(**values["sampling"])})
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled by its specs: any process makes the objects itself, those of a user's own class as well."""
+        return {known.name: getattr(self, known.name) for known in dataclasses.fields(self)}
 
 
 def _value(value: Any) -> Any:

@@ -29,18 +29,16 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     Ray keeps the function, and with it the run, in its own store: no disk need be shared, and none of it stands in an
     environment variable, of which Linux allows 131,072 bytes.
     """
-    text = run.to_json()
 
     def in_worker() -> None:
-        begin_worker(conditions, text)
+        begin(run)
+        install_in_worker(conditions)
 
     return in_worker
 
 
-def begin_worker(conditions: Sequence[str], text: str) -> None:
-    """Makes the run that of this worker process, and puts its seams in place."""
-    begin(RunConfig.from_json(text))
-    # Nodes of a cluster may differ: the driver found out about its own only.
+def install_in_worker(conditions: Sequence[str]) -> None:
+    """As :func:`install`; nodes of a cluster may differ, and the driver found out about its own only."""
     install(conditions if has_flash_attn() else [*conditions, WITHOUT_FLASH_ATTN])
 
 

@@ -71,14 +71,13 @@ class RecordingExecutor:
         return response
 
 
-def engine_perturbation(seed: int) -> Perturbation:
+def engine_spec(seed: int) -> dict[str, Any]:
     """The run's perturbation for the engine with this OpenRLHF seed: every engine has streams of its own.
 
     Under ``--reproducible`` an unperturbed run has them too, for its token draws.
     """
-    spec = current_run().spec or {"name": "none"}
-    mixed = trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF
-    return registry.create(**{**spec, "seed": mixed})
+    spec = current_run().spec or registry.create("none").spec()
+    return {**spec, "seed": trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF}
 
 
 async def confirm(actor: Any, perturbation: Perturbation) -> None:
@@ -249,10 +248,9 @@ def perturbed_engine(plain: type) -> type:
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
-            perturbation = engine_perturbation(kwargs.get("seed", 0))
-            run = current_run()
+            run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
-                KEY: perturbation.spec(),
+                KEY: spec,
                 SEEDED_DRAWS: run.reproducible,
                 SAMPLING_MASKS: run.sampling.correct_mask,
                 SAMPLING_MASK_GIB: run.sampling.mask_gib,
@@ -262,6 +260,7 @@ def perturbed_engine(plain: type) -> type:
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
+            perturbation = registry.create(**spec)
             await confirm(self, perturbation)
             self.perturbation_proof = EngineProof(self.llm, perturbation.active)
             await self.perturbation_proof.passed()

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,6 @@ def main() -> None:
     from ngrpo import cli
     from ngrpo.compare import arguments, runs
     from ngrpo.config import parse
-    from ngrpo.config.run import RunConfig
 
     def said(*words: str) -> list[Any]:
         out = io.StringIO()
@@ -96,7 +96,7 @@ def main() -> None:
         "misspelt": said("train", "--bonuss", "short"),
         "dry run": said("train", "--bonus", "short", "--model", "m", "--task", "arithmetic", "--dry-run"),
         "again": parse.run_config(parse.with_files(["--config", "run.yaml"])) == run,
-        "worker": RunConfig.from_json(run.to_json()).part("bonus").size,
+        "worker": pickle.loads(pickle.dumps(run)).part("bonus").size,
         "conditions": run.conditions,
         "compare": runs.run_config(plan, plan.runs()[1], Path("x")).specs["bonus"],
     }

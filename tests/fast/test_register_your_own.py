@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config.run import RunConfig
 from perturbations import check_perturbation, create, registry, user_files
 from tests.fast.own_files import GATE, PERTURBATION, clean, elsewhere, message, write
 from tests.fast.run import run_of
@@ -193,7 +192,7 @@ def test_a_script_is_its_own_file() -> None:
 def test_ray_workers_get_the_source() -> None:
     write("mine.py")
     spec = create("mine.py", strength=0.25).spec()
-    assert RunConfig.from_json(run_of(perturbation=spec).to_json()).perturbation.spec() == spec
+    assert pickle.loads(pickle.dumps(run_of(perturbation=spec))).perturbation.spec() == spec
 
 
 def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:

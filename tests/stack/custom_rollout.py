@@ -70,7 +70,7 @@ def in_ray(model: str) -> dict[str, Any]:
     from ngrpo.hardware import profile_for
     from ngrpo.trainer.install import setup_hook
     from ngrpo.trainer.launch import worker_env
-    from ngrpo.trainer.rollout_actor import engine_perturbation
+    from ngrpo.trainer.rollout_actor import engine_spec
     from perturbations import create
 
     spec = spec_of_deleted_files()
@@ -85,7 +85,7 @@ def in_ray(model: str) -> dict[str, Any]:
         def look(self, pickled: Any) -> dict[str, Any]:
             from perturbations.testing import check_perturbation
 
-            perturbation = engine_perturbation(3)
+            perturbation = create(**engine_spec(3))
             check_perturbation(perturbation)
             return {"process": os.getpid(), "seen": perturbation.fingerprint(), "pickled": pickled.fingerprint()}
 
@@ -94,7 +94,7 @@ def in_ray(model: str) -> dict[str, Any]:
     result = ray.get(Actor.remote().look.remote(perturbation))
     ray.shutdown()
     begin(run)
-    result |= {"other process": result["process"] != os.getpid(), "expected": engine_perturbation(3).fingerprint()}
+    result |= {"other process": result["process"] != os.getpid(), "expected": create(**engine_spec(3)).fingerprint()}
     return {**result, "expected pickled": perturbation.fingerprint()}
 
 
