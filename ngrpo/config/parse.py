@@ -11,7 +11,7 @@ from typing import Any
 
 from ngrpo import yaml_file
 from ngrpo.config.arms import option_fields
-from ngrpo.config.kinds import KINDS, Kind, beside_perturbation
+from ngrpo.config.kinds import FLAGS, KINDS, Kind, beside_perturbation
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import create
 from ngrpo.openrlhf_flags import Default, Flags
@@ -140,15 +140,15 @@ def _of_file(file: str) -> Flags:
 def _in_place_of(earlier: Flags, later: Flags) -> Flags:
     """Both, the later in place of the earlier where they set the same.
 
-    Where the later names another perturbation, advantage, credit or policy noise, the options of the earlier one go.
+    Where the later names another perturbation, gate, advantage and so on, the options of the earlier one go.
     """
     names = {flag.name for flag in later}
     if names & set(_MODEL_NAMES):
         names |= set(_MODEL_NAMES)
-    for root in _NEEDS:
+    for root in FLAGS.values():
         if root in names and later.value(root) != earlier.value(root):
             of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
-            names |= {name for name in of_it if not name.startswith(_OF_THE_RUN)}
+            names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(_OF_THE_RUN)}
     return Flags([*earlier.without(*names).words, *later.words])
 
 

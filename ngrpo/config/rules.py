@@ -48,21 +48,10 @@ class Rule:
     about: Callable[[Flags, RunConfig], str] | None = None
 
 
-def _stack(flags: Flags, run: RunConfig) -> None:
-    preflight.check_stack()
-
-
 def _attention(flags: Flags, run: RunConfig) -> None:
     profile = profile_for(run.hardware)
     if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
         attention.check(flags, profile.name)
-
-
-def _seams(flags: Flags, run: RunConfig) -> None:
-    try:
-        seams.check(conditions_for(profile_for(run.hardware), run))
-    except seams.SeamMismatch as error:
-        raise UsageError(str(error)) from None
 
 
 def _output(flags: Flags, run: RunConfig) -> None:
@@ -105,7 +94,11 @@ def _options(flags: Flags, run: RunConfig) -> str | None:
 
 
 RULES = (
-    Rule("given", _stack, lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there"),
+    Rule(
+        "given",
+        lambda *_: preflight.check_stack(),
+        lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
+    ),
     Rule("given", preflight.check_model_named),
     Rule("given", preflight.check_numbers),
     Rule("given", preflight.check_average),
@@ -127,7 +120,11 @@ RULES = (
         lambda flags, run: openrlhf_parser.check(flags.words),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
-    Rule("start", _seams, lambda *_: "what is replaced upstream is as it was"),
+    Rule(
+        "start",
+        lambda flags, run: seams.check(conditions_for(profile_for(run.hardware), run)),
+        lambda *_: "what is replaced upstream is as it was",
+    ),
     Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
     Rule("data", _data, lambda *_: "dataset and reward"),
     Rule("data", preflight.check_eval_at_start, lambda *_: "evaluation"),

@@ -119,6 +119,11 @@ def test_a_flag_stands_in_place_of_the_file(tmp_path: Path) -> None:
     assert other.spec["rate"] == 0.5 and other.spec["k"] == 4
     other = parse.run_config(parse.with_files([*words, "--perturbation", "soft"]))
     assert other.spec["name"] == "soft" and other.spec["rate"] != 0.25
+    run_of_line(f"{MODEL} --perturbation soft --perturbation.gate bursts --perturbation.gate.share 0.5").write(
+        tmp_path / FILE
+    )
+    other = parse.run_config(parse.with_files([*words, "--perturbation.gate", "first"]))
+    assert other.spec["gate"] == "first" and "gate.share" not in other.spec
 
 
 @pytest.fixture
