@@ -98,6 +98,7 @@ from ngrpo.openrlhf_flags import Flags
 from ngrpo.report.page import write_training
 from ngrpo.result_folder import folder_for, read_json
 from ngrpo.rollout import used_runner
+from ngrpo.trainer import launch
 from perturbations.errors import UsageError
 
 
@@ -114,10 +115,11 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    flags = Flags(parse.with_files(words))
-    asked = parse.run_config(flags.without(parse.DRY_RUN).words)
-    if flags.has(parse.DRY_RUN):
-        return dry_run(asked, flags.value(parse.DRY_RUN) or "true")
+    words = parse.with_files(words)
+    asked = parse.run_config(words)
+    gib = Flags(words).value(parse.DRY_RUN)
+    if gib is not None:
+        return dry_run(asked, gib or "true")
     hardware = profile_for(asked.hardware).name
     for note in (*asked.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
@@ -128,12 +130,16 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
     started = replace(asked, openrlhf=tuple(complete.words), hardware=hardware, run_dir=str(folder.absolute()))
-    status = _launch(started, report)
-    if status == 0:
-        text = summary.finish(folder, started, began=began)
-        write_training(read_json(folder / "summary.json"), folder / "report.html")
-        print(text, flush=True)
-    return status
+    try:
+        with progress.into_file(Path(asked.log_file).expanduser()) if asked.log_file else nullcontext():
+            launch.launch(started)
+    except launch.TrainingFailed as error:
+        report(f"training failed: {error}")
+        return 1
+    text = summary.finish(folder, started, began=began)
+    write_training(read_json(folder / "summary.json"), folder / "report.html")
+    print(text, flush=True)
+    return 0
 
 
 def openrlhf_help() -> int:
@@ -209,19 +215,6 @@ def _notes(complete: Flags, run: RunConfig) -> list[str]:
     given = Flags(run.openrlhf)
     notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(given)]
     return [*notes, *preflight.dataset_notes(given), *entry_check.notes(complete, run)]
-
-
-def _launch(run: RunConfig, report: Callable[[str], None]) -> int:
-    from ngrpo.trainer.launch import TrainingFailed, launch
-
-    log = progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext()
-    try:
-        with log:
-            launch(run)
-    except TrainingFailed as error:
-        report(f"training failed: {error}")
-        return 1
-    return 0
 
 
 def _hardware_notes(hardware: str) -> list[str]:

@@ -98,12 +98,12 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, end="")
         return 0 if words else 2
-    given = Flags(words)
-    plan, out = arguments.parse(given.without(parse.DRY_RUN).words)
+    plan, out = arguments.parse(words)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    if given.has(parse.DRY_RUN):
-        return _dry_run(plan, out, given.value(parse.DRY_RUN) or "true")
+    gib = Flags(words).value(parse.DRY_RUN)
+    if gib is not None:
+        return _dry_run(plan, out, gib or "true")
     _check(plan, out)
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
         folder.claim(plan.common())

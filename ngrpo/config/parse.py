@@ -116,8 +116,10 @@ def with_files(words: Sequence[str]) -> list[str]:
         UsageError: for a file that cannot be read.
     """
     given = Flags(words)
-    found = Flags()
-    for file in (value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)):
+    found, files = Flags(), [value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)]
+    if not files:
+        return list(words)
+    for file in files:
         found = _in_place_of(found, _of_file(file))
     rest = given.without(CONFIG_FILE)
     off = {flag.name for flag in found if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
@@ -172,7 +174,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     rest: list[str] = []
     for flag in Flags(words):
         name, root = _OTHER_NAMES.get(flag.name, flag.name), _root_of(flag.name)
-        if root not in _ROOTS and name not in (*_OURS, "--model"):
+        if root not in _ROOTS and name not in (*_OURS, "--model", DRY_RUN):
             if not name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
@@ -183,6 +185,8 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
         if root in _ROOTS and name in ours:
             raise UsageError(f"{name} is given twice; keep one of them.")
+        if name == DRY_RUN:  # what to do with the run, and no part of it
+            continue
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
         may_be_switch = tuple(f"{owner}." for owner in _NEEDS)

@@ -97,7 +97,7 @@ GRADIENTS = [
         "ngrpo/config/entry_check.py",
         "test_entry_check.py",
         ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
-        ("not settings.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
+        ("not run.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
         ("not perturbation.draws_token and", "False and", "a KL term without a token"),
     ),
     *of_file(
