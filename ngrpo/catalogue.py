@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pkgutil
 import textwrap
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 
-from ngrpo import advantages, credits, policy_noises, sampling_schedules
+from ngrpo.config.kinds import FLAGS, Kind, beside_perturbation, of_registry
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.text_table import aligned, defined
 from perturbations import registry
@@ -19,17 +20,6 @@ from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.options import allowed, kinds, nearest
 from perturbations.registry import Registry
-
-# Each registry, and the flag that takes its names.
-KINDS = {
-    registry.perturbations: "--perturbation",
-    registry.gates: "--perturbation.gate",
-    registry.buffers: "--perturbation.replay_buffer",
-    advantages.registry: "--advantage",
-    credits.registry: "--credit",
-    policy_noises.registry: "--policy_noise",
-    sampling_schedules.registry: "--sampling.schedule",
-}
 
 
 def listing(width: int | None = None) -> str:
@@ -42,7 +32,7 @@ def listing(width: int | None = None) -> str:
     rows: list[tuple[str, ...]] = []
     about: list[str] = []
     heads: list[int] = []
-    for kept in KINDS:
+    for kept in FLAGS:
         heads.append(len(rows))
         paper = "paper" if hasattr(kept.base_class(), "paper") else ""
         rate = "rate" if kept is registry.perturbations else ""
@@ -77,9 +67,9 @@ def described(name: str) -> str:
     Raises:
         UsageError: where no kind has the name, or it cannot be loaded.
     """
-    homes = [kept for kept in KINDS if name in kept.available()]
+    homes = [kept for kept in FLAGS if name in kept.available()]
     if not homes and ":" not in name and not name.endswith(".py"):
-        known = [each for kept in KINDS for each in kept.available()]
+        known = [each for kept in FLAGS for each in kept.available()]
         raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, known)} All of them: ngrpo list.")
     return "\n\n".join(_described(kept, name) for kept in homes or _homes_of_own(name))
 
@@ -87,7 +77,7 @@ def described(name: str) -> str:
 def _homes_of_own(name: str) -> list[Registry]:
     """The registry that takes a user's file or module."""
     refusals = []
-    for kept in KINDS:
+    for kept in FLAGS:
         try:
             kept.get(name)
         except UsageError as error:
@@ -103,7 +93,7 @@ def _described(kept: Registry, name: str) -> str:
     shared = dataclasses.fields(Perturbation) if kept is registry.perturbations else ()
     own = own_options(kept, cls)
     about = "; ".join([kept.kind, *([cls.paper] if hasattr(cls, "paper") else []), _source(kept, name, address)])
-    parts = [f"{name}  ({about})\n{inspect.cleandoc(cls.__doc__ or '')}", _table(cls, own, KINDS[kept]).rstrip()]
+    parts = [f"{name}  ({about})\n{inspect.cleandoc(cls.__doc__ or '')}", _table(cls, own, FLAGS[kept]).rstrip()]
     if shared:
         rest = ", ".join(each.name for each in shared if each.name not in {f.name for f in own})
         parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
@@ -136,22 +126,13 @@ def own_options(kept: Registry, cls: type) -> list[dataclasses.Field]:
 
 def picture(kept: Registry, cls: type) -> list[str]:
     """Lines of text that show what a class does with its defaults, computed by the class; none for a replay buffer."""
-    from ngrpo import pictures
-
-    drawing = {
-        registry.perturbations: pictures.of_perturbation,
-        registry.gates: pictures.of_gate,
-        advantages.registry: pictures.of_advantage,
-        credits.registry: pictures.of_credit,
-        policy_noises.registry: pictures.of_policy_noise,
-        sampling_schedules.registry: pictures.of_sampling_schedule,
-    }.get(kept)
+    drawing = of_registry(kept).picture
+    if not drawing:
+        return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        if drawing is None:
-            return []
         kept.check_complete(cls, cls.name)
-        return drawing(cls())
+        return pkgutil.resolve_name(drawing)(cls())
 
 
 def train_help(words: Sequence[str] = ()) -> str:
@@ -165,9 +146,10 @@ def train_help(words: Sequence[str] = ()) -> str:
     """
     from ngrpo import train
 
-    parts = [train.__doc__ or ""]
+    beside = (line for kind in beside_perturbation() for line in _of_kind(kind))
+    parts = [(train.__doc__ or "").replace("{kinds}", "\n".join(beside))]
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, dataclasses.fields(Perturbation)))
-    for kept, root in KINDS.items():
+    for kept, root in FLAGS.items():
         for name, address in _with_named(kept, Flags(words).value(root)).items():
             try:
                 cls = kept.get(name)
@@ -182,6 +164,13 @@ def train_help(words: Sequence[str] = ()) -> str:
             told.append(textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  "))
             parts.append("\n".join([*told, _table(cls, own, root)]))
     return "\n".join(parts)
+
+
+def _of_kind(kind: Kind) -> list[str]:
+    """The flags of one kind, as a help has them."""
+    about = f"{kind.about}, see below [none]"
+    named = defined(f"  {kind.flag} NAME", about, column=28)
+    return [*named, *defined(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)]
 
 
 def _with_named(kept: Registry, given: str | None) -> dict[str, str]:

@@ -19,16 +19,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import partial
 
+from ngrpo.config.kinds import KINDS
 from perturbations.errors import UsageError
 
-_USE = {
-    "perturbation": "--perturbation",
-    "gate": "--perturbation NAME --perturbation.gate",
-    "advantage": "--advantage",
-}
-_TESTED_ONLY = ("credit", "policy_noise", "sampling_schedule", "replay_buffer")
 # What a title says before the name of the step that it is about.
 _STEP = re.compile("^(proposals for|open rows for|advantages of) ")
 
@@ -49,21 +43,17 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     if not words or "-h" in words or "--help" in words:
         print(__doc__, end="")
         return 0 if words else 2
-    if words[0] in _TESTED_ONLY and len(words) > 1:
+    kind = KINDS.get(words[0]) if len(words) > 1 else None
+    if kind is not None and not kind.suite:
         raise UsageError(
-            f"ngrpo check {words[0]}: there is no conformance suite for this kind, but for {', '.join(_USE)}. Run the"
-            " test that ngrpo new wrote beside the file."
+            f"ngrpo check {kind.name}: there is no conformance suite for this kind, but for"
+            f" {', '.join(name for name, known in KINDS.items() if known.suite)}. Run the test that ngrpo new wrote"
+            " beside the file."
         )
-    named = words[0] in _USE and len(words) > 1
-    kind, (name, *given) = (words[0], words[1:]) if named else ("perturbation", words)
-    if kind == "advantage":
-        from ngrpo.advantage_check import inspect
-    else:
-        from perturbations import testing
-
-        inspect = partial(testing.inspect, kind=kind)
+    name, *given = words if kind is None else words[1:]
+    kind = kind or KINDS["perturbation"]
     broken, told = 0, set()
-    for title, error in inspect(name, **_options(given)):
+    for title, error in kind.inspect(name, **_options(given)):
         print(f"{'ok   ' if error is None else 'WRONG'}  {title}")
         if error is None:
             continue
@@ -76,10 +66,10 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:
-        rests = "the loss rests" if kind == "advantage" else "rollout and replay rest"
-        report(f"{name} breaks the contract that {rests} on ({broken} of the checks).")
+        report(f"{name} breaks the contract that {kind.rests} on ({broken} of the checks).")
         return 1
-    report(f"{name} keeps the contract. Use it: ngrpo train {_USE[kind]} {name} ...")
+    named = "--perturbation NAME " if kind.part_of_perturbation else ""
+    report(f"{name} keeps the contract. Use it: ngrpo train {named}{kind.flag} {name} ...")
     return 0
 
 

@@ -53,9 +53,9 @@ ngrpo: maintainers, with the lines above, the command and the block that ends th
 _LIST_HELP = """\
 usage: ngrpo list [NAME]
 
-All perturbations, gates, replay buffers, advantages, credits, policy noises and
-sampling schedules: in the tree, of installed packages, and their papers. With a
-name: its options with ranges and defaults, and a picture of what it does.
+All perturbations, gates, advantages and the other kinds that `ngrpo new` knows:
+in the tree, of installed packages, and their papers. With a name: its options
+with ranges and defaults, and a picture of what it does.
 
 examples
   ngrpo list

@@ -31,8 +31,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ngrpo import model_support, models, preflight, versions
+from ngrpo import model_support, models, versions
 from ngrpo.command_parser import CommandParser
+from ngrpo.config import preflight
 from ngrpo.hardware import attention, profile_for
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError

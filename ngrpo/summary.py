@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.run import RunConfig
+from ngrpo.config.sampling import described
 from ngrpo.events import Series, read_scalars
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
@@ -16,8 +19,7 @@ from ngrpo.result_folder import write_json
 from ngrpo.rollout import used_runner
 from ngrpo.terminal_chart import columns
 from ngrpo.text_table import aligned
-from ngrpo.trainer import kept_groups, rollout_sampling
-from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.trainer import kept_groups
 from ngrpo.versions import machine, versions
 from perturbations import registry
 
@@ -45,46 +47,41 @@ _COLUMNS = (
 )
 
 
-def finish(folder: Path, args: Sequence[str], settings: RunSettings, *, hardware: str, began: float) -> str:
+def finish(folder: Path, run: RunConfig, *, began: float) -> str:
     """Writes ``summary.json`` of a finished run.
 
     Args:
         folder: the run's folder.
-        args: the flags that OpenRLHF was started with.
-        settings: what was asked of the run beyond those.
-        hardware: ``cpu`` or ``cuda``.
+        run: as it was started.
         began: Unix time of the start; older logs in the same folder are not this run's.
 
     Returns:
         The table for the screen.
     """
-    log = Path(Flags(args).value("--logger.tensorboard_dir") or folder / "tensorboard")
+    flags = Flags(run.openrlhf)
+    log = Path(flags.value("--logger.tensorboard_dir") or folder / "tensorboard")
     scalars = read_scalars(log, began) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
         "format": FORMAT,
-        "perturbation": settings.perturbation_spec,
-        "advantage": settings.advantage_spec,
-        "credit": settings.credit_spec,
-        "policy_noise": settings.policy_noise_spec,
-        "sampling_schedule": settings.sampling_schedule_spec,
-        "sampling": rollout_sampling.described(rollout_sampling.create(**settings.sampling), args),
-        "reproducible": settings.reproducible,
+        **run.methods,
+        "sampling": described(run.sampling, flags),
+        "reproducible": run.reproducible,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
-        "seed": int(Flags(args).value("--train.seed") or defaults()["--train.seed"]),
-        "hardware": hardware,
+        "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
+        "hardware": run.hardware,
         "machine": machine(),
         "versions": versions(used_runner.found(folder / RUNNERS)),
         "places": {
-            "checkpoint": Flags(args).value("--ckpt.output_dir"),
+            "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),
             "summary": str(place),
             "report": str(folder / "report.html"),
         },
-        "openrlhf_args": list(args),
-        "groups": kept_groups.read(folder) if settings.report else [],
+        "openrlhf_args": list(run.openrlhf),
+        "groups": kept_groups.read(folder) if run.report_groups else [],
         "scalars": scalars,
     }
     write_json(place, summary)
@@ -123,7 +120,7 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = summary["steps"]
     places = summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    for part in ("advantage", "credit", "policy_noise", "sampling_schedule"):
+    for part in (kind.name for kind in beside_perturbation()):
         if summary.get(part):
             lines.append(f"{part:<13} " + " ".join(_words(summary[part])))
     if rows:

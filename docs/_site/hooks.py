@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import method_pages
 
-from ngrpo import catalogue
+from ngrpo.config.kinds import FLAGS
 from ngrpo.trainer.seams import SEAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The pages of the methods join the navigation, a section for each kind."""
     sections = []
-    for kept in catalogue.KINDS:
+    for kept in FLAGS:
         pages = [{name: f"methods/{method_pages.address(kept, name)}.md"} for name in kept.in_tree()]
         sections.append({f"{kept.kind.capitalize()}s": pages})
     for section in config.nav or []:
@@ -99,7 +99,7 @@ def with_links(text: str, file: Path) -> str:
 
 def _to_methods(cell: re.Match[str]) -> str:
     """The names of methods in a row's first cell lead to their pages."""
-    pages = {name: method_pages.address(kept, name) for kept in catalogue.KINDS for name in kept.in_tree()}
+    pages = {name: method_pages.address(kept, name) for kept in FLAGS for name in kept.in_tree()}
 
     def link(match: re.Match[str]) -> str:
         return f"[{match[0]}](methods/{pages[match[1]]}.md)" if match[1] in pages else match[0]

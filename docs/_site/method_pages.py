@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from ngrpo import catalogue
+from ngrpo.config.kinds import FLAGS, of_registry
 from perturbations import registry
 from perturbations.registry import Registry
 
@@ -32,9 +33,7 @@ FORMULAS = {
 
 def pages() -> dict[str, str]:
     """Markdown of every page by its place in the docs folder, perturbations first."""
-    return {
-        f"methods/{address(kept, name)}.md": page(kept, name) for kept in catalogue.KINDS for name in kept.in_tree()
-    }
+    return {f"methods/{address(kept, name)}.md": page(kept, name) for kept in FLAGS for name in kept.in_tree()}
 
 
 def address(kept: Registry, name: str) -> str:
@@ -45,7 +44,7 @@ def address(kept: Registry, name: str) -> str:
 def page(kept: Registry, name: str) -> str:
     """One method in Markdown."""
     cls = kept.get(name)
-    flag = catalogue.KINDS[kept]
+    flag = FLAGS[kept]
     parts = [f"# `{name}`", plain(inspect.cleandoc(cls.__doc__ or ""))]
     parts += ["\n".join(_facts(kept, name, cls, flag))]
     drawn = _picture(kept, cls)
@@ -83,6 +82,8 @@ def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
         yield f"| default rate | {cls.rate:g} |"  # type: ignore[attr-defined]
         density = "density" in {field.name for field in catalogue.own_options(kept, cls)}
         yield f"| density | {'`--perturbation.density`' if density else 'none: the loss weighs the token'} |"
+    about = of_registry(kept).page.removeprefix("docs/")
+    yield f"| more | [{about.removesuffix('.md').replace('_', ' ')}](../{about}) |"
     yield f"| source | `{cls.__module__.replace('.', '/')}.py` |"
 
 

@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ngrpo import presets, yaml_file
-from ngrpo.arms import Arm, parse_arms
+from ngrpo import yaml_file
 from ngrpo.compare.plan import BASELINE, Plan
+from ngrpo.config import presets
+from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.config.parse import DRY_RUN
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -102,7 +104,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[
             ours.setdefault(name, []).append(value)
         elif group is not None:
             groups[group] += [f"--{name[len(group) + 1 :]}", *flag.values]
-        else:
+        elif flag.name != DRY_RUN:  # what to do with the plan, and no part of it
             if not flag.name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'. See: ngrpo compare --help")
             _refuse_set_by_us(flag.name)

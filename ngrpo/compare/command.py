@@ -8,10 +8,9 @@ What has finished is kept: the same command goes on where it stopped.
 
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
-  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME,
-                            credit=NAME, policy_noise=NAME,
-                            sampling.schedule=NAME, and flags of its own;
-                            repeatable
+  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
+                            (or another kind that stands beside a perturbation:
+                            ngrpo new), and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo
                             train (rollout.temperature=0.8,1.2) for all;
@@ -63,20 +62,21 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ngrpo import flags, models, preflight
+from ngrpo import models
 from ngrpo.command_parser import telling_what_is_kept
 from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
+from ngrpo.config import parse, rules
 from ngrpo.diagnose import command as diagnosis
 from ngrpo.evaluate import command as evaluation
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
-from ngrpo.train import checked_flags, dry_run
+from ngrpo.train import dry_run
 from perturbations.errors import UsageError
 
 _SPARE = 1 << 29
@@ -98,43 +98,44 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, end="")
         return 0 if words else 2
-    given = Flags(words)
-    plan, out = arguments.parse(given.without(flags.DRY_RUN).words)
+    plan, out = arguments.parse(words)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    if given.has(flags.DRY_RUN):
-        return _dry_run(plan, given.value(flags.DRY_RUN) or "true")
-    _check(plan)
+    gib = Flags(words).value(parse.DRY_RUN)
+    if gib is not None:
+        return _dry_run(plan, out, gib or "true")
+    _check(plan, out)
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
         folder.claim(plan.common())
         return _work(plan, folder, ["ngrpo", "compare", *words], report)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: Plan, out: Path) -> None:
     """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
-    preflight.check_stack()
     for one in plan.runs()[: len(plan.arms)]:
-        try:
-            checked_flags(_train_command(plan, one), Path("run"))
-        except UsageError as error:
-            raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+        with _named(one):
+            rules.checked(runs.run_config(plan, one, out / "runs" / one.id))
     _check_beside_training(plan)
 
 
-def _train_command(plan: Plan, one: Run) -> flags.TrainCommand:
-    return flags.parse(runs.train_words(plan, one, Path("run")))
+@contextmanager
+def _named(one: Run) -> Iterator[None]:
+    """Names the strategy in an error of its run."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
 
 
-def _dry_run(plan: Plan, gib: str) -> int:
+def _dry_run(plan: Plan, out: Path, gib: str) -> int:
     """The first run in full, and the checks of every strategy; 1 where one of them fails."""
     everything, failed = plan.runs(), 0
     print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
     for number, one in enumerate(everything[: len(plan.arms)]):
         print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
-        try:
-            failed |= dry_run(replace(_train_command(plan, one), dry_run=gib), checks_only=number > 0)
-        except UsageError as error:
-            raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+        with _named(one):
+            config = runs.run_config(plan, one, out / "runs" / one.id)
+            failed |= dry_run(config, gib, checks_only=number > 0)
     _check_beside_training(plan)
     return failed
 

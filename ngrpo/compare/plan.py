@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ngrpo.arms import Arm
+from ngrpo.config.arms import Arm
 
 BASELINE = "none"  # the perturbation
 

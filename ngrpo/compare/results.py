@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from ngrpo import significance
-from ngrpo.arms import Arm
 from ngrpo.compare import verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
+from ngrpo.config.arms import Arm
+from ngrpo.config.kinds import of_a_run
 from ngrpo.evaluate.estimators import pass_at_k
 from ngrpo.report.groups import MOST_BYTES, fitting
 from ngrpo.result_folder import write_text
@@ -171,8 +172,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "log": state.get("log"),
         "seconds": state.get("seconds"),
         "peak_memory_bytes": state.get("peak_memory_bytes"),
-        "perturbation": summary.get("perturbation"),
-        **{part: summary.get(part) for part in ("advantage", "credit", "policy_noise", "sampling_schedule")},
+        **{kind.name: summary.get(kind.name) for kind in of_a_run()},
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
         "evaluations": _evaluations(summary.get("evaluation") or {}),

@@ -15,12 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngrpo.arms import Arm
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
+from ngrpo.config import parse
+from ngrpo.config.arms import Arm
+from ngrpo.config.run import FILE, RunConfig
 from ngrpo.datafiles import contents
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.progress import StepLine, follow, read_step, read_total
@@ -33,11 +36,19 @@ _ERROR_LINES = 12
 OnStep = Callable[[StepLine, "int | None"], None]
 
 
-def train_words(plan: Plan, run: Run, folder: Path) -> list[str]:
-    """The words of ``ngrpo train`` for a run. What an arm sets for itself wins over what all share."""
-    shared = Flags(plan.shared).without(*(flag.name for flag in Flags(run.arm.flags)))
-    both = Flags([*shared.words, *run.arm.flags]).with_defaults({"--reproducible": "true"} if plan.reproducible else {})
-    return [*both.words, "--train.seed", str(run.seed), "--run-dir", str(folder)]
+def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
+    """A run of a comparison: what all share, with the differences of its arm. An arm's own flags win.
+
+    Raises:
+        UsageError: for flags that are none of ``ngrpo train``'s.
+    """
+    own = Flags(run.arm.training_flags)
+    shared = Flags(plan.shared).without(*(flag.name for flag in own))
+    both = Flags(["--perturbation", "none", *shared.words, *own.words])
+    both = both.with_defaults({"--reproducible": "true"} if plan.reproducible else {})
+    common = parse.run_config([*both.words, "--train.seed", str(run.seed), "--run-dir", str(folder)])
+    perturbed = {} if run.arm.spec is None else {"perturbation": run.arm.spec}
+    return replace(common, specs={**perturbed, **common.specs}, notes=run.arm.notes)
 
 
 def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
@@ -53,7 +64,7 @@ def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> 
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """What makes a finished run this one: every word of its commands, the files they name, and the versions.
+    """What makes a finished run this one: every flag of its commands, the files they name, and the versions.
 
     A strategy of the user's own counts with its source, a dataset and a reward function with their content, and vLLM's
     choice of a model runner where the user made it: no comparison has runs on either side of it.
@@ -61,9 +72,9 @@ def identity(plan: Plan, run: Run) -> str:
     from ngrpo.versions import versions
 
     chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
-    words = train_words(plan, run, Path())
-    files = contents([*words, *(plan.evaluation or ())])
-    parts = json.dumps([words, plan.evaluation, run.arm.spec, files, chosen], sort_keys=True)
+    config = run_config(plan, run, Path())
+    files = contents([*config.openrlhf, config.task or "", *(plan.evaluation or ())])
+    parts = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
@@ -93,7 +104,9 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
     peak: int | None = None
     try:
-        peak = command(["train", *train_words(plan, run, run_folder)], log, folder.lock, on_step)
+        run_config(plan, run, run_folder).write(run_folder / FILE)
+        words = ["train", "--config", str(run_folder / FILE), "--run-dir", str(run_folder)]
+        peak = command(words, log, folder.lock, on_step)
         if plan.evaluation is not None:
             log = run_folder / "eval.log"
             words = eval_words(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ngrpo.arms import Arm, parse_arms
 from ngrpo.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
+from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.result_folder import folder_for
+from perturbations import registry
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo import models
-    from ngrpo.preflight import check_model
+    from ngrpo.config.preflight import check_model
 
     given, sampling, strategies = _read(words)
     if given.model:
@@ -66,7 +67,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     path = models.resolve(checked_model(given), report=report)
     for strategy in strategies:
         if strategy.spec is not None:
-            check_model(path, strategy.spec)
+            check_model(path, registry.create(**strategy.spec))
 
     from ngrpo.diagnose.diagnosis import diagnose
     from ngrpo.diagnose.diagnosis_folder import REPORT

@@ -24,7 +24,7 @@ from ngrpo.versions import machine, versions
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.arms import Arm
+    from ngrpo.config.arms import Arm
     from ngrpo.evaluate import Problem
 
 Report = Callable[[str], None]
@@ -53,7 +53,7 @@ def diagnose(
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: of :func:`ngrpo.arms.parse_arms`; the first unperturbed one, with the model's own weights at
+        strategies: of :func:`ngrpo.config.arms.parse_arms`; the first unperturbed one, with the model's own weights at
             one temperature, is the baseline of the perplexity.
         out: the folder.
         sampling: group size, length, temperature, seed.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.arms import Arm
+from ngrpo.config.arms import Arm
 from ngrpo.diagnose.sample import Sample
 from ngrpo.result_folder import ResultFolder
 from perturbations.errors import UsageError

@@ -27,7 +27,7 @@ from perturbations.edit import realise
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.arms import Arm
+    from ngrpo.config.arms import Arm
 
 WORDS = (
     *("therefore", "sum", "because", "number", "green", "water", "first", "music", "happy", "house"),

@@ -18,7 +18,7 @@ from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_engine
 from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
-    from ngrpo.arms import Arm
+    from ngrpo.config.arms import Arm
     from ngrpo.evaluate import Problem
     from ngrpo.sampling_schedules.base import SamplingSchedule
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ngrpo.arms import Arm
+from ngrpo.config.arms import Arm
 from ngrpo.evaluate.rollout_policy import RolloutPolicy
 from perturbations.errors import UsageError
 
@@ -19,10 +19,10 @@ def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> Rollout
     Raises:
         UsageError: with the strategy, as :meth:`RolloutPolicy.of`.
     """
-    from ngrpo import flags
+    from ngrpo.config import parse
 
     words = [word for key, value in strategy.rollouts.items() for word in (f"--{key}", *([value] if value else []))]
     try:
-        return RolloutPolicy.of(flags.parse(words).settings, step, steps)
+        return RolloutPolicy.of(parse.run_config(words), step, steps)
     except UsageError as error:
         raise UsageError(f"--strategy {strategy.id!r}: {error}") from None

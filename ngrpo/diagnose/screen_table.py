@@ -10,7 +10,7 @@ from ngrpo.report.values import dig, figure
 from ngrpo.text_table import aligned
 
 if TYPE_CHECKING:
-    from ngrpo.arms import Arm
+    from ngrpo.config.arms import Arm
 
 # Heading, where the number is, digits.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], int], ...] = (

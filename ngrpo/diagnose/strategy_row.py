@@ -14,7 +14,7 @@ from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:
-    from ngrpo.arms import Arm
+    from ngrpo.config.arms import Arm
     from ngrpo.evaluate import Problem
 
 

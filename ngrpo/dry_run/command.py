@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ngrpo import openrlhf_parser, placement
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
 from ngrpo.dry_run import memory_estimate, model_size
 from ngrpo.dry_run.memory_estimate import Part
 from ngrpo.dry_run.model_size import ModelSize
+from ngrpo.hardware import profile_for
 from ngrpo.text_table import aligned
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
 
 GIB = 2**30
@@ -22,24 +24,21 @@ Check = tuple[str, Callable[[], str | None]]
 _WIDTH = 78
 
 
-def show(
-    words: Sequence[str], settings: RunSettings, *, hardware: str, gpu_gib: float | None, checks: Sequence[Check]
-) -> int:
+def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
     """Prints what a run would be.
 
     Args:
         words: OpenRLHF's flags, complete with what is added for the run and the hardware.
-        settings: what is asked of the run beyond them.
-        hardware: ``cpu`` or ``cuda``.
+        run: what is asked for.
         gpu_gib: memory of one GPU in GiB; None for that of this machine, or 80 where it has none.
         checks: all that is checked before a run starts, by what is told of it.
 
     Returns:
         0, or 1 where a check fails.
     """
-    args = openrlhf_parser.resolved(words)
+    args, hardware = openrlhf_parser.resolved(words), profile_for(run.hardware).name
     print("configuration")
-    print(_indented(configuration(args, settings)))
+    print(_indented(configuration(args, run)))
     print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")
     print(_indented(placed(args)))
     print("\nmemory of one GPU in GiB, estimated")
@@ -73,28 +72,23 @@ def run_checks(checks: Sequence[Check]) -> int:
     return int(wrong > 0)
 
 
-def configuration(args: Mapping[str, Any], settings: RunSettings) -> list[str]:
+def configuration(args: Mapping[str, Any], run: RunConfig) -> list[str]:
     """Our settings in full, and OpenRLHF's arguments where they differ from its defaults."""
     ours = {
-        "perturbation": settings.perturbation_spec,
-        "advantage": settings.advantage_spec,
-        "credit": settings.credit_spec,
-        "policy_noise": settings.policy_noise_spec,
-        "sampling.schedule": settings.sampling_schedule_spec,
-        "replay_buffer": settings.replay_buffer_spec,
-        "sampling": settings.sampling or None,
-        "reproducible": settings.reproducible or None,
-        "eval.at_start": settings.eval_at_start or None,
-        "report": settings.report or None,
+        **{kind.flag: run.specs.get(kind.name) for kind in KINDS.values()},
+        "--sampling": run.sampling.given() or None,
+        "--reproducible": run.reproducible or None,
+        "--eval.at_start": run.eval_at_start or None,
+        "--report": {"groups": run.report_groups} if run.report_groups else None,
     }
     lines = []
     for name, value in ours.items():
         if isinstance(value, Mapping):
             options = ", ".join(f"{key}={part}" for key, part in value.items() if key not in ("name", "source"))
-            title = f"--{name} {value.get('name', '')}".rstrip()
+            title = f"{name} {value.get('name', '')}".rstrip()
             lines += _wrapped(f"{title}: {options}" if options else title)
         elif value is not None:
-            lines.append(f"--{name}")
+            lines.append(name)
     lines.append("" if lines else "nothing of ours: stock OpenRLHF and stock vLLM")
     defaults = openrlhf_parser.default_values()
     differing = {key: value for key, value in args.items() if _plain(value) != _plain(defaults.get(key))}

@@ -91,21 +91,21 @@ def check(words: Sequence[str]) -> None:
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
-    from ngrpo import flags
+    from ngrpo.config import parse
+    from ngrpo.config.kinds import KINDS
     from ngrpo.hardware import profile_for
 
-    command = flags.parse(words)
-    rest, engine_options = _engine_options(command.openrlhf_args)
+    command = parse.run_config(words)
+    rest, engine_options = _engine_options(command.openrlhf)
+    kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
     refused = {
+        **{kind.flag: (command.specs.get(kind.name), "Leave it out.") for kind in kinds},
         "--run-dir": (command.run_dir, "Give --out."),
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
-        "--advantage": (command.settings.advantage_spec, "Leave it out."),
-        "--credit": (command.settings.credit_spec, "Leave it out."),
-        flags.REPORT_GROUPS: (command.settings.report, "Leave it out."),
-        flags.EVAL_AT_START: (command.settings.eval_at_start, "Leave it out."),
-        flags.REPLAY_BUFFER: (command.settings.replay_buffer_spec, "Leave it out."),
-        "--sampling.*": (command.settings.sampling, "Evaluation has --temperature and --top-p."),
+        parse.REPORT_GROUPS: (command.report_groups, "Leave it out."),
+        parse.EVAL_AT_START: (command.eval_at_start, "Leave it out."),
+        "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
         if value:
@@ -129,9 +129,9 @@ def _evaluate(
     problems, dataset = problems_of(given, given.limit, report)
     model = models.resolve(given.model, report=report)
     if command.spec is not None:
-        from ngrpo.preflight import check_model
+        from ngrpo.config.preflight import check_model
 
-        check_model(model, command.spec)
+        check_model(model, command.perturbation)
     return evaluate(
         model,
         problems,
@@ -161,7 +161,7 @@ def _sampling(given: argparse.Namespace) -> Sampling:
 def _policy(given: argparse.Namespace, command: Any) -> RolloutPolicy:
     from ngrpo.evaluate.rollout_policy import RolloutPolicy
 
-    policy = RolloutPolicy.of(command.settings, given.at_step, given.of_steps)
+    policy = RolloutPolicy.of(command, given.at_step, given.of_steps)
     policy.check_temperature(given.temperature)
     return policy
 

@@ -200,7 +200,7 @@ def _generate(
         _check_length(model, length, sampling.max_tokens)
         progress.report(f"loading {model}")
         with noisy_folder(model, policy) as weights:
-            schedule = policy.schedule_spec
+            schedule = policy.specs.get("sampling_schedule")
             llm = engines.build(weights, spec, length, hardware=hardware, options=options, schedule=schedule)
         reproducible = True
     else:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
-    from ngrpo.trainer.run_settings import RunSettings
 
 AT_STEP, OF_STEPS = "--at-step", "--of-steps"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -32,42 +32,41 @@ class RolloutPolicy:
     """How the rollouts of one training step are drawn, beside their perturbation.
 
     Attributes:
-        schedule_spec: as ``ngrpo.sampling_schedules.create`` takes it; None for one temperature throughout.
-        noise_spec: as ``ngrpo.policy_noises.create`` takes it; None for the model's own weights.
+        run: what asks for a sampling schedule and noise on the weights; nothing else of it counts.
         step: the training step, from 0.
         steps: training steps of the whole run; None where nothing depends on it.
     """
 
-    schedule_spec: Mapping[str, Any] | None = None
-    noise_spec: Mapping[str, Any] | None = None
+    run: RunConfig = field(default_factory=RunConfig)
     step: int = 0
     steps: int | None = None
 
     @classmethod
-    def of(cls, settings: RunSettings, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-        """What a run's settings ask for, checked.
+    def of(cls, run: RunConfig, step: int = 0, steps: int | None = None) -> RolloutPolicy:
+        """What a run asks for, checked.
 
         Raises:
             UsageError: for a schedule that follows a training, a σ that depends on a run's length which is not given,
                 or a step that no run has.
         """
-        made = cls(settings.sampling_schedule_spec, settings.policy_noise_spec, step, steps)
+        made = cls(run, step, steps)
         made.check()
         return made
 
-    @cached_property
+    @property
+    def specs(self) -> dict[str, Any]:
+        """The spec of each kind that is asked for and changes rollouts."""
+        return {name: dict(spec) for name, spec in self.run.specs.items() if KINDS[name].in_rollouts}
+
+    @property
     def schedule(self) -> SamplingSchedule | None:
         """The sampling schedule."""
-        from ngrpo import sampling_schedules
+        return self.run.sampling_schedule
 
-        return None if self.schedule_spec is None else sampling_schedules.create(**self.schedule_spec)
-
-    @cached_property
+    @property
     def noise(self) -> PolicyNoise | None:
         """The noise on the weights."""
-        from ngrpo import policy_noises
-
-        return None if self.noise_spec is None else policy_noises.create(**self.noise_spec)
+        return self.run.policy_noise
 
     @property
     def scale(self) -> float:
@@ -77,7 +76,7 @@ class RolloutPolicy:
     @property
     def plain(self) -> bool:
         """Whether the model's own policy draws, at one temperature."""
-        return self.schedule_spec is None and self.noise_spec is None
+        return not self.specs
 
     @property
     def notes(self) -> list[str]:
@@ -118,16 +117,7 @@ class RolloutPolicy:
         """For a result file: the specs, the step, and σ; empty where :attr:`plain`."""
         if self.plain:
             return {}
-        found: dict[str, Any] = {
-            "sampling_schedule": _known(self.schedule_spec),
-            "policy_noise": _known(self.noise_spec),
-        }
-        found = {name: spec for name, spec in found.items() if spec is not None}
-        return {**found, "training_step": self.step, **({} if self.noise is None else {"sigma": self.scale})}
-
-
-def _known(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if spec is None else dict(spec)
+        return {**self.specs, "training_step": self.step, **({} if self.noise is None else {"sigma": self.scale})}
 
 
 @contextmanager

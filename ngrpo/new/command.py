@@ -4,14 +4,7 @@
 Writes NAME.py, a small one that works, and test_NAME.py into the folder [the
 current one]. Change the formula in the first and the numbers in the second.
 
-  perturbation   what the model is fed in place of a sampled token
-  gate           where a perturbation acts
-  advantage      what the rewards of one prompt's answers become
-  credit         how an answer's advantage is shared among its tokens
-  policy_noise   noise on the weights that roll out
-  sampling_schedule
-                 temperatures that change within an answer or over a run
-  replay_buffer  where finished trajectories wait for the trainer
+{kinds}
 
 examples
   ngrpo new perturbation damp
@@ -24,19 +17,16 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
-from ngrpo.catalogue import KINDS
+from ngrpo.config.kinds import KINDS
 from ngrpo.result_folder import writing
+from ngrpo.text_table import defined
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 from perturbations.registry import Registry
-
-_REGISTRIES = {registry.kind.replace(" ", "_"): registry for registry in KINDS}
-_CHECKED = ("perturbation", "gate", "advantage")  # the kinds that `ngrpo check` knows
 
 
 def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -53,21 +43,21 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         UsageError: for an unknown kind, a name that cannot be one, or a file that exists.
     """
     if not words or "-h" in words or "--help" in words:
-        print(__doc__, end="")
+        lines = (line for kind in KINDS.values() for line in defined(f"  {kind.name}", kind.about, column=21))
+        print((__doc__ or "").replace("{kinds}", "\n".join(lines)), end="")
         return 0 if words else 2
-    kind, *rest = words
-    if kind not in _REGISTRIES:
-        raise UsageError(
-            f"ngrpo new {kind}: unknown kind.{nearest(kind, _REGISTRIES)} Kinds: {', '.join(_REGISTRIES)}."
-        )
+    word, *rest = words
+    if word not in KINDS:
+        raise UsageError(f"ngrpo new {word}: unknown kind.{nearest(word, KINDS)} Kinds: {', '.join(KINDS)}.")
+    kind = KINDS[word]
     if not 1 <= len(rest) <= 2:
-        raise UsageError(f"ngrpo new {kind} takes a name and at most a folder, got {' '.join(rest)!r}.")
+        raise UsageError(f"ngrpo new {word} takes a name and at most a folder, got {' '.join(rest)!r}.")
     name, folder = rest[0], Path(rest[1] if len(rest) == 2 else ".").expanduser()
-    _check_name(_REGISTRIES[kind], name)
-    made = {folder / f"{name}.py": kind, folder / f"test_{name}.py": f"test_{kind}"}
+    _check_name(kind.registry, name)
+    made = {folder / f"{name}.py": kind.template(), folder / f"test_{name}.py": kind.template("test_")}
     for path in made:
         if path.exists():
-            raise UsageError(f"ngrpo new {kind} {name}: {path} exists. Give another name or folder, or remove it.")
+            raise UsageError(f"ngrpo new {word} {name}: {path} exists. Give another name or folder, or remove it.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in made.items():
@@ -75,10 +65,11 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     file, test = made
     report(f"wrote {file} and {test}")
     address = f"./{file}" if not file.is_absolute() else str(file)
-    if kind in _CHECKED:
-        report(f"check it:  ngrpo check {'' if kind == 'perturbation' else kind + ' '}{address}")
+    if kind.suite:
+        report(f"check it:  ngrpo check {'' if word == 'perturbation' else word + ' '}{address}")
     report(f"test it:   pytest {test}")
-    report(f"use it:    ngrpo train {_use(kind)} {address} ...")
+    beside = "--perturbation neighbor " if kind.part_of_perturbation else ""
+    report(f"use it:    ngrpo train {beside}{kind.flag} {address} ...")
     return 0
 
 
@@ -103,10 +94,4 @@ def _check_name(registry: Registry, name: str) -> None:
 
 
 def _filled(template: str, name: str) -> str:
-    text = files("ngrpo.new").joinpath(f"templates/{template}.txt").read_text(encoding="utf-8")
-    return Template(text).substitute(name=name, Class="".join(part.capitalize() for part in name.split("_")))
-
-
-def _use(kind: str) -> str:
-    flag = KINDS[_REGISTRIES[kind]]
-    return f"--perturbation neighbor {flag}" if flag.startswith("--perturbation.") else flag
+    return Template(template).substitute(name=name, Class="".join(part.capitalize() for part in name.split("_")))

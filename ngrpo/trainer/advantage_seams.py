@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ngrpo.advantages.base import Advantage
+from ngrpo.config.run import current_run
 from ngrpo.trainer.metrics import note_measures
 from ngrpo.trainer.rewards import refuse_non_finite, responses
-from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.visits import Visits
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngrpo.config.run import current_run
 from ngrpo.credits.base import Credit, LossTokens
 from ngrpo.trainer.log_prob_replacement import replacing
-from ngrpo.trainer.run_settings import current_run
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngrpo.config.run import current_run
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainer.metrics import kept_by_actors, note_measures
-from ngrpo.trainer.run_settings import current_run
 
 
 def with_entropies(plain: type) -> type:

@@ -8,9 +8,8 @@ OpenRLHF pays nothing, and the order of imports does not matter.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -19,19 +18,28 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from ngrpo.config.run import RunConfig, begin
 from ngrpo.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
 from ngrpo.trainer.seams import IMPORT, Seam, active
 
-CONDITIONS = "NGRPO_CONDITIONS"
-"""Environment variable, comma-separated: which rows are active in a worker process."""
+
+def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
+    """Ray's `worker_process_setup_hook`: runs in every worker before any of its tasks or actors.
+
+    Ray keeps the function, and with it the run, in its own store: no disk need be shared, and none of it stands in an
+    environment variable, of which Linux allows 131,072 bytes.
+    """
+
+    def in_worker() -> None:
+        begin(run)
+        install_in_worker(conditions)
+
+    return in_worker
 
 
-def in_worker() -> None:
-    """Ray's `worker_process_setup_hook`: runs in every worker before any of its tasks or actors."""
-    conditions = os.environ[CONDITIONS].split(",")
-    if not has_flash_attn():  # Nodes of a cluster may differ: the driver found out about its own only.
-        conditions.append(WITHOUT_FLASH_ATTN)
-    install(conditions)
+def install_in_worker(conditions: Sequence[str]) -> None:
+    """As :func:`install`; nodes of a cluster may differ, and the driver found out about its own only."""
+    install(conditions if has_flash_attn() else [*conditions, WITHOUT_FLASH_ATTN])
 
 
 def install(conditions: Iterable[str]) -> None:

@@ -11,14 +11,14 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ngrpo.config.run import RunConfig, current_run
 from ngrpo.result_folder import CannotWrite, write_text
 from ngrpo.token_texts import fed, pieces
 from ngrpo.trainer.metrics import note_measures
-from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import unpack
 
 FILE = "groups.jsonl"
@@ -231,31 +231,31 @@ def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
         experiences = original(self, rollout_samples)
-        keep(self, experiences, current_run().report)
+        keep(self, experiences, current_run())
         return experiences
 
     return make_experience_batch
 
 
-def keep(maker: Any, experiences: Sequence[Any], report: Mapping[str, Any]) -> None:
+def keep(maker: Any, experiences: Sequence[Any], run: RunConfig) -> None:
     """Keeps groups of the step at hand, if it is due.
 
     Args:
         maker: OpenRLHF's experience maker.
         experiences: of the step.
-        report: ``groups``, and the run's ``folder``.
+        run: whose folder they are kept in.
     """
     step, args = maker.training_step, maker.strategy.args
     if not hasattr(maker, "kept_groups"):
-        maker.kept_groups = KeptGroups(Path(report["folder"]), step)
-    perturbation = current_run().perturbation
+        maker.kept_groups = KeptGroups(Path(run.run_dir), step)
+    perturbation = run.perturbation
     maker.kept_groups.add(
         step,
         lambda: of_step(
             experiences,
             maker.tokenizer,
             size=args.rollout.n_samples_per_prompt,
-            groups=report["groups"],
+            groups=run.report_groups,
             seed=f"{args.train.seed} {step}",
             gaps=perturbation is None or not perturbation.has_density,
         ),

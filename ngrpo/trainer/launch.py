@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
 import socket
 import sys
 import traceback
@@ -19,14 +18,13 @@ from pathlib import Path
 from uuid import uuid4
 
 from ngrpo import openrlhf_parser, placement
+from ngrpo.config.run import RunConfig, begin
 from ngrpo.hardware import Profile, attention, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
 from ngrpo.trainer.failure import RUN_ID, end_processes, explanation, root_cause
-from ngrpo.trainer.install import CONDITIONS, install
-from ngrpo.trainer.run_settings import RunSettings
-from ngrpo.trainer.seams import check
+from ngrpo.trainer.install import install, setup_hook
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
@@ -42,30 +40,19 @@ class TrainingFailed(RuntimeError):
     """OpenRLHF, or one of its Ray actors, ended with an error; the message names the root cause."""
 
 
-def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str) -> None:
+def launch(run: RunConfig) -> None:
     """Trains until OpenRLHF's program ends.
 
     Args:
-        openrlhf_args: OpenRLHF's flags, e.g. ``["--actor.model_name_or_path", "…", …]``.
-        settings: What is asked of the run beyond that; the defaults for plain OpenRLHF.
-        hardware: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        run: with OpenRLHF's flags complete, and all of ngrpo/config/rules.py looked at.
 
     Raises:
-        ValueError: For a flag that this hardware cannot serve.
-        ngrpo.trainer.seams.SeamMismatch: Where upstream is not what we were written against.
         TrainingFailed: With the root cause, whatever process it happened in.
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
-    profile = profile_for(hardware)
-    flags = Flags(openrlhf_args).with_defaults(profile.default_flags)
-    profile.check(flags)
-    conditions = conditions_for(profile, settings)
-    if attention.WITHOUT_FLASH_ATTN in conditions:
-        flags = flags.with_defaults(attention.DEFAULT_FLAGS)
-        attention.check(flags, profile.name)
-    if flags.added:
-        print(f"[hardware {profile.name}] default flags: {shlex.join(flags.added)}", flush=True)
-    check(conditions)
+    profile = profile_for(run.hardware)
+    flags = Flags(run.openrlhf)
+    conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
         os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
     for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):
@@ -73,26 +60,26 @@ def launch(openrlhf_args: Sequence[str], settings: RunSettings, *, hardware: str
     os.environ[RUN_ID] = uuid4().hex
     if conditions:
         if not flags.has("--help"):
-            _start_ray(profile, flags, conditions, settings)
+            _start_ray(profile, flags, conditions, run)
         install(conditions)
     _run(flags.words)
 
 
-def conditions_for(profile: Profile, settings: RunSettings) -> tuple[str, ...]:
+def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
     """Returns the conditions of `ngrpo.trainer.seams` that hold; none means stock OpenRLHF."""
     held = {
         "cpu": profile.name == "cpu",
         attention.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not attention.has_flash_attn(),
     }
-    return (*(name for name, holds in held.items() if holds), *settings.conditions)
+    return (*(name for name, holds in held.items() if holds), *run.conditions)
 
 
-def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSettings) -> dict[str, str]:
+def worker_env(profile: Profile) -> dict[str, str]:
     """Returns the environment of every Ray worker process; what the user exported wins."""
     env = {**_OPENRLHF_ENV, **profile.env}
     env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
     ours = {name: os.environ.get(name, "") for name in (RUN_ID, used_runner.VARIABLE)}
-    env |= {CONDITIONS: ",".join(conditions), **ours, **settings.env()}
+    env |= ours
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[2])
@@ -101,13 +88,12 @@ def worker_env(profile: Profile, conditions: Sequence[str], settings: RunSetting
     return env
 
 
-def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], settings: RunSettings) -> None:
+def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: RunConfig) -> None:
     """Starts Ray here, or joins the cluster at hand, with the setup hook for every worker."""
     import ray
 
-    os.environ.update(settings.env())
-    hook = "ngrpo.trainer.install.in_worker"
-    everywhere = {"env_vars": worker_env(profile, conditions, settings), "worker_process_setup_hook": hook}
+    begin(run)
+    everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
     address = os.environ.get("RAY_ADDRESS") or _started_here()
     if address in (None, "local"):
         ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))

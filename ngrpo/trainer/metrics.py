@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.config.run import current_run
 from ngrpo.trainer import unperturbed
 from ngrpo.trainer.gap import GapScale, check_gap
 from ngrpo.trainer.importance import importance_measures, rollout_entropy
 from ngrpo.trainer.rewards import refuse_non_finite
-from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 from perturbations.base import Perturbation
 from perturbations.step import Positions

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from ngrpo.config.run import current_run
 from ngrpo.parameters_file import attach
 from ngrpo.trainer import trajectory_record
 from ngrpo.trainer.density_loss import Densities, densities, token_log_probs
 from ngrpo.trainer.log_prob_replacement import nothing_replaced
 from ngrpo.trainer.metrics import QUOTIENTS
 from ngrpo.trainer.replay_probe import prove
-from ngrpo.trainer.run_settings import current_run
 from perturbations.base import Perturbation
 from perturbations.parameters import attached, freeze
 from perturbations.replay.scope import ReplayScope

@@ -15,9 +15,9 @@ from math import ceil
 from operator import attrgetter
 from typing import Any
 
+from ngrpo.config.run import current_run
 from ngrpo.trainer.checkpoint_states import keeping
 from ngrpo.trainer.model_actors import model_of
-from ngrpo.trainer.run_settings import current_run
 
 _CHOSEN = "ngrpo_policy_noise"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ngrpo.config.run import current_run
 from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
@@ -29,7 +30,6 @@ from ngrpo.rollout.settings import (
 from ngrpo.trainer import unperturbed
 from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import MOST_ANSWERS, AnswerNumbers
-from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
 from perturbations.base import Perturbation
@@ -69,19 +69,18 @@ class RecordingExecutor:
         if self._reward is not None:
             self._reward.raise_failure()
         run = current_run()
-        if conversation.record is not None and (run.perturbation is not None or run.corrects_sampling):
+        if conversation.record is not None and (run.perturbation is not None or run.sampling.correct_mask):
             return finished(conversation, response)
         return response
 
 
-def engine_perturbation(seed: int) -> Perturbation:
+def engine_spec(seed: int) -> dict[str, Any]:
     """The run's perturbation for the engine with this OpenRLHF seed: every engine has streams of its own.
 
     Under ``--reproducible`` an unperturbed run has them too, for its token draws.
     """
-    spec = current_run().perturbation_spec or {"name": "none"}
-    mixed = trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF
-    return registry.create(**{**spec, "seed": mixed})
+    spec = current_run().spec or registry.create("none").spec()
+    return {**spec, "seed": trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF}
 
 
 async def confirm(actor: Any, perturbation: Perturbation) -> None:
@@ -252,19 +251,19 @@ def perturbed_engine(plain: type) -> type:
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
-            perturbation = engine_perturbation(kwargs.get("seed", 0))
-            run = current_run()
+            run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
-                KEY: perturbation.spec(),
+                KEY: spec,
                 SEEDED_DRAWS: run.reproducible,
-                SAMPLING_MASKS: run.corrects_sampling,
-                SAMPLING_MASK_GIB: run.sampling.get("mask_gib"),
-                SAMPLING_SCHEDULE: run.sampling_schedule_spec,
-                REPLAY_BUFFER: run.replay_buffer_spec,
+                SAMPLING_MASKS: run.sampling.correct_mask,
+                SAMPLING_MASK_GIB: run.sampling.mask_gib,
+                SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
+                REPLAY_BUFFER: run.specs.get("replay_buffer"),
                 DEFERRED_PROBE: True,
             }
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
+            perturbation = registry.create(**spec)
             await confirm(self, perturbation)
             self.perturbation_proof = EngineProof(self.llm, perturbation.active)
             await self.perturbation_proof.passed()

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainer.run_settings import current_run
 
 # Answers to one prompt in one round; the next round's numbers follow.
 MOST_ANSWERS = 1 << 20

@@ -12,10 +12,10 @@ from dataclasses import astuple
 from functools import lru_cache
 from typing import Any
 
+from ngrpo.config.run import current_run
 from ngrpo.sampling_schedules.base import PastStep, Run
 from ngrpo.trainer.checkpoint_states import keeping
 from ngrpo.trainer.policy_noise import steps_of_run
-from ngrpo.trainer.run_settings import current_run
 
 _PAST = "ngrpo_sampling_schedule"
 

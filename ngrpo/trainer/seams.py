@@ -19,10 +19,12 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from importlib.util import find_spec
 from pathlib import Path
 
+from perturbations.errors import UsageError
+
 IMPORT = "<import>"
 
 
-class SeamMismatch(RuntimeError):
+class SeamMismatch(UsageError):
     """Upstream code is not what a row of the table was written against."""
 
 

@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's settings in the environment of a test, as `ngrpo.trainer.launch` puts them into that of a worker."""
+"""Runs as tests write them, and one of them as the current one of a test's process."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from ngrpo.trainer.run_settings import RunSettings
+from ngrpo.config import rules, run
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
+from ngrpo.config.sampling import Sampling
+from ngrpo.openrlhf_flags import Flags
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Makes ``RunSettings(**settings)`` the current run's until the test ends."""
-    for name, value in RunSettings(**settings).env().items():
-        monkeypatch.setenv(name, value)
+def run_of(*, sampling: Mapping[str, Any] | None = None, **values: Any) -> RunConfig:
+    """A run with specs by their kind's name, its sampling's options, and further attributes."""
+    specs = {name: values.pop(name) for name in list(values) if name in KINDS}
+    specs = {name: spec for name, spec in specs.items() if spec is not None}
+    return RunConfig(specs=specs, sampling=Sampling(**(sampling or {})), **values)
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Makes ``run_of(**values)`` the current run until the test ends."""
+    monkeypatch.setattr(run, "_current", run_of(**values))
+
+
+def check_flags(words: Sequence[str], asked: RunConfig) -> None:
+    """The rules on OpenRLHF's flags as they are given."""
+    rules.check("given", Flags(words), asked)

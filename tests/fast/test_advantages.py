@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ngrpo import catalogue, flags
+from ngrpo import catalogue
 from ngrpo.advantages import available, compute, create, registry
 from ngrpo.answers import outcome
+from ngrpo.config import parse
+from ngrpo.config.run import current_run
 from ngrpo.trainer.advantage_seams import measures
 from ngrpo.trainer.rewards import refuse_non_finite
-from ngrpo.trainer.run_settings import current_run
 from ngrpo.trainer.visits import Visits
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
@@ -178,12 +179,12 @@ class TestRegistry:
         text = (ROOT / "docs" / "advantages.md").read_text(encoding="utf-8").partition("```python\n")[2]
         monkeypatch.chdir(tmp_path)
         Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
-        command = flags.parse(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
+        command = parse.run_config(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
         Path("centered.py").unlink()  # a Ray worker on another machine has no such file
-        run_with(monkeypatch, advantage_spec=command.settings.advantage_spec)
+        run_with(monkeypatch, advantage=command.specs.get("advantage"))
         close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])
         with pytest.raises(UsageError, match="greater than 0"):
-            create(**{**command.settings.advantage_spec, "scale": 0})
+            create(**{**command.specs.get("advantage"), "scale": 0})
 
     def test_another_class_is_refused(self) -> None:
         with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.advantages\.Advantage"):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo import advantages, cli, flags
-from ngrpo.advantage_check import inspect
+from ngrpo import advantages, cli
 from ngrpo.advantages import Advantage
+from ngrpo.config import kinds, parse
+from ngrpo.config.advantage_check import inspect
 from perturbations import option
 from perturbations.errors import UsageError
 
@@ -94,7 +95,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 def test_one_of_the_users_own_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", "m", "--advantage", f"{__name__}:Centered"]
-    assert flags.parse(words).settings.advantage_spec["scale"] == 1.0
+    assert parse.run_config(words).specs.get("advantage")["scale"] == 1.0
     monkeypatch.setattr(Centered, "formula", FORMULAS["over_the_batch"][0])
+    kinds._check_once.cache_clear()  # a class does not change while a command runs
     with pytest.raises(UsageError, match=r"advantage '.*Centered' breaks its contract: .*row 0 alone"):
-        flags.parse(words)
+        parse.run_config(words)

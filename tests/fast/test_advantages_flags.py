@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import flags, presets
 from ngrpo.advantages import create
+from ngrpo.config import parse, presets, run, sampling
+from ngrpo.config.run import current_run
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import launch, rollout_sampling
-from ngrpo.trainer.run_settings import RunSettings, current_run
+from ngrpo.trainer import install, launch
 from ngrpo.trainer.seams import active
+from tests.fast.run import run_of
 
 
 def applied(preset: str, *words: str) -> list[str]:
@@ -63,8 +64,8 @@ class TestPresets:
 
 class TestAddedFlags:
     def added(self, line: str) -> list[str]:
-        command = flags.parse(line.split())
-        return list(presets.applied(Flags(command.openrlhf_args), command.preset, command.settings.advantage).added)
+        command = parse.run_config(line.split())
+        return list(presets.applied(Flags(command.openrlhf), command.preset, command.advantage).added)
 
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
@@ -113,17 +114,17 @@ class TestAddedFlags:
 class TestWords:
     def test_they_are_picked_out(self) -> None:
         line = "--advantage w_reinforce --x 1 --advantage.lam=0.2 --preset gspo --sampling.top_k 5"
-        command = flags.parse([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
-        assert command.settings.advantage_spec == {"name": "w_reinforce", "lam": 0.2}
+        command = parse.run_config([*line.split(), "--sampling.min_p", "0.1", "--perturbation", "neighbor"])
+        assert command.specs.get("advantage") == {"name": "w_reinforce", "lam": 0.2}
         assert command.preset == "gspo" and command.spec["name"] == "neighbor"
-        assert command.settings.sampling == {"top_k": 5, "min_p": 0.1} and command.openrlhf_args == ("--x", "1")
+        assert command.sampling.given() == {"top_k": 5, "min_p": 0.1} and command.openrlhf == ("--x", "1")
 
     def test_nothing_is_nothing(self) -> None:
-        command = flags.parse([])
-        assert (command.settings.advantage_spec, command.preset, command.settings.sampling) == (None, None, {})
+        command = parse.run_config([])
+        assert (command.specs.get("advantage"), command.preset, command.sampling.given()) == (None, None, {})
 
     def test_none_is_openrlhfs_own(self) -> None:
-        assert flags.parse(["--advantage", "none"]).settings.advantage is None
+        assert parse.run_config(["--advantage", "none"]).advantage is None
 
     @pytest.mark.parametrize(
         ("line", "parts"),
@@ -147,13 +148,13 @@ class TestWords:
     )
     def test_bad_words(self, line: str, parts: list[str]) -> None:
         with pytest.raises(ValueError) as caught:
-            flags.parse(line.split())
+            parse.run_config(line.split())
         for part in parts:
             assert part in str(caught.value)
 
     def test_sampling_for_the_results(self) -> None:
         args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
-        assert rollout_sampling.described(rollout_sampling.create(min_p="0.1"), args) == {
+        assert sampling.described(sampling.create(min_p="0.1"), Flags(args)) == {
             "temperature": 0.7,
             "top_p": 1.0,
             "top_k": None,
@@ -163,15 +164,16 @@ class TestWords:
 
 
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = RunSettings(advantage_spec={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    settings = run_of(advantage={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
     conditions = launch.conditions_for(CPU, settings)
     assert conditions == ("cpu", "without_flash_attn", "advantage", "sampling")
-    assert launch.conditions_for(CPU, RunSettings()) == ("cpu", "without_flash_attn")
-    env = launch.worker_env(CPU, conditions, settings)
-    for name in env:
-        monkeypatch.setenv(name, env[name])
+    assert launch.conditions_for(CPU, run_of()) == ("cpu", "without_flash_attn")
+    monkeypatch.setattr(run, "_current", settings)  # put back after the test
+    monkeypatch.setattr(install, "install", lambda conditions: None)
+    cloudpickle.loads(cloudpickle.dumps(install.setup_hook(conditions, settings)))()  # as Ray carries it
     read = current_run()
-    assert read == settings and read.advantage.n == 2 and read.perturbation is None
+    assert read == settings and read is not settings and read.advantage.n == 2 and read.perturbation is None
     assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {seam.attribute for seam in active(conditions)}
     assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

@@ -25,7 +25,7 @@ def test_each_answer_gets_its_own_advantage_in_whatever_order_micro_batches_are(
 
     Rewards 0, 1, 1, 1 and 0, 0, 0, 1 in the order of generation: ±.5 and ∓1.5 by group_norm.
     """
-    run_with(monkeypatch, advantage_spec={"name": "group_norm"})
+    run_with(monkeypatch, advantage={"name": "group_norm"})
     rewards = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     expected = torch.tensor([-1.5, 0.5, 0.5, 0.5, -0.5, -0.5, -0.5, 1.5])
     parts = [[6, 0], [7, 3, 4], [1], [5, 2]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo.arms`: the flags that name what is compared."""
+"""`ngrpo.config.arms`: the flags that name what is compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.arms import parse_arms
+from ngrpo.config.arms import parse_arms
 from perturbations import create
 from perturbations.errors import UsageError
 

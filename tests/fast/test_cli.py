@@ -11,24 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import catalogue, cli, flags, models, preflight, presets, tasks, train
+from ngrpo import cli, models, tasks, train
+from ngrpo.config import parse, preflight, presets
+from ngrpo.config.kinds import FLAGS
+from ngrpo.config.run import RunConfig
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create, registry
 from perturbations.errors import UsageError
 
 
-def parse(line: str) -> flags.TrainCommand:
-    return flags.parse(line.split())
+def parsed(line: str) -> RunConfig:
+    return parse.run_config(line.split())
 
 
 def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
-    command = parse(
+    command = parsed(
         "--perturbation neighbor --actor.adam.betas 0.9 0.95 --perturbation.rate=0.2 --future.flag --x=1"
         " --perturbation.k 4 --hardware cpu --task arithmetic --run-dir out"
     )
     assert command.spec == create("neighbor", rate=0.2, k=4).spec()
-    assert command.openrlhf_args == ("--actor.adam.betas", "0.9", "0.95", "--future.flag", "--x=1")
+    assert command.openrlhf == ("--actor.adam.betas", "0.9", "0.95", "--future.flag", "--x=1")
     assert (command.hardware, command.task, command.run_dir) == ("cpu", "arithmetic", "out")
 
 
@@ -36,17 +38,17 @@ def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
     "line", ["--train.seed 1", "--perturbation none", "--perturbation neighbor --perturbation.rate 0"]
 )
 def test_no_perturbation_is_no_spec(line: str) -> None:
-    assert parse(line).spec is None
+    assert parsed(line).spec is None
 
 
 def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "soft.yaml"
     file.write_text("name: soft\nreplay_buffer: memory\nreplay_buffer.max_bytes: 100\n")
     for words, size in (("", 100), (" --perturbation.replay_buffer.max_bytes 7", 7)):
-        settings = parse(f"--perturbation.config {file}{words}").settings
-        assert settings.replay_buffer_spec == {"name": "memory", "max_bytes": size}
-        assert settings.perturbation_spec == create("soft").spec()
-    assert parse("--perturbation soft").settings.replay_buffer_spec is None
+        settings = parsed(f"--perturbation.config {file}{words}")
+        assert settings.specs.get("replay_buffer") == {"name": "memory", "max_bytes": size}
+        assert settings.spec == create("soft").spec()
+    assert parsed("--perturbation soft").specs.get("replay_buffer") is None
 
 
 @pytest.mark.parametrize(
@@ -59,30 +61,30 @@ def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
     ],
 )
 def test_switches(words: str, value: bool) -> None:
-    command = parse(f"--perturbation neighbor {words}")
+    command = parsed(f"--perturbation neighbor {words}")
     assert command.spec["skip_special"] is value
-    assert command.openrlhf_args in ((), ("--train.seed", "3"))
+    assert command.openrlhf in ((), ("--train.seed", "3"))
 
 
 def test_model_is_the_actor() -> None:
-    assert parse("--model m --train.seed 1").openrlhf_args == (
+    assert parsed("--model m --train.seed 1").openrlhf == (
         "--actor.model_name_or_path",
         "m",
         "--train.seed",
         "1",
     )
     with pytest.raises(ValueError, match="the same setting"):
-        parse("--model a --actor.model_name_or_path b")
+        parsed("--model a --actor.model_name_or_path b")
 
 
 def test_model_names_are_replaced_everywhere() -> None:
     args = ["--actor.model_name_or_path", "a", "--reward.model_name_or_path=b,c", "--x", "a"]
-    replaced = flags.replace_model_names(Flags(args), str.upper)
+    replaced = parse.replace_model_names(Flags(args), str.upper)
     assert replaced.words == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
 
 
 def test_rate_one_with_anchor_is_noted() -> None:
-    notes = parse("--perturbation neighbor --perturbation.rate 1").notes
+    notes = parsed("--perturbation neighbor --perturbation.rate 1").notes
     assert len(notes) == 1 and "greedy decoding" in notes[0]
 
 
@@ -121,28 +123,28 @@ def test_rate_one_with_anchor_is_noted() -> None:
 )
 def test_bad_words(line: str, parts: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(line)
+        parsed(line)
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_flags_of_openrlhf_are_not_near_misses() -> None:
     line = "--actor.x 1 --train.partial_rollout_enable --local_rank 0 --use_ms --data.prompt_probs 1 --permute 2"
-    assert parse(line).openrlhf_args == tuple(line.split())
+    assert parsed(line).openrlhf == tuple(line.split())
 
 
 class TestConfigFile:
-    def parse(self, folder: Path, text: str, line: str = "") -> flags.TrainCommand:
+    def parsed(self, folder: Path, text: str, line: str = "") -> RunConfig:
         file = folder / "p.yaml"
         file.write_text(text)
-        return parse(f"--perturbation.config {file} {line}")
+        return parsed(f"--perturbation.config {file} {line}")
 
     def test_same_options_and_flags_override(self, tmp_path: Path) -> None:
-        command = self.parse(tmp_path, "name: neighbor\nrate: 0.3\nk: 5\n", "--perturbation.rate 0.4")
+        command = self.parsed(tmp_path, "name: neighbor\nrate: 0.3\nk: 5\n", "--perturbation.rate 0.4")
         assert command.spec == create("neighbor", rate=0.4, k=5).spec()
 
     def test_perturbation_flag_overrides_name(self, tmp_path: Path) -> None:
-        assert self.parse(tmp_path, "name: neighbor\nrate: 0.3\n", "--perturbation soft").spec["name"] == "soft"
+        assert self.parsed(tmp_path, "name: neighbor\nrate: 0.3\n", "--perturbation soft").spec["name"] == "soft"
 
     @pytest.mark.parametrize(
         ("text", "parts"),
@@ -159,13 +161,13 @@ class TestConfigFile:
     )
     def test_bad_files(self, tmp_path: Path, text: str, parts: list[str]) -> None:
         with pytest.raises(ValueError) as caught:
-            self.parse(tmp_path, text)
+            self.parsed(tmp_path, text)
         for part in parts:
             assert part in str(caught.value)
 
     def test_missing_file(self) -> None:
         with pytest.raises(ValueError, match=r"missing\.yaml: cannot be read"):
-            parse("--perturbation.config missing.yaml")
+            parsed("--perturbation.config missing.yaml")
 
 
 class TestMain:
@@ -237,11 +239,11 @@ class TestMain:
         assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
         assert narrow.split() == wide.split() and huge == wide
 
-    @pytest.mark.parametrize("name", sorted({each for kept in catalogue.KINDS for each in kept.in_tree()}))
+    @pytest.mark.parametrize("name", sorted({each for kept in FLAGS for each in kept.in_tree()}))
     def test_list_describes_each(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["list", name]) == 0
         text = capsys.readouterr().out
-        for kept, flag in catalogue.KINDS.items():
+        for kept, flag in FLAGS.items():
             if name in kept.available():
                 assert f"{name}  ({kept.kind}" in text and kept.get(name).__doc__.split("\n")[0] in text
                 own = [f.name for f in fields(kept.get(name)) if kept is not registry.perturbations]
@@ -302,8 +304,8 @@ class TestRun:
     def launched(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
         calls: list = []
 
-        def launch(args: list[str], settings: RunSettings, *, hardware: str) -> None:
-            calls.append((args, settings, hardware))
+        def launch(started: RunConfig) -> None:
+            calls.append(started)
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
@@ -315,9 +317,10 @@ class TestRun:
         line = "--perturbation soft --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         line += " --eval.dataset e/f"
         assert train.run(line.split(), report=print) == 0
-        (args, settings, hardware) = launched[0]
-        assert settings == RunSettings(perturbation_spec=settings.perturbation_spec)
-        assert settings.perturbation_spec["name"] == "soft" and hardware == "cpu"
+        (started,) = launched
+        args = started.openrlhf
+        assert [*started.specs] == ["perturbation"] and not started.conditions[1:]
+        assert started.spec["name"] == "soft" and started.hardware == "cpu"
         assert Flags(args).value("--actor.model_name_or_path") == "/resolved/smollm2-135m"
         assert Flags(args).value("--data.prompt_dataset") == "r/task/train.jsonl"
         assert Flags(args).value("--data.label_key") == "label"
@@ -331,9 +334,10 @@ class TestRun:
         line += " --rollout.n_samples_per_prompt 4"
         line += " --actor.loss_agg_mode token-mean --hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
         assert train.run(line.split(), report=print) == 0
-        (args, settings, _) = launched[0]
+        (started,) = launched
+        args = started.openrlhf
         advantage = {"name": "ngrpo", "n": 1, "max_reward": 1.0}
-        assert settings == RunSettings(advantage_spec=advantage, sampling={"min_p": 0.1})
+        assert started.specs == {"advantage": advantage} and started.sampling.given() == {"min_p": 0.1}
         assert Flags(args).value("--actor.policy_loss_type") == "gspo"
         assert args.count("--actor.loss_agg_mode") == 1
         assert "--algo.dynamic_filtering_range -1000000 0.99999" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ngrpo import flags
+from ngrpo.config import parse
 from ngrpo.openrlhf_flags import Flags
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clusters"
@@ -51,9 +51,9 @@ def test_the_rayjob_is_whole() -> None:
     program, command, *words = shlex.split(job["spec"]["entrypoint"])
     assert (program, command) == ("ngrpo", "train")
     copied = [word.replace("/workspace/examples", str(FOLDER.parent)) for word in words]
-    parsed = flags.parse(flags.with_files(copied))
+    parsed = parse.run_config(parse.with_files(copied))
     assert parsed.spec is not None and parsed.spec["name"] == "neighbor"
-    assert Flags(parsed.openrlhf_args).has("--train.colocate_all")
+    assert Flags(parsed.openrlhf).has("--train.colocate_all")
     cluster = job["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     images = {group["template"]["spec"]["containers"][0]["image"] for group in groups}

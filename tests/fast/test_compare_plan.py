@@ -9,7 +9,10 @@ import pytest
 
 from ngrpo.compare import arguments, command
 from ngrpo.compare.plan import Plan
-from ngrpo.compare.runs import eval_words, identity, train_words
+from ngrpo.compare.runs import eval_words, identity, run_config
+from ngrpo.config import parse
+from ngrpo.openrlhf_flags import Flags
+from perturbations import create
 from perturbations.errors import UsageError
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
@@ -29,59 +32,62 @@ def plan(*words: str) -> Plan:
     return arguments.parse([*words, *MODEL])[0]
 
 
-def words(given: Plan, number: int = 0) -> str:
-    return " ".join(train_words(given, given.runs()[number], Path("folder")))
+def has(given: Plan, number: int, line: str) -> bool:
+    """Whether a run of a plan has these flags."""
+    flags = run_config(given, given.runs()[number], Path("folder")).flags()
+    return all(str(flags.get(flag.name[2:])) == " ".join(flag.values) for flag in Flags(line.split()))
 
 
 def test_strategies_times_seeds_with_whole_seeds_first() -> None:
     made = plan("--perturbations", "none,neighbor", "--seeds", "0,1")
     assert [run.id for run in made.runs()] == ["none-seed0", "neighbor-seed0", "none-seed1", "neighbor-seed1"]
     assert made.baseline == "none"
-    assert words(made, 3) == (
-        "--reproducible true --model smollm2-135m --task arithmetic --perturbation neighbor"
-        " --train.seed 1 --run-dir folder"
-    )
+    spelt = "--reproducible true --actor.model_name_or_path smollm2-135m --task arithmetic --train.seed 1"
+    assert has(made, 3, f"{spelt} --perturbation neighbor") and has(made, 2, f"{spelt} --perturbation none")
+    config = run_config(made, made.runs()[3], Path("folder"))
+    assert config.run_dir == "folder" and config.spec == create("neighbor").spec()
+    assert config == parse.run_config([*f"{spelt} --perturbation neighbor --run-dir folder".split()])
 
 
 def test_perturbation_sweep_leaves_out_who_lacks_the_option() -> None:
     made = plan("--perturbations", "none,neighbor", "--sweep", "perturbation.metric=cosine,l2,l1")
     assert [arm.id for arm in made.arms] == ["none", *(f"neighbor metric={m}" for m in ("cosine", "l2", "l1"))]
-    assert "--perturbation neighbor --perturbation.metric l2 " in words(made, 2)
+    assert has(made, 2, "--perturbation neighbor --perturbation.metric l2")
 
 
 def test_sweep_of_a_training_flag_and_base_algorithms_apply_to_all() -> None:
     made = plan("--perturbations", "none,gumbel", "--sweep", "rollout.temperature=0.8,1.2", "--base", "grpo,gspo")
     ids = [arm.id for arm in made.arms]
     assert len(ids) == 8 and ids[0] == "none rollout.temperature=0.8 base=grpo"
-    assert "--rollout.temperature 0.8 --preset grpo" in words(made)
+    assert has(made, 0, "--rollout.temperature 0.8 --preset grpo")
     assert made.arms[3].training["base"] == "gspo"
 
 
 def test_a_sweep_over_the_correction_of_the_mismatch_between_rollout_and_training() -> None:
     made = plan("--perturbations", "none,neighbor,soft", "--sweep", "algo.advantage.is_correction_level=off,token,seq")
     assert len(made.arms) == 9 and made.arms[4].id == "neighbor algo.advantage.is_correction_level=token"
-    assert "--algo.advantage.is_correction_level token" in words(made, 4)
+    assert has(made, 4, "--algo.advantage.is_correction_level token")
 
 
 def test_credit_and_policy_noise_belong_to_a_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy")
-    assert "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy" in words(made, 1)
+    assert has(made, 1, "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy")
 
 
 def test_sampling_schedules_are_swept_and_belong_to_a_strategy() -> None:
     made = plan("--perturbations", "none,neighbor", "--sweep", "sampling.schedule=none,ead,e3")
     assert [arm.id for arm in made.arms][3:] == [f"neighbor sampling.schedule={name}" for name in ("none", "ead", "e3")]
-    assert "--perturbation none --sampling.schedule ead" in words(made, 1)
+    assert has(made, 1, "--perturbation none --sampling.schedule ead")
     made = plan("--strategy", "none", "--strategy", "neighbor sampling.schedule=ead sampling.schedule.c=3")
-    assert "--sampling.schedule ead --sampling.schedule.c 3" in words(made, 1)
+    assert has(made, 1, "--sampling.schedule ead --sampling.schedule.c 3")
 
 
 def test_one_line_per_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
     arm = made.arms[1]
     assert arm.training["base"] == "gspo" and arm.spec is not None and arm.spec["rate"] == 1.0
-    assert "--perturbation.rate 1 --perturbation.realization sampled" in words(made, 1)
-    assert "--preset gspo --advantage ngrpo" in words(made, 1)
+    assert has(made, 1, "--perturbation.rate 1.0 --perturbation.realization sampled")
+    assert has(made, 1, "--preset gspo --advantage ngrpo")
 
 
 def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
@@ -89,27 +95,22 @@ def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text(DAMP)
     made = plan("--perturbations", f"none,{file}:Damp:sigma=0.5")
-    given = train_words(made, made.runs()[1], Path("folder"))
-    assert given[given.index("--perturbation") + 1] == f"{file}:Damp"
-    assert "--perturbation.sigma 0.5" in " ".join(given)
+    config = run_config(made, made.runs()[1], Path("folder"))
+    assert config.spec["name"] == "x.py:Damp" and config.spec["source"] and config.spec["sigma"] == 0.5
     assert made.diagnosis is not None and made.diagnosis[-1] == f"'{file}:Damp' sigma=0.5"
 
 
 def test_what_an_arm_sets_takes_the_place_of_what_all_share() -> None:
     shared = ["--rollout.temperature", "0.7", "--advantage", "ngrpo", "--reproducible"]
     made = plan("--perturbations", "none", "--strategy", "none --rollout.temperature=1.2 advantage=psr", *shared)
-    first, second = (words(made, i) for i in range(2))
-    assert "--rollout.temperature 0.7" in first and "--advantage ngrpo" in first
-    assert "--rollout.temperature 1.2" in second and "--advantage psr" in second
-    for line in (first, second):
-        for flag in ("--rollout.temperature", "--advantage", "--reproducible"):
-            assert line.split().count(flag) == 1
+    assert has(made, 0, "--rollout.temperature 0.7 --advantage ngrpo --reproducible true")
+    assert has(made, 1, "--rollout.temperature 1.2 --advantage psr --reproducible true")
 
 
 def test_token_level_baseline() -> None:
     made = plan("--perturbations", "none", "--strategy", "none --rollout.temperature=1.2")
     assert [arm.id for arm in made.arms] == ["none", "none rollout.temperature=1.2"]
-    assert words(made, 1).count("--rollout.temperature 1.2") == 1
+    assert has(made, 1, "--rollout.temperature 1.2")
 
 
 def test_the_same_strategy_twice_keeps_two_places() -> None:
@@ -126,7 +127,7 @@ def test_later_words_win_over_those_of_a_script() -> None:
 
 
 def test_stock_sampling_on_request() -> None:
-    assert "reproducible" not in words(plan("--perturbations", "none", "--stock"))
+    assert not has(plan("--perturbations", "none", "--stock"), 0, "--reproducible true")
 
 
 def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
@@ -286,5 +287,5 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows:
 def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], message: str) -> None:
     shared = [*MODEL, "--hardware", "cpu", "--algo.advantage.estimator", "reinforce"]
     with pytest.raises(UsageError, match=message):
-        command._check(arguments.parse(["--perturbations", "none", *shared, *given])[0])
-    command._check(arguments.parse(["--perturbations", "none", *shared])[0])
+        command._check(arguments.parse(["--perturbations", "none", *shared, *given])[0], Path("out"))
+    command._check(arguments.parse(["--perturbations", "none", *shared])[0], Path("out"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import catalogue, credits, flags, summary, train
+from ngrpo import catalogue, credits, summary
+from ngrpo.config import parse, rules
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainer import credit_seams
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations.errors import UsageError
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 
 def step(
@@ -94,8 +93,8 @@ def test_first_token() -> None:
 
 def test_the_command_line() -> None:
     words = ["--model", "m", "--credit", "top_entropy", "--credit.fraction", "0.3"]
-    settings = flags.parse(words).settings
-    assert settings.credit_spec == {"name": "top_entropy", "fraction": 0.3}
+    settings = parse.run_config(words)
+    assert settings.specs.get("credit") == {"name": "top_entropy", "fraction": 0.3}
     assert settings.conditions == ("credit",)
     seams = {seam.ours for seam in active(["credit"])}
     assert {"ngrpo.trainer.credit_seams:own_credit", "ngrpo.trainer.credit_seams:with_entropies"} < seams
@@ -105,7 +104,7 @@ def test_the_command_line() -> None:
         (["--credit", "entropy_bonus", "--credit.kappa", "1"], "kappa='1': must be greater than 1"),
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-            flags.parse(words)
+            parse.run_config(words)
     complete = [
         "--model",
         "m",
@@ -119,7 +118,7 @@ def test_the_command_line() -> None:
     ]
     for preset, refused in (("grpo", False), ("gspo", True)):
         with pytest.raises(UsageError, match="the ratio is of the whole answer") if refused else nullcontext():
-            train.checked_flags(flags.parse([*complete, preset]), Path("runs/never-written"))
+            rules.checked(parse.run_config([*complete, preset]))
     assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help()
 
 
@@ -183,7 +182,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
     """Padding counts for nothing: the entropy of 9 is beyond its answer, so the two largest of five are 8 and 5."""
-    run_with(monkeypatch, credit_spec={"name": "top_entropy", "fraction": 0.4})
+    run_with(monkeypatch, credit={"name": "top_entropy", "fraction": 0.4})
     experiences = three_answers()
     found = credit_seams.own_credit(lambda maker, experiences: experiences)(maker, experiences)
     assert [e.advantages.tolist() for e in found] == [[[1.0, 7.0], [0.0, 0.0]], [[0.0, -1.0]]]
@@ -203,7 +202,7 @@ def test_a_credit_knows_answers_and_prompts(maker: SimpleNamespace) -> None:
 
 
 def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
-    run_with(monkeypatch, credit_spec={"name": "top_entropy"})
+    run_with(monkeypatch, credit={"name": "top_entropy"})
     monkeypatch.setattr(type(credits.create("top_entropy")), "formula", lambda self, tokens: tokens.advantages[:1])
     experiences = three_answers()
     with pytest.raises(RuntimeError, match=r"formula returns \(1,\) for 5 tokens"):
@@ -213,4 +212,4 @@ def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch,
 def test_the_summary_has_the_credit() -> None:
     series = {"train/rollout/reward_mean": {1: 0.5}, "train/credit/trained": {1: 0.2}}
     assert summary.steps(series) == [{"step": 1, "reward": 0.5, "credit_trained": 0.2}]
-    assert RunSettings(credit_spec={"name": "entropy_bonus"}).credit.kappa == 2.0
+    assert run_of(credit={"name": "entropy_bonus"}).credit.kappa == 2.0

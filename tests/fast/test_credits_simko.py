@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ngrpo import credits, flags, train
+from ngrpo import credits
+from ngrpo.config import parse, rules
 from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.credits.simko import quantiles
 from ngrpo.trainer import credit_loss
 from ngrpo.trainer.log_prob_replacement import with_replacements
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations.errors import UsageError
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 
 def one_answer(rows: list[list[float]], tokens: list[int], advantage: float) -> tuple[LossTokens, Tensor]:
@@ -238,7 +238,7 @@ def test_only_such_a_credit_is_asked_in_the_loss() -> None:
     assert acting == ["simko"] and credits.create("top_entropy").in_loss(None) is None
     ours = "ngrpo.trainer.credit_loss:training_step_with_credit"
     for name, among in (("simko", True), ("top_entropy", False)):
-        rows = active(RunSettings(credit_spec={"name": name}).conditions)
+        rows = active(run_of(credit={"name": name}).conditions)
         assert (ours in {seam.ours for seam in rows}) is among
     # The last row on the training step is the outermost, whose replacement is shown what nothing has replaced yet.
     steps = [s.ours for s in active(["perturbation", "sampling_mask", "credit_in_loss"]) if "training_step" in s.target]
@@ -264,4 +264,4 @@ WORDS += ["--credit", "simko"]
 )
 def test_what_it_cannot_go_with(words: list[str], message: str, tmp_path: Any) -> None:
     with pytest.raises(UsageError, match=message):
-        train.checked_flags(flags.parse([*WORDS, *words]), tmp_path / "never-written")
+        rules.checked(parse.run_config([*WORDS, *words]))

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, preflight
+from ngrpo import cli
+from ngrpo.config import preflight
 from ngrpo.evaluate import load_problems
 from ngrpo.evaluate.layouts import BOXED, LETTER
+from ngrpo.openrlhf_flags import Flags
 
 AIME = {"ID": "2024-I-1", "problem": "Find 1 + 1.", "solution": r"It is \boxed{002}.", "answer": "002", "year": "2024"}
 GPQA = {"Question": "Which is a noble gas?", "Correct Answer": "Neon", "Subdomain": "Chemistry"}
@@ -49,7 +51,7 @@ def test_each_set_from_a_file_of_its_layout(name: str, capsys: pytest.CaptureFix
     assert (after.messages, after.answer, after.scorer) == (before.messages, before.answer, before.scorer)
     assert written["label"] == (label or before.answer)
     args = ["--data.prompt_dataset", f"data/{name}.jsonl", "--data.label_key", "label"]
-    preflight.check_files([*args, "--data.apply_chat_template"])
+    preflight.check_files(Flags([*args, "--data.apply_chat_template"]))
 
 
 def test_plain_texts_for_a_model_without_a_chat_template() -> None:

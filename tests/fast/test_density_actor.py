@@ -91,7 +91,7 @@ def training_step(self: Any, experience: Any, kl_ctl: float, step: int) -> dict[
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, list]:
-    run_with(monkeypatch, perturbation_spec=PERTURBATION.spec())
+    run_with(monkeypatch, perturbation=PERTURBATION.spec())
     tokens, mask, records = batch(PERTURBATION)
     records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
@@ -133,7 +133,7 @@ def test_a_batch_without_a_perturbed_position_is_kept_too(inputs: tuple) -> None
 def test_a_sample_without_its_record_is_an_error(
     inputs: tuple, monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation, missing: list | None
 ) -> None:
-    run_with(monkeypatch, perturbation_spec=perturbation.spec())
+    run_with(monkeypatch, perturbation=perturbation.spec())
     kwargs, _, _ = inputs
     rides = kwargs["mm_train_inputs_list"]
     given = {**kwargs, "mm_train_inputs_list": missing and [i if i is None else rides[i] for i in missing]}
@@ -157,7 +157,7 @@ class Bypassing(Language):
 def test_a_replay_that_did_not_happen_is_an_error(
     inputs: tuple, monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation
 ) -> None:
-    run_with(monkeypatch, perturbation_spec=perturbation.spec())
+    run_with(monkeypatch, perturbation=perturbation.spec())
     kwargs, _, _ = inputs
     for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
         made.actor.model = Bypassing()

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.preflight import check_flags
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.registry import get
@@ -24,7 +22,7 @@ from perturbations.strategies.gumbel import Gumbel
 from perturbations.strategies.normal import Normal
 from perturbations.testing import PerturbationError, check_perturbation
 from tests.fast.recipes import METHODS, words_of
-from tests.fast.run import run_with
+from tests.fast.run import check_flags, run_of, run_with
 
 
 def broken(**parts: Any) -> type[Perturbation]:
@@ -119,12 +117,12 @@ def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
     tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
     experiences = [SimpleNamespace(action_log_probs=torch.zeros_like(t)) for t in tensors]
-    run_with(monkeypatch, perturbation_spec=create("gumbel", density="gumbel").spec())
+    run_with(monkeypatch, perturbation=create("gumbel", density="gumbel").spec())
     got = _token_log_probs(maker([tensors[:2], tensors[2:]]), experiences)
     assert all(torch.equal(a, b) for a, b in zip(got, tensors))
     with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
         _token_log_probs(maker([tensors[:1], tensors[2:]]), experiences)
-    run_with(monkeypatch, perturbation_spec=create("gumbel").spec())
+    run_with(monkeypatch, perturbation=create("gumbel").spec())
     assert all((t == 0.0).all() for t in _token_log_probs(maker([]), experiences))
 
 
@@ -139,7 +137,7 @@ def test_each_recipe_names_a_perturbation_and_its_options() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # STHT's fuzzy tokens: the text is never trained
             made.append(create(flags["--perturbation"], **options))
-            check_flags(["--actor.model_name_or_path", "m", *words], RunSettings(perturbation_spec=made[-1].spec()))
+            check_flags(["--actor.model_name_or_path", "m", *words], run_of(perturbation=made[-1].spec()))
         if made[-1].score_only:
             assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}

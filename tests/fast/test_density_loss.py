@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.preflight import check_flags
 from ngrpo.trainer.density_loss import densities, token_log_probs
 from ngrpo.trainer.log_prob_replacement import with_replacements
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit
@@ -23,6 +21,7 @@ from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 from perturbations.strategies.gumbel import Gumbel
+from tests.fast.run import check_flags, run_of
 from tests.fast.test_density import PERTURBATIONS, D, V, a_step, generator, likely
 
 
@@ -318,8 +317,8 @@ def test_importance_correction_does_not_go_with_a_density(density: str) -> None:
     flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level", "token"]
     spec = create("gumbel", density=density).spec()
     if density == "token":
-        check_flags(flags, RunSettings(perturbation_spec=spec))
+        check_flags(flags, run_of(perturbation=spec))
         return
     with pytest.raises(ValueError, match="is_correction_level token cannot be used with the density"):
-        check_flags(flags, RunSettings(perturbation_spec=spec))
-    check_flags([*flags[:3], "off"], RunSettings(perturbation_spec=spec))
+        check_flags(flags, run_of(perturbation=spec))
+    check_flags([*flags[:3], "off"], run_of(perturbation=spec))

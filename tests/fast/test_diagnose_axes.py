@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngrpo import bootstrap
-from ngrpo.arms import Arm, parse_arms
+from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.arms import parse_arms
+from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose import embedding_map, probe
 from perturbations import Step, create
 from perturbations.embeddings import matrix_embeddings

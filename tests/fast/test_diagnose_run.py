@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.arms import parse_arms
+from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose import diagnosis, measuring
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from ngrpo import catalogue
+from ngrpo.config.kinds import FLAGS
 from perturbations import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ sys.path.insert(0, str(DOCS / "_site"))
 
 import method_pages  # noqa: E402
 
-METHODS = [(kept, name) for kept in catalogue.KINDS for name in kept.in_tree()]
+METHODS = [(kept, name) for kept in FLAGS for name in kept.in_tree()]
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,9 +59,9 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
     page = method_pages.page(kept, name)
     heads = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert page.startswith(f"# `{name}`\n\n") and "Options" in heads
-    assert f"`{catalogue.KINDS[kept]} {name}`" in page and ":class:" not in page and "``" not in page.replace("```", "")
+    assert f"`{FLAGS[kept]} {name}`" in page and ":class:" not in page and "``" not in page.replace("```", "")
     for field in catalogue.own_options(kept, kept.get(name)):
-        assert f"`{catalogue.KINDS[kept]}.{field.name}`" in page
+        assert f"`{FLAGS[kept]}.{field.name}`" in page
     if kept.kind in method_pages.FORMULAS:
         assert set(heads) & set(method_pages.FORMULAS[kept.kind].values()), "a docstring with its formula"
         assert "```text" in page, "a picture"

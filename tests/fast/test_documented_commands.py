@@ -23,7 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import catalogue, cli, openrlhf_parser
+from ngrpo import cli, openrlhf_parser
+from ngrpo.config.kinds import FLAGS
 from ngrpo.openrlhf_flags import Flags
 from perturbations import registry
 from tests.conftest import ROOT
@@ -196,7 +197,7 @@ def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Of OpenRLHF, of everything registered, of each command's help, and of the benchmarks."""
     options = {
         f"{root}.{field.name}"
-        for kept, root in catalogue.KINDS.items()
+        for kept, root in FLAGS.items()
         for name in kept.in_tree()
         for field in dataclasses.fields(kept.get(name))
     }

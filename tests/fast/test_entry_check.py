@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import advantages, credits, entry_check, policy_noises, preflight
+from ngrpo import advantages, credits, policy_noises
 from ngrpo.catalogue import described
+from ngrpo.config import entry_check, preflight
+from ngrpo.config.run import RunConfig
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.model_actors import replaying_actor, replaying_training_step
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.parameters import freeze
 from perturbations.registry import create
-from tests.fast.run import run_with
+from tests.fast.run import check_flags, run_of, run_with
 from tests.fast.test_density_actor import PolicyModelActor
 from tests.fast.test_density_loss import batch
 
@@ -36,8 +37,8 @@ def made(name: str, **options: Any) -> Perturbation:
         return create(name, **options)
 
 
-def settings(perturbation: Perturbation, **parts: Any) -> RunSettings:
-    return RunSettings(perturbation_spec=perturbation.spec(), **parts)
+def settings(perturbation: Perturbation, **parts: Any) -> RunConfig:
+    return run_of(perturbation=perturbation.spec(), **parts)
 
 
 # --- advantages and scores --------------------------------------------------------------------------
@@ -59,19 +60,19 @@ LATENT = made("latent", density="latent")
 @pytest.mark.parametrize(
     ("perturbation", "words", "parts", "named"),
     [
-        (LATENT, GROUPS, {"advantage_spec": {"name": "nsr"}}, "--advantage nsr"),
-        (LATENT, GROUPS, {"advantage_spec": {"name": "ngrpo"}}, "--advantage ngrpo"),
-        (LATENT, GROUPS, {"credit_spec": {"name": "first_token"}}, "--credit first_token"),
+        (LATENT, GROUPS, {"advantage": {"name": "nsr"}}, "--advantage nsr"),
+        (LATENT, GROUPS, {"advantage": {"name": "ngrpo"}}, "--advantage ngrpo"),
+        (LATENT, GROUPS, {"credit": {"name": "first_token"}}, "--credit first_token"),
         (LATENT, ["--algo.advantage.estimator", "reinforce"], {}, "--algo.advantage.estimator reinforce"),
         (LATENT, [], {}, "--algo.advantage.estimator gae"),
-        (made("lepo"), GROUPS, {"advantage_spec": {"name": "psr"}}, "--advantage psr"),
-        (made("neighbor"), GROUPS, {"advantage_spec": {"name": "psr"}}, "--advantage psr"),
+        (made("lepo"), GROUPS, {"advantage": {"name": "psr"}}, "--advantage psr"),
+        (made("neighbor"), GROUPS, {"advantage": {"name": "psr"}}, "--advantage psr"),
         (LATENT, GROUPS, {}, None),
-        (LATENT, GROUPS, {"advantage_spec": {"name": "pass_at_k"}}, None),
-        (LATENT, GROUPS, {"credit_spec": {"name": "top_entropy"}}, None),
-        (made("latent", density="exact"), GROUPS, {"advantage_spec": {"name": "nsr"}}, None),
-        (made("multiplex", density="joint"), GROUPS, {"advantage_spec": {"name": "nsr"}}, None),
-        (made("soft"), [], {"advantage_spec": {"name": "psr"}}, None),
+        (LATENT, GROUPS, {"advantage": {"name": "pass_at_k"}}, None),
+        (LATENT, GROUPS, {"credit": {"name": "top_entropy"}}, None),
+        (made("latent", density="exact"), GROUPS, {"advantage": {"name": "nsr"}}, None),
+        (made("multiplex", density="joint"), GROUPS, {"advantage": {"name": "nsr"}}, None),
+        (made("soft"), [], {"advantage": {"name": "psr"}}, None),
     ],
 )
 def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
@@ -86,7 +87,7 @@ def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
 
 
 def test_a_run_without_a_perturbation_is_not_warned_of() -> None:
-    assert entry_check.notes(Flags(MODEL), RunSettings(advantage_spec={"name": "psr"})) == []
+    assert entry_check.notes(Flags(MODEL), run_of(advantage={"name": "psr"})) == []
 
 
 def test_the_listing_says_which_scores_have_mean_0() -> None:
@@ -106,9 +107,9 @@ def test_a_density_that_counts_by_its_score_refuses_noisy_rollouts(name: str, co
     words = [*MODEL, "--algo.advantage.is_correction_level", correction]
     for perturbation in (made("gaussian", base="soft", density="gaussian"), made("normal", density="normal")):
         with pytest.raises(UsageError, match=r"cannot be used with the density.*too narrow"):
-            preflight.check_policy_noise(Flags(words), settings(perturbation, policy_noise_spec={"name": name}))
+            preflight.check_policy_noise(Flags(words), settings(perturbation, policy_noise={"name": name}))
     if correction == "off":
-        plain = settings(made("gaussian", base="soft"), policy_noise_spec={"name": name})
+        plain = settings(made("gaussian", base="soft"), policy_noise={"name": name})
         preflight.check_policy_noise(Flags(words), plain)
 
 
@@ -116,7 +117,7 @@ def test_a_density_that_counts_by_its_score_refuses_noisy_rollouts(name: str, co
     ("words", "parts", "named"),
     [
         (["--train.async_enable"], {}, "--train.async_enable"),
-        ([], {"policy_noise_spec": {"name": "aqn"}}, "--policy_noise aqn"),
+        ([], {"policy_noise": {"name": "aqn"}}, "--policy_noise aqn"),
         ([], {}, None),
     ],
 )
@@ -143,10 +144,10 @@ def test_a_request_s_filters_would_choose_among_the_draws(words: list[str], samp
     for name, density in (("gumbel", "gumbel"), ("latent", "exact"), ("multiplex", "joint"), ("gumbel", "token")):
         run = settings(made(name, density=density), sampling=sampling)
         if named is None or name == "multiplex" or density == "token":
-            preflight.check_flags([*MODEL, *words], run)  # further draws are within the filters; tokens have no density
+            check_flags([*MODEL, *words], run)  # further draws are within the filters; tokens have no density
         else:
             with pytest.raises(UsageError, match=rf"^{named} cannot be used with the density of --perturbation {name}"):
-                preflight.check_flags([*MODEL, *words], run)
+                check_flags([*MODEL, *words], run)
 
 
 # --- the KL term ------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_kl_needs_a_token() -> None:
 
 def kl_gradient(monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation) -> tuple[Tensor, Tensor]:
     """Gradients to the head of a k3 term, and of a policy loss with A = 1, in one training step."""
-    run_with(monkeypatch, perturbation_spec=perturbation.spec())
+    run_with(monkeypatch, perturbation=perturbation.spec())
     tokens, mask, records = batch(perturbation)
     records[1] = records[0].truncate(5)
     action = mask.clone()[:, 1:]
@@ -255,8 +256,8 @@ def test_freezing_needs_a_head_to_freeze() -> None:
 def test_frozen_inputs_and_reentrant_checkpointing() -> None:
     words = [*MODEL, "--actor.gradient_checkpointing_reentrant"]
     with pytest.raises(UsageError, match=r"reentrant cannot be used with --perturbation\.freeze both"):
-        preflight.check_flags(words, settings(made("latent")))
-    preflight.check_flags(words, settings(made("latent", freeze="head")))
+        check_flags(words, settings(made("latent")))
+    check_flags(words, settings(made("latent", freeze="head")))
 
 
 def test_the_defaults_are_the_releases() -> None:

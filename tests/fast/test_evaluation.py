@@ -45,7 +45,7 @@ class Generator:
 
 @pytest.mark.parametrize(("spec", "perturbed"), [({}, False), ({"perturb_eval": True}, True)])
 def test_evaluation_is_plain_unless_asked(spec: dict, perturbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, perturbation_spec={"name": "neighbor", **spec})
+    run_with(monkeypatch, perturbation={"name": "neighbor", **spec})
     generator = numbered_requests(Generator)()
     engine = generator.vllm_engines[0]
     generator.generate_samples()

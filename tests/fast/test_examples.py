@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ngrpo import catalogue, cli, flags
+from ngrpo import cli
 from ngrpo.compare import arguments
-from ngrpo.compare.runs import train_words
-from ngrpo.train import checked_flags
+from ngrpo.compare.runs import run_config
+from ngrpo.config import parse, rules
+from ngrpo.config.kinds import FLAGS
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
 
@@ -41,13 +43,13 @@ def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
     plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
     assert len(set(ids)) == len(ids) and plan.baseline in ids
-    for kept, flag in catalogue.KINDS.items():
+    for kept, flag in FLAGS.items():
         words = {"--perturbation": ""}.get(flag, f"{flag.removeprefix('--')}=")
         missing = {name for name in kept.in_tree() if not any(f"{words}{name}" in line.split() for line in ids)}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
     for run in plan.runs()[: len(plan.arms)]:
-        words = train_words(plan, run, tmp_path)
-        assert checked_flags(flags.parse([*words, "--hardware", "cpu"]), tmp_path).has("--algo.kl.init_coef")
+        asked = dataclasses.replace(run_config(plan, run, tmp_path), hardware="cpu")
+        assert rules.checked(asked).has("--algo.kl.init_coef")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -57,14 +59,14 @@ def test_each_method_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> Non
     words = words_of(f"methods/{name}")
     sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "4", "--train.batch_size", "16"]
     given = [word for pair in zip(sizes[::2], sizes[1::2]) if pair[0] not in words for word in pair]
-    parsed = flags.parse([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
-    assert checked_flags(parsed, tmp_path).has("--algo.advantage.estimator")
+    parsed = parse.run_config([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
+    assert rules.checked(parsed).has("--algo.advantage.estimator")
 
 
 def test_every_method_has_a_recipe() -> None:
     recipes = {name: words_of(f"methods/{name}") for name in METHODS}
     text = "\n".join(" ".join(words) for words in recipes.values())
-    for kept, flag in catalogue.KINDS.items():
+    for kept, flag in FLAGS.items():
         missing = {name for name in kept.in_tree() if f"{flag} {name}" not in text} - {"none", "group_norm"}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
     assert len({tuple(sorted(words)) for words in recipes.values()}) == len(recipes), "two files, one recipe"

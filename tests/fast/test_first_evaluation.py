@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ngrpo import flags, preflight
+from ngrpo.config import parse, preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer.first_evaluation import evaluating_first
 from perturbations.errors import UsageError
@@ -39,12 +39,12 @@ def test_only_before_the_first_step() -> None:
 
 
 def test_the_flag() -> None:
-    command = flags.parse(["--eval.at_start", "--eval.steps", "4"])
-    assert command.settings.eval_at_start and command.openrlhf_args == ("--eval.steps", "4")
-    assert command.settings.conditions == ("eval_at_start",)
-    assert not flags.parse(["--eval.at_start", "false"]).settings.eval_at_start
+    command = parse.run_config(["--eval.at_start", "--eval.steps", "4"])
+    assert command.eval_at_start and command.openrlhf == ("--eval.steps", "4")
+    assert command.conditions == ("eval_at_start",)
+    assert not parse.run_config(["--eval.at_start", "false"]).eval_at_start
     with pytest.raises(UsageError, match="is given twice"):
-        flags.parse(["--eval.at_start", "--eval.at_start"])
+        parse.run_config(["--eval.at_start", "--eval.at_start"])
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_the_flag() -> None:
     [([], "needs problems"), (["--eval.dataset", "e.jsonl", "--train.async_enable"], "--train.async_enable")],
 )
 def test_what_it_needs(words: list[str], said: str) -> None:
-    settings = flags.parse(["--eval.at_start"]).settings
+    settings = parse.run_config(["--eval.at_start"])
     with pytest.raises(UsageError, match=said):
         preflight.check_eval_at_start(Flags(words), settings)
     preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
-    preflight.check_eval_at_start(Flags(words), flags.parse([]).settings)
+    preflight.check_eval_at_start(Flags(words), parse.run_config([]))

@@ -5,20 +5,23 @@ import asyncio
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ngrpo.config import rules, run
+from ngrpo.config.run import RunConfig
 from ngrpo.hardware import attention, profile_for
 from ngrpo.hardware.cpu import engine_of_processes
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import install, launch
 from ngrpo.trainer.failure import RUN_ID
 from ngrpo.trainer.launch import conditions_for, worker_env
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations.errors import UsageError
+from tests.fast.run import run_of
 
 CPU = profile_for("cpu")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -59,19 +62,19 @@ def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
 def test_cuda_with_flash_attn_is_stock_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
     set_flash_attn(monkeypatch, True)
     profile = profile_for("cuda")
-    perturbed = RunSettings(perturbation_spec={"name": "neighbor"})
-    assert conditions_for(profile, RunSettings()) == () and profile.env == {} == profile.default_flags
+    perturbed = run_of(perturbation={"name": "neighbor"})
+    assert conditions_for(profile, run_of()) == () and profile.env == {} == profile.default_flags
     assert conditions_for(profile, perturbed) == ("perturbation",)
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_conditions_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     set_flash_attn(monkeypatch, installed)
-    perturbed = RunSettings(perturbation_spec={"name": "neighbor"})
+    perturbed = run_of(perturbation={"name": "neighbor"})
     assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation"), "of no use on a CPU"
-    assert conditions_for(CPU, RunSettings(reproducible=True)) == ("cpu", "without_flash_attn", "reproducible")
+    assert conditions_for(CPU, run_of(reproducible=True)) == ("cpu", "without_flash_attn", "reproducible")
     if not installed:
-        assert conditions_for(profile_for("cuda"), RunSettings()) == ("without_flash_attn",)
+        assert conditions_for(profile_for("cuda"), run_of()) == ("without_flash_attn",)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +97,19 @@ def test_what_counts_as_flash_attn(
     assert attention.has_flash_attn() is found
 
 
+def start(run: RunConfig) -> None:
+    """Starts a run as far as its hardware is concerned."""
+    flags = rules.of_hardware(Flags(run.openrlhf), run)
+    next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
+    rules._attention(flags, run)
+    launch.launch(replace(run, openrlhf=tuple(flags.words)))
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What a launch would start, in the place of starting it."""
     done: dict[str, object] = {}
     monkeypatch.setenv(RUN_ID, "")
-    monkeypatch.setattr(launch, "check", lambda conditions: None)
     monkeypatch.setattr(launch, "_start_ray", lambda profile, flags, conditions, settings: done.update(ray=conditions))
     monkeypatch.setattr(launch, "install", lambda conditions: done.update(seams=conditions))
     monkeypatch.setattr(launch, "_run", lambda words: done.update(words=words))
@@ -107,25 +117,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def test_cuda_without_flash_attn_trains_with_sdpa_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
 ) -> None:
     set_flash_attn(monkeypatch, False)
-    launch.launch(["--train.seed", "1"], RunSettings(), hardware="cuda")
+    start(run_of(openrlhf=("--train.seed", "1"), hardware="cuda"))
     held = ("without_flash_attn",)
     assert launched == dict(ray=held, seams=held, words=["--ds.attn_implementation", "sdpa", "--train.seed", "1"]), (
         "the seam is in place in this process and in the workers"
     )
-    assert "[hardware cuda] default flags: --ds.attn_implementation sdpa\n" in capsys.readouterr().out
-    launch.launch(["--ds.attn_implementation", "eager"], RunSettings(), hardware="cuda")
+    start(run_of(openrlhf=("--ds.attn_implementation", "eager"), hardware="cuda"))
     assert launched["words"] == ["--ds.attn_implementation", "eager"]
 
 
 def test_cuda_with_flash_attn_starts_openrlhf_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
 ) -> None:
     set_flash_attn(monkeypatch, True)
-    launch.launch(["--ds.packing_samples"], RunSettings(), hardware="cuda")
-    assert launched == dict(words=["--ds.packing_samples"]) and capsys.readouterr().out == ""
+    start(run_of(openrlhf=("--ds.packing_samples",), hardware="cuda"))
+    assert launched == dict(words=["--ds.packing_samples"])
 
 
 PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"]]
@@ -143,7 +152,7 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
         f"^{' '.join(flags)} cannot be used here: .*flash-attn, and that is not installed.* Fix: .*docs/install.md"
     )
     with pytest.raises(UsageError, match=expected):
-        launch.launch(flags, RunSettings(), hardware="cuda")
+        start(run_of(openrlhf=tuple(flags), hardware="cuda"))
     assert launched == {}
 
 
@@ -159,14 +168,15 @@ def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("worker", [True, False])
 def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, driver: bool, worker: bool) -> None:
     set_flash_attn(monkeypatch, driver)
-    settings = RunSettings(perturbation_spec={"name": "neighbor"})
+    settings = run_of(perturbation={"name": "neighbor"})
     profile = profile_for("cuda")
-    env = worker_env(profile, conditions_for(profile, settings), settings)
+    hook = install.setup_hook(conditions_for(profile, settings), settings)
     set_flash_attn(monkeypatch, worker)
-    monkeypatch.setenv(install.CONDITIONS, env[install.CONDITIONS])
     held: set[str] = set()
     monkeypatch.setattr(install, "install", held.update)
-    install.in_worker()
+    monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test
+    hook()
+    assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
     assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
 
 
@@ -174,8 +184,8 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
         "from ngrpo.hardware import attention; attention.has_flash_attn = lambda: False\n"
-        "from ngrpo.trainer.launch import launch, RunSettings\n"
-        "launch(['--help'], RunSettings(), hardware='cuda')"
+        "from ngrpo.trainer.launch import launch, RunConfig\n"
+        "launch(RunConfig(openrlhf=('--help',), hardware='cuda'))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -198,7 +208,7 @@ def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
 def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> None:
     name = flags[0].split("=")[0]
     with pytest.raises(ValueError, match=f"{name}.* cannot be used with --hardware cpu: "):
-        launch.launch(flags, RunSettings(), hardware="cpu")
+        start(run_of(openrlhf=tuple(flags), hardware="cpu"))
 
 
 def test_harmless_values_pass() -> None:
@@ -254,10 +264,7 @@ def test_logical_resources_cover_every_model() -> None:
 def test_worker_environment(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    settings = RunSettings(perturbation_spec={"rate": 0.1, "name": "neighbor"})
-    env = worker_env(CPU, ("cpu", "perturbation"), settings)
-    assert env["NGRPO_CONDITIONS"] == "cpu,perturbation"
-    assert env["NGRPO_PERTURBATION"] == '{"name": "neighbor", "rate": 0.1}'
+    env = worker_env(CPU)
     assert env["NCCL_DEBUG"] == "INFO" and env["OMP_NUM_THREADS"] == "7", "what the user exported wins"
     assert env["DS_ACCELERATOR"] == "cpu"
 

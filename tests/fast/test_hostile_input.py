@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ngrpo import cli, flags, models, openrlhf_parser, preflight
+from ngrpo import cli, models, openrlhf_parser
 from ngrpo.compare import arguments
+from ngrpo.config import parse, preflight
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -201,6 +202,6 @@ def test_openrlhfs_own_parser(words: list[str]) -> None:
 @FEW
 @given(st.lists(TEXT, max_size=6))
 def test_words_are_sorted_or_refused(words: list[str]) -> None:
-    for parse in (flags.parse, arguments.parse):
+    for read in (parse.run_config, arguments.parse):
         with contextlib.suppress(UsageError):
-            parse(words)
+            read(words)

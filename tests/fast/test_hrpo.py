@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import flags, parameters_file
+from ngrpo import parameters_file
+from ngrpo.config import parse
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
@@ -265,5 +266,5 @@ def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, w
 
 
 def test_the_recipe_names_options_of_hrpo() -> None:
-    found = flags.parse(words_of("methods/hrpo"))
+    found = parse.run_config(words_of("methods/hrpo"))
     assert create(**found.spec) == create("hrpo")

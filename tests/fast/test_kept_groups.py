@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo import flags, train
+from ngrpo.config import parse
 from ngrpo.trainer import kept_groups
 from ngrpo.trainer.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from ngrpo.trainer.trajectory_record import TrajectoryRecord
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 
 class Tokenizer:
@@ -175,7 +174,7 @@ def test_what_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, report={"groups": 1, "folder": str(tmp_path)})
+    run_with(monkeypatch, report_groups=1, run_dir=str(tmp_path))
     args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2), train=SimpleNamespace(seed=1))
     maker = SimpleNamespace(strategy=SimpleNamespace(args=args), tokenizer=Tokenizer(), training_step=0)
     ours = kept_groups.kept_groups(lambda self, samples: samples)
@@ -187,15 +186,13 @@ def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_flag() -> None:
     words = ["--model", "smollm2-135m", "--report.groups", "3"]
-    settings = flags.parse(words).settings
-    assert settings.report == {"groups": 3} and settings.conditions == ("report_groups",)
-    placed = train._with_report(settings, Path("runs/x")).report
-    assert placed == {"groups": 3, "folder": str(Path("runs/x").absolute())}
+    settings = parse.run_config(words)
+    assert settings.report_groups == 3 and settings.conditions == ("report_groups",)
     ours = [seam.ours for seam in active(["report_groups"])]
     assert ours[-1] == "ngrpo.trainer.kept_groups:kept_groups" and "ngrpo.trainer.metrics:reporting_trainer" in ours
-    assert flags.parse(["--report.groups", "0"]).settings == RunSettings()
+    assert parse.run_config(["--report.groups", "0"]) == run_of()
     for wrong in ("17", "-1", "x", "1.5"):
         with pytest.raises(UsageError, match=f"--report.groups {wrong}: a whole number of prompts"):
-            flags.parse(["--report.groups", wrong])
+            parse.run_config(["--report.groups", wrong])
     with pytest.raises(UsageError, match="Did you mean"):
-        flags.parse(["--reports.groups", "1"])
+        parse.run_config(["--reports.groups", "1"])

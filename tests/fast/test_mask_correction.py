@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo import flags
+from ngrpo.config import parse, sampling
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.preflight import check_flags
 from ngrpo.rollout.sampling_mask import SamplingMask
-from ngrpo.trainer import rollout_sampling
 from ngrpo.trainer.density_loss import densities
 from ngrpo.trainer.log_prob_replacement import with_replacements
 from ngrpo.trainer.mask_correction import corrected
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
 from ngrpo.trainer.turns import Conversation
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
+from tests.fast.run import check_flags, run_of
 from tests.fast.test_density import V, a_step, likely
 from tests.fast.test_density_loss import Model, log_probs_of, record_of
 
@@ -195,29 +193,29 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
 
 class TestFlags:
     def test_on_by_the_flag_alone(self) -> None:
-        command = flags.parse(["--sampling.correct_mask", "--sampling.top_k", "5"])
-        assert command.settings.sampling == {"top_k": 5, "correct_mask": True}
-        settings = RunSettings(sampling=command.settings.sampling)
+        command = parse.run_config(["--sampling.correct_mask", "--sampling.top_k", "5"])
+        assert command.sampling.given() == {"top_k": 5, "correct_mask": True}
+        settings = run_of(sampling=command.sampling.given())
         assert settings.conditions == ("sampling", "sampling_mask")
-        off = flags.parse(["--sampling.correct_mask", "false"])
-        assert off.settings.sampling == {} and off.settings.conditions == ()
+        off = parse.run_config(["--sampling.correct_mask", "false"])
+        assert off.sampling.given() == {} and off.conditions == ()
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])
     def test_no_warning_without_truncation(self, args: list[str]) -> None:
-        assert rollout_sampling.create().notes(Flags(args)) == []
+        assert sampling.create().notes(Flags(args)) == []
 
     def test_a_warning_with_it(self) -> None:
-        for sampling, args, named in (
+        for options, args, named in (
             ({"top_k": 20}, [], "top_k 20"),
             ({"min_p": 0.1}, [], "min_p 0.1"),
             ({}, ["--rollout.top_p", "0.9"], "top_p 0.9"),
         ):
-            (note,) = rollout_sampling.create(**sampling).notes(Flags(args))
+            (note,) = sampling.create(**options).notes(Flags(args))
             assert named in note and "--sampling.correct_mask" in note
-            assert rollout_sampling.create(**sampling, correct_mask=True).notes(Flags(args)) == []
+            assert sampling.create(**options, correct_mask=True).notes(Flags(args)) == []
 
     def test_what_it_does_not_go_with(self) -> None:
         model = ["--actor.model_name_or_path", "m"]
-        check_flags([*model, "--ds.ring_attn_size", "2"], RunSettings())
+        check_flags([*model, "--ds.ring_attn_size", "2"], run_of())
         with pytest.raises(UsageError, match=r"ring_attn_size 2 cannot be used with --sampling\.correct_mask"):
-            check_flags([*model, "--ds.ring_attn_size", "2"], RunSettings(sampling={"correct_mask": True}))
+            check_flags([*model, "--ds.ring_attn_size", "2"], run_of(sampling={"correct_mask": True}))

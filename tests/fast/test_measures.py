@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo import flags
+from ngrpo.config import parse
 from ngrpo.progress import Reporter
 from ngrpo.trainer.gap import ReplayGap, check_gap
 from ngrpo.trainer.metrics import QUOTIENTS, add_measures, step_metrics
@@ -183,20 +183,20 @@ def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFix
     ],
 )
 def test_strictness_on_the_command_line(words: str, strict: bool, limit: float) -> None:
-    settings = flags.parse(words.split()).settings
+    settings = parse.run_config(words.split())
     assert (settings.strict, settings.gap_limit) == (strict, limit)
-    assert not {"strict", "gap_limit"} & settings.perturbation_spec.keys()
+    assert not {"strict", "gap_limit"} & settings.spec.keys()
 
 
 @pytest.mark.parametrize("words", ["gap_limit 0.5", "gap_limit nan", "gap_limit ten", "gap_limit", "strict maybe"])
 def test_wrong_strictness_names_the_value(words: str) -> None:
     flag, _, value = words.partition(" ")
     with pytest.raises(UsageError, match=f"--perturbation.{flag} {value}.*needed"):
-        flags.parse(["--perturbation", "gumbel", *f"--perturbation.{words}".split()])
+        parse.run_config(["--perturbation", "gumbel", *f"--perturbation.{words}".split()])
 
 
 def test_strictness_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("name: gumbel\nstrict: true\ngap_limit: 4\n")
-    settings = flags.parse(["--perturbation.config", str(file), "--perturbation.gap_limit", "5"]).settings
+    settings = parse.run_config(["--perturbation.config", str(file), "--perturbation.gap_limit", "5"])
     assert settings.strict and settings.gap_limit == 5.0

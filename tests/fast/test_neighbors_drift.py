@@ -39,7 +39,7 @@ def test_engines_add_up(local_ray: None) -> None:
 def test_it_joins_the_status_of_the_step_after_its_weight_sync(
     local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_with(monkeypatch, perturbation_spec={"name": "neighbor"})
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
     order: list[str] = []
 
     class Plain:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import catalogue, cli
+from ngrpo import cli
+from ngrpo.config.kinds import FLAGS
 from tests.conftest import ROOT
 from tests.fast.own_files import clean
 
 __all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it
 
-KINDS = [registry.kind.replace(" ", "_") for registry in catalogue.KINDS]
+KINDS = [registry.kind.replace(" ", "_") for registry in FLAGS]
 
 
 def test_what_it_writes_passes_its_own_tests_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 import ngrpo
 import perturbations
-from ngrpo import catalogue
+from ngrpo.config.kinds import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("perturbations", "ngrpo")
@@ -94,7 +94,7 @@ def test_every_paper_that_is_named_is_cited() -> None:
     for number, paper in papers.items():
         assert paper["type"] == "article" and paper["title"] and paper["authors"] and paper["year"], number
         assert paper["identifiers"][0] == {"type": "other", "value": f"arXiv:{number}"}
-    classes = [kept.get(name) for kept in catalogue.KINDS for name in kept.in_tree()]
+    classes = [kept.get(name) for kept in FLAGS for name in kept.in_tree()]
     registered = {number for cls in classes for number in ARXIV.findall(getattr(cls, "paper", ""))}
     assert len(registered) > 15
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
@@ -153,7 +153,7 @@ def test_ci_runs_what_it_says() -> None:
 
 def test_a_contributor_is_told_of_every_kind_and_every_target() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for kept in catalogue.KINDS:
+    for kept in FLAGS:
         folder = kept.tree.replace(".", "/")
         assert f"`{folder}/`" in text, f"{kept.kind}s live in {folder}/"
         assert (ROOT / folder).is_dir()

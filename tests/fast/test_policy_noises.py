@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import flags, policy_noises, preflight, train
+from ngrpo import policy_noises
+from ngrpo.config import parse, preflight, rules
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.trainer import policy_noise
 from ngrpo.trainer.importance import importance_measures
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -251,7 +250,7 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
     # Four steps in all, four stages: none, then 0.3 and less.
     spec = policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec()
-    run_with(monkeypatch, policy_noise_spec=spec)
+    run_with(monkeypatch, policy_noise=spec)
     sent: list[Any] = []
     trainer = policy_noise.noisy_trainer(PlainTrainer)(sent, {"global_step": 0})
     trainer.fit()
@@ -272,13 +271,13 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_command_line() -> None:
-    settings = flags.parse(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"]).settings
-    assert settings.policy_noise_spec["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
+    settings = parse.run_config(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"])
+    assert settings.specs.get("policy_noise")["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
     assert {seam.ours.rpartition(":")[2] for seam in active(["policy_noise"])} == {
         "sent_with_noise", "told_of_noise", "measured_rollout_policy", "noisy_trainer", "reporting_trainer",
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):
-        flags.parse(["--policy_noise.sigma", "0.1"])
+        parse.run_config(["--policy_noise.sigma", "0.1"])
 
 
 @pytest.mark.parametrize(
@@ -291,7 +290,7 @@ def test_the_command_line() -> None:
 )
 def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
     spec, density = policy_noises.create("psn").spec(), create("gumbel", density="gumbel").spec()
-    settings = RunSettings(policy_noise_spec=spec, perturbation_spec=density)
+    settings = run_of(policy_noise=spec, perturbation=density)
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         preflight.check_policy_noise(Flags(words), settings)
     preflight.check_policy_noise(
@@ -304,8 +303,8 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 
     def complete(*words: str) -> Flags:
         line = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4", "--policy_noise", "psn"]
-        command = flags.parse([*line, *words])
-        return train.checked_flags(command, Path("runs/never-written"))
+        command = parse.run_config([*line, *words])
+        return rules.checked(command)
 
     assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
     for words in (["--preset", "gspo"], ["--actor.policy_loss_type", "gspo"]):
@@ -317,7 +316,7 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 def test_an_adaptive_noise_needs_the_rollouts_log_probabilities() -> None:
     words, settings = ["--algo.advantage.is_correction_level", "off"], policy_noises.create("psn", adaptive=True).spec()
     with pytest.raises(UsageError, match=r"Leave --algo\.advantage\.is_correction_level at token"):
-        preflight.check_policy_noise(Flags(words), RunSettings(policy_noise_spec=settings))
+        preflight.check_policy_noise(Flags(words), run_of(policy_noise=settings))
 
 
 def test_steps_of_a_run_count_the_smaller_batches() -> None:
@@ -327,7 +326,7 @@ def test_steps_of_a_run_count_the_smaller_batches() -> None:
 
 
 def test_a_switch_may_stand_alone() -> None:
-    spec = flags.parse(["--policy_noise", "psn", "--policy_noise.adaptive"]).settings.policy_noise_spec
+    spec = parse.run_config(["--policy_noise", "psn", "--policy_noise.adaptive"]).specs.get("policy_noise")
     assert spec is not None and spec["adaptive"] is True
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma needs a value"):
-        flags.parse(["--policy_noise", "psn", "--policy_noise.sigma"])
+        parse.run_config(["--policy_noise", "psn", "--policy_noise.sigma"])

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import preflight, reward_files, versions
-from ngrpo.trainer.run_settings import RunSettings
+from ngrpo import reward_files, versions
+from ngrpo.config import preflight
+from ngrpo.openrlhf_flags import Flags
 from perturbations import available, create
 from perturbations.errors import UsageError
 from perturbations.registry import get
+from tests.fast.run import check_flags, run_of
 
-SETTINGS = RunSettings(perturbation_spec=create("neighbor").spec())
+SETTINGS = run_of(perturbation=create("neighbor").spec())
 MODEL = ["--actor.model_name_or_path", "m"]
 
 
@@ -75,18 +77,18 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
     ],
 )
 def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
-    preflight.check_flags([*MODEL, *words], RunSettings())
+    check_flags([*MODEL, *words], run_of())
     with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Fix: "):
-        preflight.check_flags([*MODEL, *words], SETTINGS)
+        check_flags([*MODEL, *words], SETTINGS)
 
 
 def test_an_average_that_zero_3_would_not_keep_is_refused() -> None:
     """Also without a perturbation: what such a run saves is what it began with."""
-    for settings in (RunSettings(), SETTINGS):
+    for settings in (run_of(), SETTINGS):
         with pytest.raises(UsageError, match=r"--train.enable_ema cannot be used with --ds.zero_stage 3: .* Fix: "):
-            preflight.check_flags([*MODEL, "--train.enable_ema", "--ds.zero_stage", "3"], settings)
-        preflight.check_flags([*MODEL, "--train.enable_ema"], settings)
-        preflight.check_flags([*MODEL, "--ds.zero_stage", "3"], settings)
+            check_flags([*MODEL, "--train.enable_ema", "--ds.zero_stage", "3"], settings)
+        check_flags([*MODEL, "--train.enable_ema"], settings)
+        check_flags([*MODEL, "--ds.zero_stage", "3"], settings)
 
 
 SIZES = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "8"]
@@ -104,19 +106,17 @@ SIZES = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "2", "--
 def test_several_updates_of_one_rollout_need_a_ratio(words: list[str], parts: list[str]) -> None:
     """The density of a vector has none that is bounded; densities of draws and tokens' probabilities have one."""
     with pytest.raises(UsageError) as caught:
-        preflight.check_flags(
-            [*MODEL, *words], RunSettings(perturbation_spec=create("gaussian", base="soft", density="gaussian").spec())
-        )
+        check_flags([*MODEL, *words], run_of(perturbation=create("gaussian", base="soft", density="gaussian").spec()))
     for part in [*parts, "for a policy ratio", "--perturbation.density token"]:
         assert part in str(caught.value)
     for other in (create("gaussian", base="soft"), create("gumbel", density="gumbel")):
-        preflight.check_flags([*MODEL, *words], RunSettings(perturbation_spec=other.spec()))
+        check_flags([*MODEL, *words], run_of(perturbation=other.spec()))
 
 
 def test_one_update_of_each_rollout_passes() -> None:
-    settings = RunSettings(perturbation_spec=create("gaussian", base="soft", density="gaussian").spec())
+    settings = run_of(perturbation=create("gaussian", base="soft", density="gaussian").spec())
     for words in (SIZES, [*SIZES, "--train.batch_size", "16"]):
-        preflight.check_flags([*MODEL, *words], settings)
+        check_flags([*MODEL, *words], settings)
 
 
 def test_harmless_values_pass() -> None:
@@ -128,7 +128,7 @@ def test_harmless_values_pass() -> None:
         "--vllm.speculative_config",
         "none",
     ]
-    preflight.check_flags([*MODEL, *words], SETTINGS)
+    check_flags([*MODEL, *words], SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_harmless_values_pass() -> None:
 )
 def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     with pytest.raises(UsageError, match="whole number of at least 1"):
-        preflight.check_flags([*MODEL, *words], RunSettings())
-    preflight.check_flags([*MODEL, words[0].partition("=")[0], "2"], RunSettings())
+        check_flags([*MODEL, *words], run_of())
+    check_flags([*MODEL, words[0].partition("=")[0], "2"], run_of())
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
 )  # fmt: skip
 def test_numbers_out_of_range(words: str) -> None:
     with pytest.raises(UsageError, match=words.split()[0] + r".*: must be a (number|whole number from)"):
-        preflight.check_flags([*MODEL, *words.split()], RunSettings())
-    preflight.check_flags([*MODEL, words.split()[0], "1"], RunSettings())
+        check_flags([*MODEL, *words.split()], run_of())
+    check_flags([*MODEL, words.split()[0], "1"], run_of())
 
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
@@ -169,18 +169,18 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_model_is_needed() -> None:
     with pytest.raises(ValueError, match="--model smollm2-135m"):
-        preflight.check_flags(["--train.seed", "1"], RunSettings())
+        check_flags(["--train.seed", "1"], run_of())
 
 
 def test_k_above_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
-    preflight.check_model(str(tmp_path), create("neighbor", k=10).spec())
+    preflight.check_model(str(tmp_path), create("neighbor", k=10))
     with pytest.raises(ValueError, match=r"k=11: must be in \[2, 10\]"):
-        preflight.check_model(str(tmp_path), create("neighbor", k=11).spec())
+        preflight.check_model(str(tmp_path), create("neighbor", k=11))
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
     with pytest.raises(ValueError, match="k=11"):
-        preflight.check_model(str(tmp_path), create("soft", k=11).spec())
-    preflight.check_model("owner/name-on-the-hub", create("neighbor", k=11).spec())
+        preflight.check_model(str(tmp_path), create("soft", k=11))
+    preflight.check_model("owner/name-on-the-hub", create("neighbor", k=11))
 
 
 class TestFiles:
@@ -189,7 +189,7 @@ class TestFiles:
 
     def refuse(self, args: list[str], *parts: str) -> None:
         with pytest.raises(ValueError) as caught:
-            preflight.check_files(args)
+            preflight.check_files(Flags(args))
         for part in parts:
             assert part in str(caught.value)
 
@@ -206,13 +206,13 @@ class TestFiles:
         self.refuse(self.args(f"hub/name, {jsonl}x.jsonl"), "no such file")
 
     def test_hub_names_pass(self) -> None:
-        preflight.check_files(self.args("owner/dataset@sub"))
+        preflight.check_files(Flags(self.args("owner/dataset@sub")))
 
     def test_columns(self, jsonl: Path) -> None:
         self.refuse(self.args(jsonl), "'input'", "--data.input_key", "Did you mean 'inputs'?", "inputs, answer")
         named = self.args(jsonl, "--data.input_key", "inputs")
-        preflight.check_files(named)
-        preflight.check_files([*named, "--data.label_key", "answer"])
+        preflight.check_files(Flags(named))
+        preflight.check_files(Flags([*named, "--data.label_key", "answer"]))
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
 
@@ -244,7 +244,7 @@ class TestFiles:
         file = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"prompt": ["x"]}), file)
         self.refuse(self.args(file), "'input'", "Its columns: prompt")
-        preflight.check_files(self.args(file, "--data.input_key", "prompt"))
+        preflight.check_files(Flags(self.args(file, "--data.input_key", "prompt")))
         parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), file)
         self.refuse(self.args(file, "--data.input_key", "prompt"), "is empty")
 
@@ -252,12 +252,12 @@ class TestFiles:
         file = shared_data / "aime2025.parquet"
         self.refuse(self.args(file), "prompt")
         columns = ("--data.input_key", "prompt", "--data.label_key", "reward_model")
-        preflight.check_files(self.args(file, *columns, "--data.apply_chat_template"))
+        preflight.check_files(Flags(self.args(file, *columns, "--data.apply_chat_template")))
 
     def test_a_folder_without_data(self, tmp_path: Path, jsonl: Path) -> None:
         (tmp_path / "empty").mkdir()
         self.refuse(self.args(tmp_path / "empty"), "holds no data files", ".parquet")
-        preflight.check_files(self.args(tmp_path))
+        preflight.check_files(Flags(self.args(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -305,9 +305,9 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(set(available()) - {"none"}))
 def test_importance_sampling_goes_with_every_perturbation_without_a_density(name: str, level: str) -> None:
     words = [*MODEL, "--algo.advantage.is_correction_level", level]
-    preflight.check_flags(words, RunSettings(perturbation_spec=create(name).spec()))
+    check_flags(words, run_of(perturbation=create(name).spec()))
     for density in next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ()):
-        settings = RunSettings(perturbation_spec=create(name, density=density).spec())
+        settings = run_of(perturbation=create(name, density=density).spec())
         if density != "token":
             with pytest.raises(UsageError, match=r"is_correction_level .* cannot be used with the density"):
-                preflight.check_flags(words, settings)
+                check_flags(words, settings)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags, summary
+from ngrpo import cli, summary
+from ngrpo.config import parse
 from perturbations import create, create_gate
 from tests.fast.own_files import GATE, clean, message, write
 
@@ -19,11 +20,11 @@ def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
     Path("gate.py").write_text(GATE)
     words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
     words += " --perturbation.gate ./gate.py:Above --perturbation.gate.least=9 --perturbation.gate.strict"
-    command = flags.parse(words.split())
+    command = parse.run_config(words.split())
     perturbation = create(**command.spec)
     assert (perturbation.strength, perturbation.loud) == (0.25, True)
     assert (perturbation.gate.least, perturbation.gate.strict) == (9, True)
-    assert command.openrlhf_args == ("--actor.x", "1")
+    assert command.openrlhf == ("--actor.x", "1")
     said = summary._describe(command.spec)
     assert said == "mine.py:Mine rate=1.0 gate=gate.py:Above strength=0.25 loud=True gate.least=9 gate.strict=True"
 
@@ -36,7 +37,7 @@ def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
     write("mine.py")
     Path("gate.py").write_text(GATE)
     Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
-    perturbation = create(**flags.parse(["--perturbation.config", "p.yaml"]).spec)
+    perturbation = create(**parse.run_config(["--perturbation.config", "p.yaml"]).spec)
     assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
 
 
@@ -55,7 +56,7 @@ def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
 )
 def test_bad_gates(words: str, parts: list[str]) -> None:
     write("mine.py")
-    said = message(lambda: flags.parse(["--perturbation", "soft", *words.split()]))
+    said = message(lambda: parse.run_config(["--perturbation", "soft", *words.split()]))
     for part in parts:
         assert part in said, said
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.hardware import profile_for
-from ngrpo.trainer import launch
-from ngrpo.trainer.run_settings import RunSettings, current_run
 from perturbations import check_perturbation, create, registry, user_files
 from tests.fast.own_files import GATE, PERTURBATION, clean, elsewhere, message, write
+from tests.fast.run import run_of
 
 __all__ = ["clean"]  # a fixture of every test here
 
@@ -191,13 +189,10 @@ def test_a_script_is_its_own_file() -> None:
     assert spec["name"] == "script.py:Mine" and create(**spec).strength == 0.25
 
 
-def test_ray_workers_get_the_source_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_workers_get_the_source() -> None:
     write("mine.py")
     spec = create("mine.py", strength=0.25).spec()
-    env = launch.worker_env(profile_for("cpu"), ("cpu", "perturbation"), RunSettings(perturbation_spec=spec))
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert current_run().perturbation.spec() == spec
+    assert pickle.loads(pickle.dumps(run_of(perturbation=spec))).perturbation.spec() == spec
 
 
 def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:

@@ -203,7 +203,6 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
-    from ngrpo import flags
     from ngrpo.compare import arguments, runs
     from ngrpo.rollout.settings import read_buffer
     from ngrpo.trainer.rollout_actor import perturbed_engine
@@ -232,9 +231,8 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
     for run in plan.runs():
-        settings = flags.parse(runs.train_words(plan, run, tmp_path)).settings
-        for name, value in settings.env().items():
-            monkeypatch.setenv(name, value)
+        settings = runs.run_config(plan, run, tmp_path)
+        monkeypatch.setattr("ngrpo.config.run._current", settings)
         actor = object.__new__(perturbed_engine(Plain))
         asyncio.run(actor.__init__(seed=1))
         buffer = read_buffer(built[-1])

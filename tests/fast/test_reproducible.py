@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import flags
+from ngrpo.config import parse
 from ngrpo.rollout import settings
 from ngrpo.trainer import reproducible
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations import available, create
 from perturbations.errors import UsageError
+from tests.fast.run import run_of
 
 
 def strategy(seed: int = 3, updates: int = 0) -> Any:
@@ -43,8 +43,8 @@ def strategy(seed: int = 3, updates: int = 0) -> Any:
     ],
 )
 def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
-    command = flags.parse(line.split())
-    assert command.settings.reproducible is asked
+    command = parse.run_config(line.split())
+    assert command.reproducible is asked
     assert "reproducible" not in (command.spec or {})
     assert (command.spec is None) is ("neighbor" not in line)
 
@@ -52,18 +52,18 @@ def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
 def test_it_may_stand_in_the_file_of_the_perturbation(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("name: none\nreproducible: true\n")
-    assert flags.parse(["--perturbation.config", str(file)]).settings.reproducible
-    assert not flags.parse(["--perturbation.config", str(file), "--reproducible", "false"]).settings.reproducible
+    assert parse.run_config(["--perturbation.config", str(file)]).reproducible
+    assert not parse.run_config(["--perturbation.config", str(file), "--reproducible", "false"]).reproducible
 
 
 @pytest.mark.parametrize("line", ["--reproducible maybe", "--reproducable"])
 def test_bad_words(line: str) -> None:
     with pytest.raises(UsageError, match="--reproducible"):
-        flags.parse(line.split())
+        parse.run_config(line.split())
 
 
 def test_a_seed_without_effect_is_said() -> None:
-    (note,) = flags.parse(["--perturbation", "none", "--perturbation.seed", "5", "--reproducible"]).notes
+    (note,) = parse.run_config(["--perturbation", "none", "--perturbation.seed", "5", "--reproducible"]).notes
     assert "seed" in note
 
 
@@ -84,7 +84,7 @@ def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
 
 def test_an_unperturbed_run_has_stock_training() -> None:
     """Its engine has seeded draws, its order is fixed; nothing of replay, density or measures is in place."""
-    ours = {seam.ours.split(":")[0] for seam in active(RunSettings(reproducible=True).conditions) if seam.ours}
+    ours = {seam.ours.split(":")[0] for seam in active(run_of(reproducible=True).conditions) if seam.ours}
     draws_and_order = {"rollout_actor", "rollout_requests", "reproducible", "resume"}
     assert ours == {f"ngrpo.trainer.{name}" for name in draws_and_order}
 

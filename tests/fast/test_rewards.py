@@ -88,6 +88,6 @@ def test_the_executor_raises_what_openrlhf_swallows(monkeypatch: pytest.MonkeyPa
                 return {"reward": None}
             raise AssertionError("no error")
 
-    run_with(monkeypatch, perturbation_spec={"name": "gumbel"})
+    run_with(monkeypatch, perturbation={"name": "gumbel"})
     with pytest.raises(RewardFailed, match="raised KeyError"):
         asyncio.run(RecordingExecutor(Executor()).execute(prompt="p", sampling_params=None))

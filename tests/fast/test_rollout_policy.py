@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import flags, policy_noises
-from ngrpo.arms import parse_arms
+from ngrpo import policy_noises
 from ngrpo.compare import arguments, results
+from ngrpo.config import parse
+from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.evaluate import command, engine
 from ngrpo.evaluate.engine import Sampling
@@ -22,7 +23,7 @@ from perturbations.errors import UsageError
 
 
 def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-    return RolloutPolicy.of(flags.parse(list(words)).settings, step, steps)
+    return RolloutPolicy.of(parse.run_config(list(words)), step, steps)
 
 
 def test_what_is_asked_for() -> None:
@@ -133,7 +134,7 @@ def test_a_folder_with_noise(tiny: Path) -> None:
 def test_the_engine_is_given_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **given: built.update(given)))
-    spec = policy("--sampling.schedule", "ead").schedule_spec
+    spec = policy("--sampling.schedule", "ead").specs["sampling_schedule"]
     engine.build("m", None, 10, hardware="cpu", schedule=spec)
     assert built["additional_config"]["sampling_schedule"] == spec
     engine.build("m", None, 10, hardware="cpu")

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import preflight, sampling_schedules
+from ngrpo import sampling_schedules
+from ngrpo.config import preflight
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.sampling_schedules.base import NextTokens
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import InputEdit, Perturbation, Proposal, Step, available, check_perturbation, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.testing import PerturbationError
+from tests.fast.run import run_of
 
 # Every perturbation, and both values of the options that decide.
 CASES: list[tuple[dict[str, Any], bool]] = [
@@ -113,7 +114,7 @@ def test_the_conformance_suite_sees_a_text_that_is_not_sampled() -> None:
 
 def check(schedule: str, spec: dict[str, Any], *words: str) -> None:
     asked = sampling_schedules.create(schedule)
-    settings = RunSettings(sampling_schedule_spec=asked.spec(), perturbation_spec=made(spec).spec())
+    settings = run_of(sampling_schedule=asked.spec(), perturbation=made(spec).spec())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         preflight.check_sampling_schedule(Flags(list(words)).with_defaults(asked.flags(Flags())), settings)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import flags, sampling_schedules
+from ngrpo import sampling_schedules
+from ngrpo.config import parse
 from ngrpo.evaluate import engine
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.openrlhf_flags import Flags
@@ -130,5 +131,5 @@ def test_a_number_that_no_answer_has(arguments: dict[str, int]) -> None:
 
 def test_the_command_line() -> None:
     words = ["--model", "m", "--sampling.schedule", "ladder", "--sampling.schedule.most", "1.5"]
-    spec = flags.parse(words).settings.sampling_schedule_spec
+    spec = parse.run_config(words).specs["sampling_schedule"]
     assert sampling_schedules.create(**spec) == sampling_schedules.create("ladder", most=1.5)

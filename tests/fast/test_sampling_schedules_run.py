@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +13,18 @@ import pytest
 import torch
 
 from benchmarks.decode_step import Decoding
-from ngrpo import catalogue, flags, preflight, sampling_schedules, train
+from ngrpo import catalogue, sampling_schedules
+from ngrpo.config import parse, preflight, rules
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout import settings
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.sampling_schedules.base import Run
 from ngrpo.trainer import metrics, rollout_requests, sampling_schedule
-from ngrpo.trainer.run_settings import RunSettings
 from ngrpo.trainer.seams import active
 from perturbations import create, registry
 from perturbations.errors import UsageError
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 NAMES = sorted(sampling_schedules.available())
 
@@ -138,7 +137,7 @@ class Generator:
 
 
 def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ead").spec())
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
     asked: list[Any] = []
     generator = rollout_requests.numbered_requests(Generator)(asked)
     generator.generate_samples(temperature=0.8)
@@ -151,7 +150,7 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
         (pytest.approx(1.2), {"round": 8, "training_step": 7}),
     ]
     # An asynchronous run may draw the samples of several steps at once.
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ead", evaluation=True).spec())
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead", evaluation=True).spec())
     asked.clear()
     generator = rollout_requests.numbered_requests(Generator)(asked, vllm_generate_batch_size=24)
     generator.generate_samples(), generator.generate_samples(), generator.generate_eval_samples(temperature=0.6)
@@ -161,7 +160,7 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenRLHF asks for one more batch where an episode's prompts have ended with one, and for single prompts in the
     place of filtered ones."""
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ead").spec())
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
 
     class Batches(Generator):
         batches = ([["a"], ["b"]], [["a"]], [], [["a"]])
@@ -216,7 +215,7 @@ class Trainer:
 
 def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = sampling_schedules.create("e3").spec()
-    run_with(monkeypatch, sampling_schedule_spec=spec)
+    run_with(monkeypatch, sampling_schedule=spec)
     monkeypatch.setattr(sampling_schedule, "vocabulary", lambda model: 151936)
     entropies = [0.5, 0.25, 0.5]
     trainer = sampling_schedule.scheduled_trainer(Trainer)({"global_step": 0}, entropies)
@@ -245,7 +244,7 @@ def test_ray_can_pickle_the_trainer() -> None:
 
 
 def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("e3").spec())
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("e3").spec())
     experience = SimpleNamespace(
         rollout_log_probs=torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]),
         action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
@@ -284,10 +283,10 @@ def test_what_is_in_place_for_a_schedule() -> None:
 
 def test_the_command_line() -> None:
     words = ["--model", "m", "--sampling.top_k", "5", "--sampling.schedule", "ead", "--sampling.schedule.c", "3"]
-    parsed = flags.parse(words).settings
-    assert parsed.sampling_schedule_spec["c"] == 3 and parsed.sampling_schedule.name == "ead"
-    assert parsed.sampling == {"top_k": 5} and parsed.conditions == ("sampling", "sampling_schedule")
-    assert flags.parse(["--sampling.schedule", "none"]).settings.sampling_schedule is None
+    parsed = parse.run_config(words)
+    assert parsed.specs.get("sampling_schedule")["c"] == 3 and parsed.sampling_schedule.name == "ead"
+    assert parsed.sampling.given() == {"top_k": 5} and set(parsed.conditions) == {"sampling", "sampling_schedule"}
+    assert parse.run_config(["--sampling.schedule", "none"]).sampling_schedule is None
     for words, message in (
         (["--sampling.schedule", "eaad"], "unknown sampling schedule 'eaad'. Did you mean 'ead'?"),
         (
@@ -300,15 +299,15 @@ def test_the_command_line() -> None:
         (["--sampling.schedule", "ead", "--sampling.schedule.tau_min", "0"], "must be greater than 0"),
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.").replace("?", r"\?")):
-            flags.parse(words)
+            parse.run_config(words)
     assert "sampling schedule" in catalogue.listing() and "--sampling.schedule.tau_max" in catalogue.train_help()
     assert "token 300  0.378" in catalogue.described("ead") and "entropy 4.14" in catalogue.described("edt")
 
 
 def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
     def correction(*words: str) -> str | None:
-        command = flags.parse(["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ead", *words])
-        given = train.checked_flags(command, Path("runs/never-written"))
+        command = parse.run_config(["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ead", *words])
+        given = rules.checked(command)
         return given.value("--algo.advantage.is_correction_level")
 
     assert correction() == "token"
@@ -329,8 +328,8 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
 def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
     schedule = sampling_schedules.create(name, evaluation=True)
     spec = (create("gumbel", density="gumbel") if density else create("soft")).spec()
-    asked = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=spec)
+    asked = run_of(sampling_schedule=schedule.spec(), perturbation=spec)
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         preflight.check_sampling_schedule(Flags(words).with_defaults(schedule.flags(Flags())), asked)
-    fine = RunSettings(sampling_schedule_spec=schedule.spec(), perturbation_spec=create("soft").spec())
+    fine = run_of(sampling_schedule=schedule.spec(), perturbation=create("soft").spec())
     preflight.check_sampling_schedule(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())), fine)

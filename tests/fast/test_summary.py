@@ -12,8 +12,8 @@ import pytest
 
 from ngrpo import summary
 from ngrpo.result_folder import CannotWrite
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import create
+from tests.fast.run import run_of
 from tests.fast.test_result_folder import largest_file
 
 PERTURBED = {
@@ -50,7 +50,7 @@ def write_log(folder: Path, rewards: list[float], extra: dict[str, float]) -> No
 
 def finish(folder: Path, began: float = 0.0, spec: dict | None = None) -> tuple[str, dict]:
     args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7"]
-    text = summary.finish(folder, args, RunSettings(perturbation_spec=spec), hardware="cpu", began=began)
+    text = summary.finish(folder, run_of(perturbation=spec, openrlhf=tuple(args), hardware="cpu"), began=began)
     return text, json.loads((folder / "summary.json").read_text())
 
 

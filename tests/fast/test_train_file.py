@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, flags
+from ngrpo import cli
+from ngrpo.config import parse
+from ngrpo.config.run import RunConfig
 from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
-def parsed(tmp_path: Path, text: str, line: str = "") -> flags.TrainCommand:
+def parsed(tmp_path: Path, text: str, line: str = "") -> RunConfig:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    return flags.parse(flags.with_files(["--config", str(file), *line.split()]))
+    return parse.run_config(parse.with_files(["--config", str(file), *line.split()]))
 
 
 TEXT = """
@@ -36,30 +38,30 @@ def test_each_line_is_a_flag(tmp_path: Path) -> None:
     words = "--preset grpo --model some/model --perturbation neighbor --perturbation.rate 0.2"
     words += " --perturbation.skip_special --actor.eps_clip_low_high 0.2 0.28 --actor.adam.lr 1e-6"
     words += " --train.colocate_all --data.prompt_dataset"
-    assert command == flags.parse([*words.split(), "my prompts.jsonl"])
+    assert command == parse.run_config([*words.split(), "my prompts.jsonl"])
 
 
 def test_the_command_line_stands_in_place_of_the_file(tmp_path: Path) -> None:
     line = "--perturbation.rate 0.3 --actor.eps_clip_low_high 0.1 0.1 --actor.model_name_or_path other"
     command = parsed(tmp_path, TEXT, line)
-    given = Flags(command.openrlhf_args)
+    given = Flags(command.openrlhf)
     assert command.spec["rate"] == 0.3 and command.spec["skip_special"] is True
     assert [flag.values for flag in given if flag.name == "--actor.eps_clip_low_high"] == [("0.1", "0.1")]
     assert [flag.values for flag in given if flag.name == "--actor.model_name_or_path"] == [("other",)]
     command = parsed(tmp_path, TEXT.replace("model: some", "actor.model_name_or_path: some"), "--model third")
-    assert Flags(command.openrlhf_args).value("--actor.model_name_or_path") == "third"
+    assert Flags(command.openrlhf).value("--actor.model_name_or_path") == "third"
 
 
 def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
     files[0].write_text(TEXT)
     files[1].write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
-    command = flags.parse(flags.with_files(["--config", str(files[0]), "--config", str(files[1])]))
-    given = Flags(command.openrlhf_args)
+    command = parse.run_config(parse.with_files(["--config", str(files[0]), "--config", str(files[1])]))
+    given = Flags(command.openrlhf)
     assert given.value("--actor.model_name_or_path") == "other" and not given.has("--train.colocate_all")
     assert command.spec["rate"] == 0.2 and command.spec["skip_special"] is False
-    command = flags.parse(flags.with_files(["--config", str(files[1]), "--config", str(files[0])]))
-    assert Flags(command.openrlhf_args).has("--train.colocate_all") and command.spec["skip_special"] is True
+    command = parse.run_config(parse.with_files(["--config", str(files[1]), "--config", str(files[0])]))
+    assert Flags(command.openrlhf).has("--train.colocate_all") and command.spec["skip_special"] is True
 
 
 def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: Path) -> None:
@@ -67,13 +69,13 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
     assert parsed(tmp_path, text, "--perturbation none").spec is None
     command = parsed(tmp_path, text, "--perturbation soft --perturbation.k 7 --advantage psr")
     assert command.spec["name"] == "soft" and command.spec["k"] == 7 and command.spec["rate"] == 1.0
-    assert command.settings.strict and command.settings.advantage_spec == {"name": "psr"}
+    assert command.strict and command.specs.get("advantage") == {"name": "psr"}
     command = parsed(tmp_path, text, "--perturbation neighbor --perturbation.k 2")
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"
 
 
 def test_without_a_file_nothing_changes() -> None:
-    assert flags.with_files(["--model", "m"]) == ["--model", "m"]
+    assert parse.with_files(["--model", "m"]) == ["--model", "m"]
 
 
 @pytest.mark.parametrize(

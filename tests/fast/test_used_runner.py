@@ -13,7 +13,7 @@ import pytest
 from ngrpo import summary
 from ngrpo.compare.runs import identity
 from ngrpo.rollout import used_runner
-from ngrpo.trainer.run_settings import RunSettings
+from tests.fast.run import run_of
 from tests.fast.test_compare_results import plan
 
 
@@ -48,7 +48,7 @@ def test_the_summary_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(used_runner.VARIABLE, "")
     used_runner.watch(tmp_path / summary.RUNNERS)
     used_runner.note("V2")
-    summary.finish(tmp_path, [], RunSettings(), hardware="cpu", began=0.0)
+    summary.finish(tmp_path, run_of(hardware="cpu"), began=0.0)
     assert json.loads((tmp_path / "summary.json").read_text())["versions"]["model runner"] == "V2"
 
 

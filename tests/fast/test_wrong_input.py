@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, preflight
-from ngrpo.trainer.run_settings import RunSettings
+from ngrpo import cli
+from ngrpo.config import preflight
+from ngrpo.openrlhf_flags import Flags
 from perturbations.errors import UsageError
+from tests.fast.run import check_flags, run_of
 
 MODEL = ["--actor.model_name_or_path", "m"]
 
@@ -26,15 +28,15 @@ MODEL = ["--actor.model_name_or_path", "m"]
 )
 def test_numbers_that_openrlhf_takes_and_cannot_use(words: list[str], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        preflight.check_flags([*MODEL, *words], RunSettings())
+        check_flags([*MODEL, *words], run_of())
     assert str(caught.value) == said
     for stage in "0123":
-        preflight.check_flags([*MODEL, "--ds.zero_stage", stage, "--train.num_episodes", "1"], RunSettings())
+        check_flags([*MODEL, "--ds.zero_stage", stage, "--train.num_episodes", "1"], run_of())
 
 
 def refused(*args: str) -> str:
     with pytest.raises(UsageError) as caught:
-        preflight.check_files(args)
+        preflight.check_files(Flags(args))
     return str(caught.value)
 
 
@@ -75,7 +77,7 @@ def test_an_input_that_is_no_prompt(tmp_path: Path, given: Any, kind: str) -> No
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     args = rows(tmp_path, (CHAT, "2"))
     assert "is chat messages in row 1. Add --data.apply_chat_template" in refused(*args)
-    preflight.check_files([*args, "--data.apply_chat_template"])
+    preflight.check_files(Flags([*args, "--data.apply_chat_template"]))
 
 
 def test_labels_of_several_kinds(tmp_path: Path) -> None:
@@ -85,20 +87,20 @@ def test_labels_of_several_kinds(tmp_path: Path) -> None:
     args = rows(tmp_path, ("x", "007"), ("y", 3))
     assert load_dataset("json", data_files=args[1], cache_dir=str(tmp_path / "cache"))["train"]["label"][0] == 7
     assert "is a text in row 1 and a number in row 2" in refused(*args)
-    preflight.check_files(rows(tmp_path, ("x", 7), ("y", 3)))
+    preflight.check_files(Flags(rows(tmp_path, ("x", 7), ("y", 3))))
 
 
 def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:
     args = rows(tmp_path, ("x", [1, 2]), ("y", [3]))
-    preflight.check_files(args)
-    (note,) = preflight.dataset_notes(args)
+    preflight.check_files(Flags(args))
+    (note,) = preflight.dataset_notes(Flags(args))
     assert "the label 'label' is a list in row 1; the reward is given it as it is" in note
-    assert "an object in row 2" in preflight.dataset_notes(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1})))[0].replace(
-        "row 1", "row 2"
-    )
-    assert preflight.dataset_notes(rows(tmp_path, ("x", "1"), ("y", "2"))) == []
-    assert preflight.dataset_notes(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"]) == []
-    assert preflight.dataset_notes(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")]) == []
+    assert "an object in row 2" in preflight.dataset_notes(Flags(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1}))))[
+        0
+    ].replace("row 1", "row 2")
+    assert preflight.dataset_notes(Flags(rows(tmp_path, ("x", "1"), ("y", "2")))) == []
+    assert preflight.dataset_notes(Flags(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"])) == []
+    assert preflight.dataset_notes(Flags(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")])) == []
 
 
 HEAD = "from dataclasses import dataclass\nfrom perturbations import Gate, Perturbation, option, register\n"

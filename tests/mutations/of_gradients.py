@@ -88,16 +88,16 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/preflight.py",
+        "ngrpo/config/preflight.py",
         "test_entry_check.py",
         ("perturbation.has_density and perturbation.score_only", "False", "a vector's density at noisy rollouts"),
         ("if perturbation.draws_text:", "if False:", "a request's filters choose among the draws"),
     ),
     *of_file(
-        "ngrpo/entry_check.py",
+        "ngrpo/config/entry_check.py",
         "test_entry_check.py",
         ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
-        ("not settings.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
+        ("not run.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
         ("not perturbation.draws_token and", "False and", "a KL term without a token"),
     ),
     *of_file(

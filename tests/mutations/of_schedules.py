@@ -64,7 +64,7 @@ SCHEDULES = [
         ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
     ),
     *of_file(
-        "ngrpo/preflight.py",
+        "ngrpo/config/preflight.py",
         "test_sampled_text.py",
         ("and not perturbation.samples_text:", "and False:", "weights of tokens that were not drawn from the policy"),
         ("if replace(perturbation, **{field.name: choice}).samples_text:", "if False:", "no way out is named"),

@@ -7,7 +7,6 @@ Prints one JSON object. A process of its own, because the seams change modules f
 from __future__ import annotations
 
 import json
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +27,7 @@ class Tokenizer:
 
 
 def main() -> None:
+    from ngrpo.config.run import RunConfig, begin
     from ngrpo.trainer import seams
     from ngrpo.trainer.install import _apply, install
 
@@ -87,7 +87,7 @@ def main() -> None:
     _apply(experience_maker, [s for s in seams.SEAMS if s.when == "advantage" and s.module.endswith("_maker")])
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
-        os.environ["NGRPO_ADVANTAGE"] = json.dumps(spec)
+        begin(RunConfig(specs={"advantage": spec}))
         return run(made)
 
     for name in ("group_norm", "ngrpo", "psr", "nsr", "w_reinforce"):
@@ -122,8 +122,10 @@ def main() -> None:
 
 def sampled(module: Any, seams: Any, apply: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
-    os.environ["NGRPO_SAMPLING"] = json.dumps({"top_k": 5, "min_p": 0.1})
-    os.environ["NGRPO_PERTURBATION"] = json.dumps({"name": "neighbor"})
+    from ngrpo.config.run import RunConfig, begin
+    from ngrpo.config.sampling import Sampling
+
+    begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
     # With the perturbation's own row for the same class, in the order of the table.
     held = seams.active(("perturbation", "sampling"))
     apply(module, [s for s in held if s.module == module.__name__ and s.ours])

@@ -7,7 +7,6 @@ once the specs are made. Results are pickled.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -67,30 +66,35 @@ def in_ray(model: str) -> dict[str, Any]:
     """An actor that makes the perturbation from the environment that a run's workers get."""
     import ray
 
+    from ngrpo.config.run import RunConfig, begin
     from ngrpo.hardware import profile_for
+    from ngrpo.trainer.install import setup_hook
     from ngrpo.trainer.launch import worker_env
-    from ngrpo.trainer.rollout_actor import engine_perturbation
-    from ngrpo.trainer.run_settings import RunSettings
+    from ngrpo.trainer.rollout_actor import engine_spec
     from perturbations import create
 
     spec = spec_of_deleted_files()
-    env = worker_env(profile_for("cpu"), ("cpu", "perturbation"), RunSettings(perturbation_spec=spec))
+    run = RunConfig(specs={"perturbation": spec})
+    everywhere = {
+        "env_vars": worker_env(profile_for("cpu")),
+        "worker_process_setup_hook": setup_hook(("cpu", "perturbation"), run),
+    }
 
     @ray.remote(num_cpus=0)
     class Actor:
         def look(self, pickled: Any) -> dict[str, Any]:
             from perturbations.testing import check_perturbation
 
-            perturbation = engine_perturbation(3)
+            perturbation = create(**engine_spec(3))
             check_perturbation(perturbation)
             return {"process": os.getpid(), "seen": perturbation.fingerprint(), "pickled": pickled.fingerprint()}
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=everywhere)
     perturbation = create(**spec)
     result = ray.get(Actor.remote().look.remote(perturbation))
     ray.shutdown()
-    os.environ["NGRPO_PERTURBATION"] = json.dumps(spec)
-    result |= {"other process": result["process"] != os.getpid(), "expected": engine_perturbation(3).fingerprint()}
+    begin(run)
+    result |= {"other process": result["process"] != os.getpid(), "expected": create(**engine_spec(3)).fingerprint()}
     return {**result, "expected pickled": perturbation.fingerprint()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.arms import parse_arms
+from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose import diagnosis as diagnoses
 from ngrpo.diagnose import measuring
 from ngrpo.diagnose.diagnosis import diagnose

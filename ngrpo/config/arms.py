@@ -11,27 +11,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from ngrpo.config.kinds import KINDS, beside_perturbation
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
-if TYPE_CHECKING:
-    from perturbations.base import Perturbation
-    from perturbations.gates.base import Gate
-    from perturbations.options import Options
-    from perturbations.testing import PerturbationError
-
 _PREFIX = "perturbation."
+_BESIDE = {kind.flag.removeprefix("--"): kind for kind in beside_perturbation()}
 # What of these changes the rollouts, and can be looked at without a training.
-_ROLLOUTS = r"(policy_noise|sampling\.schedule)(\.\w+)?"
+_ROLLOUTS = "|".join(rf"{re.escape(key)}(\.\w+)?" for key, kind in _BESIDE.items() if kind.in_rollouts)
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
-_TRAINING = r"base|(advantage|credit|policy_noise|sampling\.schedule)(\.\w+)?|reproducible"
+_TRAINING = "|".join(["base", "reproducible", *(rf"{re.escape(key)}(\.\w+)?" for key in _BESIDE)])
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,12 @@ class Arm:
     @property
     def flags(self) -> list[str]:
         """The flags of ``ngrpo train`` that belong to this arm alone."""
-        words = self.perturbation_flags
+        return [*self.perturbation_flags, *self.training_flags]
+
+    @property
+    def training_flags(self) -> list[str]:
+        """Those of them beside the perturbation."""
+        words: list[str] = []
         for key, value in self.training.items():
             words += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
         return words
@@ -118,7 +117,7 @@ def parse_arms(
         bases: values of ``--base``, one arm for each, where an arm does not name its own.
         training: whether arms are trained: ``lines`` may then hold ``base=``, ``advantage=`` and ``--flag=value``, and
             ``sweeps`` any flag of ``ngrpo train``, which applies to all arms.
-        rollouts: whether ``lines`` may hold what changes rollouts alone: ``sampling.schedule=`` and ``policy_noise=``.
+        rollouts: whether ``lines`` may hold what changes rollouts alone, such as ``sampling.schedule=``.
 
     Returns:
         At least one arm, in the order given. An arm given twice stays twice, as ``none`` and ``none (2)``.
@@ -255,48 +254,8 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
     )
 
 
-def created(name: str, options: Mapping[str, Any]) -> tuple[Perturbation, tuple[str, ...]]:
-    """A perturbation, and what it warns of.
-
-    Raises:
-        UsageError: for an unknown one, options that are not its own, and a class of the user's, or a gate of theirs,
-            that does not keep its contract: it would fail in a worker, once everything has started.
-    """
-    from perturbations import registry
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        made = registry.create(name, **options)
-    for part in (made, made.gate):
-        if part is not None and not is_in_tree(part):
-            _check_once(part)
-    return made, tuple(str(warning.message) for warning in caught)
-
-
-def is_in_tree(made: Options) -> bool:
-    """Whether this is one of ours, whose contract our own tests check."""
-    return type(made).__module__.startswith(f"{made.registry.tree}.")
-
-
-@lru_cache
-def _check_once(made: Perturbation | Gate) -> None:
-    from perturbations.testing import inspect
-
-    check_contract(made, inspect(made, made.kind))
-
-
-def check_contract(made: Options, outcomes: Iterable[tuple[str, PerturbationError | None]]) -> None:
-    """Raises ``UsageError`` for the first of the outcomes of a conformance suite that is an error."""
-    for _, error in outcomes:
-        if error is not None:
-            name = made.registry.address(type(made))
-            raise UsageError(
-                f"{made.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix} (See: ngrpo check.)"
-            )
-
-
 def _made(arm: Arm) -> Arm:
-    made, notes = created(arm.name, arm.options)
+    made, notes = KINDS["perturbation"].checked(arm.name, arm.options)
     return replace(
         arm,
         id=" ".join([arm.perturbation, *_pairs(arm.training)]),

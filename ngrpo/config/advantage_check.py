@@ -34,11 +34,12 @@ class _Batch:
     counts: Tensor
 
 
-def inspect(target: Any, **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+def inspect(target: Any, kind: str = "advantage", **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
     """Runs one check after the other, as :func:`perturbations.testing.inspect`.
 
     Args:
         target: an advantage, its class, or its name.
+        kind: ``advantage``.
         options: options to create it with; none where it is already made.
     """
     return outcomes(target, advantages.registry, _checks, options)

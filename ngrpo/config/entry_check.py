@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
+from ngrpo.config.run import RunConfig
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
-from ngrpo.trainer.run_settings import RunSettings
-from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
 _CORRECTION = "--algo.advantage.is_correction_level"
@@ -19,24 +18,24 @@ WHY_ONE_UPDATE = "its noise is too narrow, or of too many dimensions, for a poli
 _BALANCED = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
 
 
-def check_frozen(given: Flags, perturbation: Perturbation) -> None:
+def check_frozen(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where nothing would train, since no input of a checkpointed layer has a gradient."""
-    flag = "--actor.gradient_checkpointing_reentrant"
-    if perturbation.freeze in ("embedding", "both") and given.has(flag):
+    flag, perturbation = "--actor.gradient_checkpointing_reentrant", run.perturbation
+    if perturbation is not None and perturbation.freeze in ("embedding", "both") and given.has(flag):
         raise UsageError(
             f"{flag} cannot be used with --perturbation.freeze {perturbation.freeze}: reentrant checkpointing gives no"
             " gradient to layers whose input has none. Leave it out, or add --perturbation.freeze none."
         )
 
 
-def check_kl(given: Flags, settings: RunSettings) -> None:
+def check_kl(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where a KL term is asked for at positions at which no token is drawn.
 
     Args:
         given: OpenRLHF's flags with those of presets and advantage.
-        settings: what is asked of the run.
+        run: what is asked for.
     """
-    perturbation, value = settings.perturbation, given.value(_KL) or defaults()[_KL]
+    perturbation, value = run.perturbation, given.value(_KL) or defaults()[_KL]
     if perturbation is None or not perturbation.has_density or not perturbation.score_only:
         return
     if not perturbation.draws_token and float(value) > 0.0:
@@ -46,28 +45,28 @@ def check_kl(given: Flags, settings: RunSettings) -> None:
         )
 
 
-def notes(given: Flags, settings: RunSettings) -> list[str]:
+def notes(given: Flags, run: RunConfig) -> list[str]:
     """Warnings about a perturbation's entry in the loss.
 
     Args:
         given: OpenRLHF's flags with those of presets and advantage.
-        settings: what is asked of the run.
+        run: what is asked for.
 
     Returns:
         One where advantages that do not sum to zero meet a score whose mean is not zero, and one where rollouts of
         another policy are weighed by a density.
     """
-    perturbation, found = settings.perturbation, []
+    perturbation, found = run.perturbation, []
     if perturbation is None:
         return found
     asked = f"--perturbation {perturbation.name}"
     unbalanced = None
-    if settings.advantage is not None:
-        unbalanced = None if settings.advantage.sums_to_zero else f"--advantage {settings.advantage.name}"
+    if run.advantage is not None:
+        unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
     elif (estimator := given.value(_ESTIMATOR) or defaults()[_ESTIMATOR]) not in _BALANCED:
         unbalanced = f"{_ESTIMATOR} {estimator}"
-    if settings.credit is not None and not settings.credit.keeps_sums:
-        unbalanced = f"--credit {settings.credit.name}"
+    if run.credit is not None and not run.credit.keeps_sums:
+        unbalanced = f"--credit {run.credit.name}"
     if unbalanced is not None and not perturbation.zero_mean_score:
         density = f" with --perturbation.density {perturbation.density}" if perturbation.has_density else ""
         found.append(
@@ -77,8 +76,8 @@ def notes(given: Flags, settings: RunSettings) -> list[str]:
         )
     if perturbation.has_density:
         stale = "--train.async_enable" if given.has("--train.async_enable") else None
-        if settings.policy_noise is not None:
-            stale = f"--policy_noise {settings.policy_noise.name}"
+        if run.policy_noise is not None:
+            stale = f"--policy_noise {run.policy_noise.name}"
         if stale is not None:
             found.append(
                 f"{stale} with the density of {asked}: the rollouts are of another policy than the one that is trained,"

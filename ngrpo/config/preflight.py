@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
 from math import inf, nan
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ngrpo import entry_check, versions
-from ngrpo.dataset_check import Columns, check_dataset, label_note
+from ngrpo import versions
+from ngrpo.config import entry_check
+from ngrpo.config.dataset_check import Columns, check_dataset, label_note
+from ngrpo.config.run import RunConfig
 from ngrpo.openrlhf_flags import Flags
 from ngrpo.openrlhf_parser import defaults
-from ngrpo.trainer.run_settings import RunSettings
-from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.gates.default import protected_ids
@@ -83,45 +83,44 @@ def check_stack() -> None:
         )
 
 
-def check_flags(args: Sequence[str], settings: RunSettings) -> None:
-    """Checks OpenRLHF flags that are missing, or that the run's settings cannot go with.
-
-    Args:
-        args: OpenRLHF's flags.
-        settings: what is asked of the run; a correction of the sampling mask is replayed as a perturbation is.
-
-    Raises:
-        UsageError: with the flag, the reason and what to do.
-    """
-    if not Flags(args).value("--actor.model_name_or_path"):
+def check_model_named(given: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where no model is given."""
+    if not given.value("--actor.model_name_or_path"):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    for flag in Flags(args):
+
+
+def check_numbers(given: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` for a number out of its range, of which OpenRLHF would take any."""
+    for flag in given:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
         fits, allowed = _IN_RANGE.get(flag.name, (None, ""))
         if fits is not None and not fits(_number(value)):
             raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
-    given = Flags(args)
+
+
+def check_average(given: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` for an average of weights that would not be kept."""
     if given.has("--train.enable_ema") and given.value("--ds.zero_stage") == "3":
         # OpenRLHF 0.11.2 averages into gathered parameters, which DeepSpeed drops again without a modifier_rank.
         raise UsageError(
             "--train.enable_ema cannot be used with --ds.zero_stage 3: the average is not kept there, and the model"
             " that the training began with would be saved as its result. Fix: use --ds.zero_stage 2, or leave it out."
         )
-    spec = settings.perturbation_spec
-    if spec is None and not settings.corrects_sampling:
+
+
+def check_replay(given: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` for flags under which a replay would be wrong; a sampling mask is replayed as well."""
+    if run.spec is None and not run.sampling.correct_mask:
         return
-    asked = "--sampling.correct_mask" if spec is None else f"--perturbation {spec['name']}"
-    if settings.perturbation is not None:
-        _check_density(given, settings.perturbation, settings.sampling)
-        entry_check.check_frozen(given, settings.perturbation)
+    asked = "--sampling.correct_mask" if run.spec is None else f"--perturbation {run.spec['name']}"
     for flag in given:
         value = flag.values[0] if flag.values else ""
         for part, harmless, reason, instead in _REFUSED:
             if part in flag.name and value.lower() not in harmless:
-                given = f"{flag.name} {value}".rstrip()
-                raise UsageError(f"{given} cannot be used with {asked}: {reason}. Fix: {instead}.")
+                refused = f"{flag.name} {value}".rstrip()
+                raise UsageError(f"{refused} cannot be used with {asked}: {reason}. Fix: {instead}.")
 
 
 def _number(text: str) -> float:
@@ -140,13 +139,14 @@ _LOSS = "--actor.policy_loss_type"
 _RING = "--ds.ring_attn_size"
 
 
-def _check_density(given: Flags, perturbation: Perturbation, sampling: Mapping[str, Any]) -> None:
+def check_density(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
-    if not perturbation.has_density:
+    perturbation = run.perturbation
+    if perturbation is None or not perturbation.has_density:
         return
     subject = f"the density of --perturbation {perturbation.name}"
     filters = {"--rollout.top_p": given.value("--rollout.top_p")}
-    filters |= {f"--sampling.{name}": sampling.get(name) for name in ("top_k", "min_p")}
+    filters |= {f"--sampling.{name}": getattr(run.sampling, name) for name in ("top_k", "min_p")}
 
     def refuse(asked: str, reason: str, instead: str = "Leave it out") -> NoReturn:
         raise UsageError(
@@ -178,26 +178,26 @@ def _check_density(given: Flags, perturbation: Perturbation, sampling: Mapping[s
         refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {drawn}")
 
 
-def check_credit(given: Flags, settings: RunSettings) -> None:
+def check_credit(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for a loss in which the tokens of an answer cannot have advantages of their own."""
-    if settings.credit is not None and given.value(_LOSS) == "gspo":
+    if run.credit is not None and given.value(_LOSS) == "gspo":
         raise UsageError(
-            f"--credit {settings.credit.name} cannot be used with {_LOSS} gspo: the ratio is of the whole answer, so"
+            f"--credit {run.credit.name} cannot be used with {_LOSS} gspo: the ratio is of the whole answer, so"
             " that each of its tokens is trained by the mean of their advantages. Leave one of them out; --preset grpo"
             " has the ratio of each token."
         )
-    if settings.credit is None or not settings.credit.acts_in_loss:
+    if run.credit is None or not run.credit.acts_in_loss:
         return
-    perturbation = settings.perturbation
+    perturbation = run.perturbation
     if perturbation is not None and perturbation.has_density and not perturbation.draws_token:
         raise UsageError(
-            f"--credit {settings.credit.name} cannot be used with the density of --perturbation {perturbation.name}: no"
+            f"--credit {run.credit.name} cannot be used with the density of --perturbation {perturbation.name}: no"
             " token is drawn at its positions, so none of the likeliest ones can share in its credit. Leave one of them"
             " out, or add --perturbation.density token."
         )
     if given.has(_RING) and int(given.value(_RING) or 1) > 1:
         raise UsageError(
-            f"--credit {settings.credit.name} cannot be used with {_RING} {given.value(_RING)}: it needs all logits of"
+            f"--credit {run.credit.name} cannot be used with {_RING} {given.value(_RING)}: it needs all logits of"
             f" an answer in one place. Set {_RING} 1."
         )
 
@@ -252,11 +252,11 @@ def _check_sampled_text(given: Flags, asked: str, perturbation: Perturbation, *,
     )
 
 
-def check_policy_noise(given: Flags, settings: RunSettings) -> None:
+def check_policy_noise(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for what a run with noise on the rollouts' weights cannot go with."""
-    if settings.policy_noise is None:
+    if run.policy_noise is None:
         return
-    asked = f"--policy_noise {settings.policy_noise.name}"
+    asked = f"--policy_noise {run.policy_noise.name}"
     for flag, harmless, reason in (
         ("--train.async_enable", None, "an evaluation that runs beside the training would see noisy weights"),
         ("--ds.zero_stage", ("0", "1", "2"), "under ZeRO-3 no process has a whole parameter to add noise to"),
@@ -265,14 +265,14 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
         if given.has(flag) and (harmless is None or given.value(flag) not in harmless):
             value = f" {given.value(flag)}" if given.value(flag) else ""
             raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
-    perturbation = settings.perturbation
+    perturbation = run.perturbation
     if perturbation is not None and perturbation.has_density and perturbation.score_only:
         raise UsageError(
             f"{asked} cannot be used with the density of --perturbation {perturbation.name}:"
             f" {entry_check.WHY_ONE_UPDATE}, so it is trained at the policy that drew it alone, and not at weights"
             " without the noise. Leave one of them out, or add --perturbation.density token."
         )
-    _check_correction(given, asked, needed=settings.policy_noise.follows_divergence)
+    _check_correction(given, asked, needed=run.policy_noise.follows_divergence)
     correction = given.value(_CORRECTION)
     if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
         raise UsageError(
@@ -282,9 +282,9 @@ def check_policy_noise(given: Flags, settings: RunSettings) -> None:
         )
 
 
-def check_eval_at_start(given: Flags, settings: RunSettings) -> None:
+def check_eval_at_start(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where ``--eval.at_start`` has nothing to evaluate on, or would run beside training."""
-    if not settings.eval_at_start:
+    if not run.eval_at_start:
         return
     if not given.value("--eval.dataset"):
         raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
@@ -295,9 +295,9 @@ def check_eval_at_start(given: Flags, settings: RunSettings) -> None:
         )
 
 
-def check_sampling_schedule(given: Flags, settings: RunSettings) -> None:
+def check_sampling_schedule(given: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for what a run whose temperature changes cannot go with."""
-    schedule, perturbation = settings.sampling_schedule, settings.perturbation
+    schedule, perturbation = run.sampling_schedule, run.perturbation
     if schedule is None:
         return
     asked = f"--sampling.schedule {schedule.name}"
@@ -332,51 +332,51 @@ def check_output(flag: str, path: str | Path, *, folder: bool) -> None:
         raise UsageError(f"{flag} {path}: {found} is no folder that may be written. Give another path.")
 
 
-def check_files(args: Sequence[str]) -> None:
+def check_files(flags: Flags) -> None:
     """Checks the datasets that OpenRLHF would open only after every model has loaded.
 
     Raises:
         UsageError: for a missing or empty dataset, a missing column, or one that cannot be used.
     """
-    train = Flags(args).value("--data.prompt_dataset")
+    train = flags.value("--data.prompt_dataset")
     if not train:
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
-    columns = _columns_of(args)
+    columns = _columns_of(flags)
     check_dataset("--data.prompt_dataset", train, columns)
-    evaluation = Flags(args).value("--eval.dataset")
+    evaluation = flags.value("--eval.dataset")
     if evaluation:
         check_dataset("--eval.dataset", evaluation, columns)
 
 
-def dataset_notes(args: Sequence[str]) -> list[str]:
+def dataset_notes(flags: Flags) -> list[str]:
     """What to know of the datasets' labels; nothing of one that :func:`check_files` refuses."""
     notes = []
-    for flag in ("--data.prompt_dataset", "--eval.dataset"):
+    for name in ("--data.prompt_dataset", "--eval.dataset"):
         with suppress(UsageError):
-            notes.append(label_note(flag, Flags(args).value(flag) or "", _columns_of(args)))
+            notes.append(label_note(name, flags.value(name) or "", _columns_of(flags)))
     return [note for note in notes if note is not None]
 
 
-def _columns_of(args: Sequence[str]) -> Columns:
+def _columns_of(flags: Flags) -> Columns:
     return Columns(
-        Flags(args).value("--data.input_key") or "input",
-        Flags(args).value("--data.label_key") or None,
-        messages=Flags(args).has("--data.apply_chat_template"),
+        flags.value("--data.input_key") or "input",
+        flags.value("--data.label_key") or None,
+        messages=flags.has("--data.apply_chat_template"),
     )
 
 
-def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
+def check_model(folder: str, perturbation: Perturbation | None) -> None:
     """Checks the perturbation's options against a local model's configuration.
 
     Args:
         folder: a resolved model; a hub name is left to OpenRLHF.
-        spec: the perturbation, or None.
+        perturbation: the run's, or None.
 
     Raises:
         UsageError: where an option, such as k, does not fit the vocabulary.
     """
     config = Path(folder) / "config.json"
-    if spec is None or not config.is_file():
+    if perturbation is None or not config.is_file():
         return
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
@@ -384,6 +384,5 @@ def check_model(folder: str, spec: Mapping[str, Any] | None) -> None:
         raise UsageError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):
-        perturbation = registry.create(**spec)
         protected_ids(perturbation.protect, vocabulary)
         perturbation.check_model(vocabulary)

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of `ngrpo train`, sorted into ours and OpenRLHF's."""
+"""A command line, and the files that it names, made into a :class:`ngrpo.config.run.RunConfig`."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ngrpo import yaml_file
-from ngrpo.arms import check_contract, created, is_in_tree, option_fields
+from ngrpo.config.arms import option_fields
+from ngrpo.config.kinds import FLAGS, KINDS, Kind, beside_perturbation
+from ngrpo.config.run import RunConfig
+from ngrpo.config.sampling import create
 from ngrpo.openrlhf_flags import Default, Flags
-from ngrpo.trainer import rollout_sampling
-from ngrpo.trainer.run_settings import RunSettings
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 PERTURBATION = "--perturbation"
-ADVANTAGE = "--advantage"
-CREDIT = "--credit"
-POLICY_NOISE = "--policy_noise"
 SAMPLING = "--sampling"
-SCHEDULE = f"{SAMPLING}.schedule"
 CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 EVAL_AT_START = "--eval.at_start"
@@ -39,80 +35,32 @@ _MODEL_NAMES = ("--model", f"--actor.{MODEL_FLAG}")
 _OTHER_NAMES = {f"{PERTURBATION}.reproducible": REPRODUCIBLE}
 # Flags that may be given once, some with options after a dot, and how each is written. Longer ones go first.
 _ROOTS = {
+    **{kind.flag: f"{kind.flag} NAME and {kind.flag}.<option> VALUE" for kind in beside_perturbation()},
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
-    ADVANTAGE: f"{ADVANTAGE} NAME and {ADVANTAGE}.<option> VALUE",
-    CREDIT: f"{CREDIT} NAME and {CREDIT}.<option> VALUE",
-    POLICY_NOISE: f"{POLICY_NOISE} NAME and {POLICY_NOISE}.<option> VALUE",
-    SCHEDULE: f"{SCHEDULE} NAME and {SCHEDULE}.<option> VALUE",
-    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SCHEDULE} NAME",
+    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {CORRECT_MASK} and {SAMPLING}.schedule NAME",
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
     EVAL_AT_START: f"{EVAL_AT_START} or {EVAL_AT_START} false",
     REPORT_GROUPS: f"{REPORT_GROUPS} N",
 }
-_NEEDS = {
-    PERTURBATION: "a perturbation's name (see: ngrpo list)",
-    ADVANTAGE: "an advantage's name",
-    CREDIT: "a credit's name",
-    POLICY_NOISE: "a policy noise's name",
-    SCHEDULE: "a sampling schedule's name",
-}
+_NEEDS = {PERTURBATION: KINDS["perturbation"].needs, **{kind.flag: kind.needs for kind in beside_perturbation()}}
 DRY_RUN = "--dry-run"
 # Settings of the run, whatever its perturbation is.
 _OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
-_SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT, DRY_RUN)
+_SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT)
 CONFIG_FILE = "--config"
 _MOST_GROUPS = 16
-# Ours besides these: the field of TrainCommand that each one sets.
-_OURS = {
-    DRY_RUN: "dry_run",
-    "--hardware": "hardware",
-    "--task": "task",
-    "--run-dir": "run_dir",
-    "--log-file": "log_file",
-    "--preset": "preset",
-}
+# Ours besides these: the attribute of a run that each one sets.
+_OURS = {f"--{name.replace('_', '-')}": name for name in ("hardware", "task", "run_dir", "log_file", "preset")}
 
 
-@dataclass(frozen=True)
-class TrainCommand:
-    """What `ngrpo train` was asked to do.
-
-    Attributes:
-        settings: the perturbation, the advantage, the sampling of the rollouts and whether they repeat.
-        hardware: ``auto``, ``cpu`` or ``cuda``.
-        openrlhf_args: OpenRLHF's flags, untouched and in their order.
-        task: a name of :mod:`ngrpo.tasks`, or None.
-        run_dir: folder for what this run writes, or None for a new one under ``runs/``.
-        log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
-        notes: warnings for the user about the perturbation.
-        preset: a name of :mod:`ngrpo.presets`, or None.
-        dry_run: GiB of the GPU that a dry run is for, ``true`` for this machine's, or None for a real run.
-    """
-
-    settings: RunSettings
-    hardware: str = "auto"
-    openrlhf_args: tuple[str, ...] = ()
-    task: str | None = None
-    run_dir: str | None = None
-    log_file: str | None = None
-    notes: tuple[str, ...] = ()
-    preset: str | None = None
-    dry_run: str | None = None
-
-    @property
-    def spec(self) -> Mapping[str, Any] | None:
-        """``perturbations.create(**spec)``; None for ``none`` or rate 0."""
-        return self.settings.perturbation_spec
-
-
-def parse(words: Sequence[str]) -> TrainCommand:
-    """Sorts the words of a command line.
+def run_config(words: Sequence[str]) -> RunConfig:
+    """The run that a command line asks for.
 
     Args:
-        words: everything after ``ngrpo train``.
+        words: flags of ``ngrpo train``.
 
     Returns:
-        The command, with the perturbation's options checked. Nothing has been loaded or written.
+        The run, with the options of everything in it checked. Nothing has been loaded or written.
 
     Raises:
         UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
@@ -130,7 +78,7 @@ def parse(words: Sequence[str]) -> TrainCommand:
 
     reproducible = _switch(REPRODUCIBLE, setting(REPRODUCIBLE, "reproducible", False))
     strict = _switch(STRICT, setting(STRICT, "strict", False))
-    gap_limit = _gap_limit(setting(GAP_LIMIT, "gap_limit", RunSettings.gap_limit))
+    gap_limit = _gap_limit(setting(GAP_LIMIT, "gap_limit", RunConfig.gap_limit))
     buffer = _replay_buffer(ours, options)
     spec, notes = _perturbation(ours, options, config)
     if spec is None and reproducible and f"{PERTURBATION}.seed" in ours:
@@ -142,25 +90,19 @@ def parse(words: Sequence[str]) -> TrainCommand:
         if Flags(rest).has(model):
             raise UsageError(f"--model and {model} are the same setting; give one of them.")
         rest = [model, ours["--model"], *rest]
-    settings = RunSettings(
-        perturbation_spec=spec,
-        advantage_spec=_spec_of(ours, ADVANTAGE),
-        credit_spec=_spec_of(ours, CREDIT),
-        policy_noise_spec=_spec_of(ours, POLICY_NOISE),
-        sampling=rollout_sampling.create(**_options(ours, SAMPLING)).given(),
-        sampling_schedule_spec=_spec_of(ours, SCHEDULE),
-        reproducible=reproducible,
-        eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
+    specs = {"perturbation": spec, "replay_buffer": buffer}
+    specs |= {kind.name: _spec_of(ours, kind) for kind in beside_perturbation()}
+    return RunConfig(
+        specs={name: spec for name, spec in specs.items() if spec is not None},
+        sampling=create(**_options(ours, SAMPLING)),
         gap_limit=gap_limit,
         strict=strict,
-        replay_buffer_spec=buffer,
-        report=_report(ours.pop(REPORT_GROUPS, "0")),
-    )
-    return TrainCommand(
-        settings,
-        openrlhf_args=tuple(rest),
+        reproducible=reproducible,
+        eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
+        report_groups=_groups(ours.pop(REPORT_GROUPS, "0")),
+        openrlhf=tuple(rest),
         notes=tuple(notes),
-        **{field: ours[flag] for flag, field in _OURS.items() if flag in ours},
+        **{attribute: ours[flag] for flag, attribute in _OURS.items() if flag in ours},
     )
 
 
@@ -174,8 +116,10 @@ def with_files(words: Sequence[str]) -> list[str]:
         UsageError: for a file that cannot be read.
     """
     given = Flags(words)
-    found = Flags()
-    for file in (value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)):
+    found, files = Flags(), [value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)]
+    if not files:
+        return list(words)
+    for file in files:
         found = _in_place_of(found, _of_file(file))
     rest = given.without(CONFIG_FILE)
     off = {flag.name for flag in found if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
@@ -198,15 +142,15 @@ def _of_file(file: str) -> Flags:
 def _in_place_of(earlier: Flags, later: Flags) -> Flags:
     """Both, the later in place of the earlier where they set the same.
 
-    Where the later names another perturbation, advantage, credit or policy noise, the options of the earlier one go.
+    Where the later names another perturbation, gate, advantage and so on, the options of the earlier one go.
     """
     names = {flag.name for flag in later}
     if names & set(_MODEL_NAMES):
         names |= set(_MODEL_NAMES)
-    for root in _NEEDS:
+    for root in FLAGS.values():
         if root in names and later.value(root) != earlier.value(root):
             of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
-            names |= {name for name in of_it if not name.startswith(_OF_THE_RUN)}
+            names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(_OF_THE_RUN)}
     return Flags([*earlier.without(*names).words, *later.words])
 
 
@@ -230,7 +174,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     rest: list[str] = []
     for flag in Flags(words):
         name, root = _OTHER_NAMES.get(flag.name, flag.name), _root_of(flag.name)
-        if root not in _ROOTS and name not in (*_OURS, "--model"):
+        if root not in _ROOTS and name not in (*_OURS, "--model", DRY_RUN):
             if not name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
@@ -241,6 +185,8 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
         if root in _ROOTS and name in ours:
             raise UsageError(f"{name} is given twice; keep one of them.")
+        if name == DRY_RUN:  # what to do with the run, and no part of it
+            continue
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")
         may_be_switch = tuple(f"{owner}." for owner in _NEEDS)
@@ -276,31 +222,22 @@ def _resembles(word: str, flag: str) -> bool:
     return difflib.SequenceMatcher(None, word, flag).ratio() >= 0.8 or word.startswith(flag[:8])
 
 
-def _spec_of(ours: dict[str, Any], root: str) -> dict[str, Any] | None:
-    """The spec of the advantage, credit, policy noise or sampling schedule that is named; None for none."""
-    options = _options(ours, root)
+def _spec_of(ours: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
+    """The spec of what is named of a kind that stands beside the perturbation; None for none."""
+    root, options = kind.flag, _options(ours, kind.flag)
     if ours.get(root, "none") == "none":
         if options:
-            what = root[2:].replace("_", " ").replace(".", " ")
+            what = kind.registry.kind
             raise UsageError(f"{root}.{next(iter(options))} is given, but no {what}. Add {root} NAME.")
         return None
-    from ngrpo import advantages, credits, policy_noises, sampling_schedules
-
-    homes = {ADVANTAGE: advantages, CREDIT: credits, POLICY_NOISE: policy_noises, SCHEDULE: sampling_schedules}
-    home = homes[root]
     switches = [option for option, value in options.items() if value is None]
     if switches:
-        owner = home.registry.get(ours[root])
+        owner = kind.registry.get(ours[root])
         owner.check_option_names(options)
         for option in switches:
             _check_switch(f"{root}.{option}", owner, option)
         options |= dict.fromkeys(switches, True)
-    made = home.create(ours[root], **options)
-    if root == ADVANTAGE and not is_in_tree(made):
-        from ngrpo.advantage_check import inspect
-
-        check_contract(made, inspect(made))
-    return made.spec()
+    return kind.checked(ours[root], options)[0].spec()
 
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
@@ -324,10 +261,10 @@ def _switch(flag: str, value: str) -> bool:
     return known[value.lower()]
 
 
-def _report(groups: str) -> dict[str, Any]:
+def _groups(groups: str) -> int:
     if not (groups.isdecimal() and groups.isascii() and int(groups) <= _MOST_GROUPS):
         raise UsageError(f"{REPORT_GROUPS} {groups}: a whole number of prompts is needed, at most {_MOST_GROUPS}.")
-    return {"groups": int(groups)} if int(groups) else {}
+    return int(groups)
 
 
 def _gap_limit(value: str) -> float:
@@ -358,7 +295,7 @@ def _perturbation(
         return None, []
     options |= dict.fromkeys(_switches(str(name), options, [key for key in given if given[key] is None]), True)
     try:
-        made, notes = created(str(name), options)
+        made, notes = KINDS["perturbation"].checked(str(name), options)
     except UsageError as error:
         origin = f" (options from {config} and the command line)" if config else ""
         raise UsageError(f"{error}{origin}") from None

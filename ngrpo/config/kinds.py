@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of extension, a row for each: what `list`, `new`, `check`, the flags, the run and the docs go by.
+
+A new kind is a row here and a folder: its registry, its contract in ``base.py`` and a file for each of its names.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ngrpo import advantages, credits, policy_noises, sampling_schedules
+from perturbations import registry
+from perturbations.errors import UsageError
+from perturbations.registry import Registry
+
+if TYPE_CHECKING:
+    from perturbations.options import Options
+    from perturbations.testing import PerturbationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of extension.
+
+    Attributes:
+        registry: its names; it also has the entry points' group and the folder.
+        flag: the flag that takes its names; options follow after a dot.
+        about: what it is, for ``ngrpo new`` and ``ngrpo train --help``.
+        page: the page of docs/ about it.
+        picture: ``module:function`` that draws an object of it for ``ngrpo list NAME``; empty for none.
+        suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
+        rests: what rests on its contract, for messages.
+        templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
+        in_rollouts: whether it changes rollouts that no training follows as well, as `eval` and `diagnose` draw them.
+        make: creates an object by name; the registry's own ``create`` where it is None.
+    """
+
+    registry: Registry
+    flag: str
+    about: str
+    page: str
+    picture: str = ""
+    suite: str = ""
+    rests: str = "rollout and replay rest"
+    templates: str = "ngrpo.new"
+    in_rollouts: bool = False
+    make: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """``policy_noise``: the word of ``ngrpo new``, the file of its template, and its key in a run."""
+        return self.registry.kind.replace(" ", "_")
+
+    @property
+    def part_of_perturbation(self) -> bool:
+        """Whether its flag stands among the options of the perturbation."""
+        return self.flag.startswith("--perturbation.")
+
+    @property
+    def needs(self) -> str:
+        """What its flag lacks where it stands alone."""
+        article = "an" if self.registry.kind[0] in "aeiou" else "a"
+        return f"{article} {self.registry.kind}'s name (see: ngrpo list)"
+
+    def create(self, name: str, **options: Any) -> Any:
+        """An object of this kind; raises ``UsageError`` as :meth:`perturbations.registry.Registry.create`."""
+        return (self.make or self.registry.create)(name, **options)
+
+    def checked(self, name: str, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+        """An object, and what it warns of.
+
+        Raises:
+            UsageError: for an unknown name, options that are not its own, and a class of the user's, or a gate of
+                theirs, that does not keep its contract: it would fail in a worker, once everything has started.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = (self.make or self.registry.create)(name, **options)
+        for part in (made, getattr(made, "gate", None)):
+            if part is not None and not is_in_tree(part):
+                _check_once(part)
+        return made, tuple(str(warning.message) for warning in caught)
+
+    def inspect(self, target: Any, **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+        """The outcomes of its conformance suite, one after the other."""
+        return pkgutil.resolve_name(self.suite)(target, self.name, **options)
+
+    def template(self, prefix: str = "") -> str:
+        """What ``ngrpo new`` writes, or with ``test_`` the test beside it."""
+        path = f"templates/{prefix}{self.name}.txt"
+        return (pkgutil.get_data(self.templates, path) or b"").decode()
+
+
+_SUITE = "perturbations.testing:inspect"
+_PICTURES = "ngrpo.pictures:of_"
+
+ROWS = (
+    Kind(
+        registry=registry.perturbations,
+        flag="--perturbation",
+        about="what the model is fed in place of a sampled token",
+        page="docs/own_perturbation.md",
+        picture=f"{_PICTURES}perturbation",
+        suite=_SUITE,
+    ),
+    Kind(
+        registry=registry.gates,
+        flag="--perturbation.gate",
+        about="where a perturbation acts",
+        page="docs/own_perturbation.md",
+        picture=f"{_PICTURES}gate",
+        suite=_SUITE,
+    ),
+    Kind(
+        registry=registry.buffers,
+        flag="--perturbation.replay_buffer",
+        about="where finished trajectories wait for the trainer",
+        page="docs/engines.md",
+    ),
+    Kind(
+        registry=advantages.registry,
+        flag="--advantage",
+        about="what the rewards of one prompt's answers become",
+        page="docs/advantages.md",
+        picture=f"{_PICTURES}advantage",
+        suite="ngrpo.config.advantage_check:inspect",
+        rests="the loss rests",
+        make=advantages.create,
+    ),
+    Kind(
+        registry=credits.registry,
+        flag="--credit",
+        about="how an answer's advantage is shared among its tokens",
+        page="docs/advantages.md",
+        picture=f"{_PICTURES}credit",
+    ),
+    Kind(
+        registry=policy_noises.registry,
+        flag="--policy_noise",
+        about="noise on the weights that roll out",
+        page="docs/policy_noise.md",
+        picture=f"{_PICTURES}policy_noise",
+        in_rollouts=True,
+    ),
+    Kind(
+        registry=sampling_schedules.registry,
+        flag="--sampling.schedule",
+        about="temperatures that change within an answer or over a run",
+        page="docs/sampling_schedule.md",
+        picture=f"{_PICTURES}sampling_schedule",
+        in_rollouts=True,
+    ),
+)
+
+KINDS = {kind.name: kind for kind in ROWS}
+
+
+FLAGS = {kind.registry: kind.flag for kind in ROWS}
+
+
+def of_registry(registry: Registry) -> Kind:
+    """The kind with this registry, as :attr:`perturbations.options.Options.registry` names it."""
+    return next(kind for kind in KINDS.values() if kind.registry is registry)
+
+
+def of_a_run() -> list[Kind]:
+    """The kinds that set a run apart: a gate is a part of its perturbation, and a replay buffer changes no result."""
+    return [kind for kind in KINDS.values() if not kind.part_of_perturbation]
+
+
+def beside_perturbation() -> list[Kind]:
+    """The kinds with a flag of their own that a run has beside its perturbation."""
+    return [kind for kind in of_a_run() if kind.flag != "--perturbation"]
+
+
+def is_in_tree(made: Options) -> bool:
+    """Whether this is one of ours, whose contract our own tests check."""
+    return type(made).__module__.startswith(f"{made.registry.tree}.")
+
+
+@lru_cache
+def _check_once(made: Options) -> None:
+    kind = of_registry(made.registry)
+    if kind.suite:
+        check_contract(made, kind.inspect(made))
+
+
+def check_contract(made: Options, outcomes: Iterable[tuple[str, PerturbationError | None]]) -> None:
+    """Raises ``UsageError`` for the first of the outcomes of a conformance suite that is an error."""
+    for _, error in outcomes:
+        if error is not None:
+            name = made.registry.address(type(made))
+            raise UsageError(
+                f"{made.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix} (See: ngrpo check.)"
+            )

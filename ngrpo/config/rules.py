@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All rules on a run, one table: gone through for a dry run, for a start and for every strategy of a comparison."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ngrpo import model_support, models, openrlhf_parser, reward_files, tasks, versions
+from ngrpo.config import entry_check, parse, preflight, presets
+from ngrpo.config.dataset_check import is_checked
+from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.run import RunConfig
+from ngrpo.hardware import attention, profile_for
+from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.trainer import seams
+from ngrpo.trainer.launch import conditions_for
+from perturbations.errors import UsageError
+
+Stage = Literal["given", "complete", "start", "data", "model"]
+"""Which flags a rule sees, and when a start comes to it.
+
+OpenRLHF's as they are given; with those of the folder, a preset and an advantage; with those of the hardware; with
+those of a prepared task; once the model is in its folder.
+"""
+OF_TASK = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
+"""OpenRLHF's flags that a task gives, before it is prepared."""
+Outcome = tuple[str, Callable[[], "str | None"]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        stage: when it is looked at.
+        check: raises ``UsageError`` where the rule is broken; returns why it could not look, or None.
+        about: what a dry run says of it, for a run; None for a rule without which there is no run to be shown.
+    """
+
+    stage: Stage
+    check: Callable[[Flags, RunConfig], str | None]
+    about: Callable[[Flags, RunConfig], str] | None = None
+
+
+def _attention(flags: Flags, run: RunConfig) -> None:
+    profile = profile_for(run.hardware)
+    if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
+        attention.check(flags, profile.name)
+
+
+def _output(flags: Flags, run: RunConfig) -> None:
+    for flag, path, folder in (("--run-dir", run.run_dir, True), ("--log-file", run.log_file, False)):
+        if path is not None:
+            preflight.check_output(flag, path, folder=folder)
+
+
+def _data(flags: Flags, run: RunConfig) -> str | None:
+    """The dataset and where rewards come from, and why not all rows were looked at."""
+    if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
+        _prepared(run.task)  # it could not be
+    preflight.check_files(flags)
+    reward_files.check_rewards(flags.words)
+    name = "--data.prompt_dataset"
+    value = flags.value(name) or ""
+    if is_checked(name, value):
+        return None
+    return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
+
+
+def _model(flags: Flags) -> str:
+    """The model's folder, or its name on the hub."""
+    model = flags.value("--actor.model_name_or_path") or ""
+    return str(models.folder_of(model)) if model in models.PACKAGED else model
+
+
+def _options(flags: Flags, run: RunConfig) -> str | None:
+    """The perturbation's options and a local model, or why they were not compared."""
+    model = flags.value("--actor.model_name_or_path") or ""
+    if Path(_model(flags)).expanduser().is_dir():
+        preflight.check_model(_model(flags), run.perturbation)
+        return None
+    if model in models.PACKAGED:
+        return f"not checked: the folder of {model} is made when it is first used."
+    return (
+        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
+        " asked when the run starts."
+    )
+
+
+RULES = (
+    Rule(
+        "given",
+        lambda *_: preflight.check_stack(),
+        lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
+    ),
+    Rule("given", preflight.check_model_named),
+    Rule("given", preflight.check_numbers),
+    Rule("given", preflight.check_average),
+    Rule("given", preflight.check_density),
+    Rule("given", entry_check.check_frozen),
+    Rule("given", preflight.check_replay),
+    Rule("complete", preflight.check_credit),
+    Rule("complete", entry_check.check_kl),
+    Rule("complete", preflight.check_policy_noise),
+    Rule("complete", preflight.check_sampling_schedule),
+    Rule(
+        "start",
+        lambda flags, run: profile_for(run.hardware).check(flags),
+        lambda flags, run: f"hardware {profile_for(run.hardware).name} can do it",
+    ),
+    Rule("start", _attention, lambda *_: "attention and packing"),
+    Rule(
+        "start",
+        lambda flags, run: openrlhf_parser.check(flags.words),
+        lambda *_: "OpenRLHF's parser and its conditions accept the flags",
+    ),
+    Rule(
+        "start",
+        lambda flags, run: seams.check(conditions_for(profile_for(run.hardware), run)),
+        lambda *_: "what is replaced upstream is as it was",
+    ),
+    Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
+    Rule("data", _data, lambda *_: "dataset and reward"),
+    Rule("data", preflight.check_eval_at_start, lambda *_: "evaluation"),
+    Rule(
+        "model",
+        lambda flags, run: model_support.check_perturbed(_model(flags), run.spec),
+        lambda flags, run: model_support.told_of(_model(flags)),
+    ),
+    Rule(
+        "model",
+        _options,
+        lambda flags, run: f"the options fit the model {flags.value('--actor.model_name_or_path') or ''}",
+    ),
+)
+
+
+def check(stage: Stage, flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` for the first rule of a stage that is broken."""
+    for rule in RULES:
+        if rule.stage == stage:
+            rule.check(flags, run)
+
+
+def outcomes(flags: Flags, run: RunConfig) -> list[Outcome]:
+    """What a dry run says of each rule, and its check."""
+    return [(rule.about(flags, run), partial(rule.check, flags, run)) for rule in RULES if rule.about is not None]
+
+
+def completed(run: RunConfig) -> Flags:
+    """OpenRLHF's flags with those of the run's folder, a preset and the methods.
+
+    Raises:
+        UsageError: for flags that make no run, whatever the machine and the data.
+    """
+    given = Flags(run.openrlhf)
+    check("given", given, run)
+    given = parse.replace_model_names(given, models.check_name)
+    given = given.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
+    for kind in beside_perturbation():
+        part = run.part(kind.name)
+        if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
+            given = given.with_defaults(part.flags(given))
+    complete = presets.applied(given, run.preset, run.advantage)
+    check("complete", complete, run)
+    return complete
+
+
+def of_hardware(flags: Flags, run: RunConfig) -> Flags:
+    """The flags as a launch completes them."""
+    profile = profile_for(run.hardware)
+    flags = flags.with_defaults(profile.default_flags)
+    without = attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run)
+    return flags.with_defaults(attention.DEFAULT_FLAGS) if without else flags
+
+
+def unstarted(run: RunConfig) -> Flags:
+    """All flags of a run that is not started; the files of its task are elsewhere.
+
+    Raises:
+        UsageError: as :func:`completed`.
+    """
+    flags = completed(run)
+    if run.task is not None:
+        with suppress(UsageError):  # the rule of the dataset says it
+            flags = flags.with_defaults(_prepared(run.task)[1])
+        flags = flags.with_defaults(OF_TASK)
+    return of_hardware(flags, run)
+
+
+def checked(run: RunConfig) -> Flags:
+    """:func:`unstarted`, after all that can be looked at before a start; ``UsageError`` for the first broken rule."""
+    flags = unstarted(run)
+    for stage in ("start", "data", "model"):
+        check(stage, flags, run)
+    return flags
+
+
+@lru_cache
+def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
+    """A task's files in a folder that goes with this process, and OpenRLHF's flags for them."""
+    folder = tempfile.TemporaryDirectory()
+    return folder, tasks.prepare(task, Path(folder.name))
+
+
+def shown(flags: Flags, run: RunConfig) -> list[str]:
+    """The words of :func:`unstarted` with a task's files where a start would have them."""
+    made = None
+    if run.task is not None:
+        with suppress(UsageError):
+            made = _prepared(run.task)[0].name
+    return [word if made is None else word.replace(made, f"{run.run_dir}/task") for word in flags.words]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
+
+A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainer.install`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.config.kinds import KINDS, of_a_run
+from ngrpo.config.sampling import Sampling
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.result_folder import write_text, writing
+
+if TYPE_CHECKING:
+    from ngrpo.advantages.base import Advantage
+    from ngrpo.credits.base import Credit
+    from ngrpo.policy_noises.base import PolicyNoise
+    from ngrpo.sampling_schedules.base import SamplingSchedule
+    from perturbations.base import Perturbation
+
+FILE = "run.yaml"
+"""Name of the file in a run's folder that repeats it: ``ngrpo train --config runs/x/run.yaml``."""
+# The flag of each setting, without dashes, in the order of the file.
+SETTINGS = {
+    "gap_limit": "perturbation.gap_limit",
+    "strict": "perturbation.strict",
+    "reproducible": "reproducible",
+    "eval_at_start": "eval.at_start",
+    "report_groups": "report.groups",
+    "preset": "preset",
+    "task": "task",
+    "hardware": "hardware",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run.
+
+    Attributes:
+        specs: of each kind of extension that is asked for, by :attr:`ngrpo.config.kinds.Kind.name`, what its
+            ``create(**spec)`` takes: ``{"perturbation": {"name": "neighbor", "rate": 0.1, ...}}``.
+        sampling: masks of the rollouts' token distribution.
+        gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
+        strict: whether a larger one ends the run.
+        reproducible: whether the same seed gives the same rollouts from run to run.
+        eval_at_start: whether the model is evaluated before its first training step as well.
+        report_groups: of how many prompts of a step all answers are kept for the report.
+        preset: a name of :mod:`ngrpo.config.presets`, or None.
+        task: a name of :mod:`ngrpo.tasks`, or None.
+        hardware: ``auto``, ``cpu`` or ``cuda``.
+        openrlhf: OpenRLHF's flags, in their order.
+        run_dir: folder for what this run writes, or None for a new one under ``runs/``.
+        log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
+        notes: warnings for the user about the perturbation.
+    """
+
+    specs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    gap_limit: float = 10.0
+    strict: bool = False
+    reproducible: bool = False
+    eval_at_start: bool = False
+    report_groups: int = 0
+    preset: str | None = None
+    task: str | None = None
+    hardware: str = "auto"
+    openrlhf: tuple[str, ...] = ()
+    run_dir: str | None = None
+    log_file: str | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def _made(self) -> dict[str, Any]:
+        return {}
+
+    def part(self, kind: str) -> Any:
+        """The object of a kind, made when it is first asked for; None where the run has none."""
+        if kind in self.specs and kind not in self._made:
+            self._made[kind] = KINDS[kind].create(**self.specs[kind])
+        return self._made.get(kind)
+
+    @property
+    def perturbation(self) -> Perturbation | None:
+        """The perturbation of the rollouts; None where nothing is perturbed."""
+        return self.part("perturbation")
+
+    @property
+    def advantage(self) -> Advantage | None:
+        """The advantage; None for OpenRLHF's own estimator."""
+        return self.part("advantage")
+
+    @property
+    def credit(self) -> Credit | None:
+        """The credit; None where all tokens of an answer have its advantage."""
+        return self.part("credit")
+
+    @property
+    def policy_noise(self) -> PolicyNoise | None:
+        """The noise on the weights that roll out; None where engines have the trainer's weights."""
+        return self.part("policy_noise")
+
+    @property
+    def sampling_schedule(self) -> SamplingSchedule | None:
+        """The schedule of temperatures; None for one temperature throughout."""
+        return self.part("sampling_schedule")
+
+    @property
+    def spec(self) -> Mapping[str, Any] | None:
+        """``perturbations.create(**spec)``; None where nothing is perturbed."""
+        return self.specs.get("perturbation")
+
+    @property
+    def methods(self) -> dict[str, Mapping[str, Any] | None]:
+        """The spec of each kind that a result names; None where the run has none."""
+        return {kind.name: self.specs.get(kind.name) for kind in of_a_run()}
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The conditions of `ngrpo.trainer.seams` that hold because of what is asked for."""
+        held = {
+            **{name: spec is not None for name, spec in self.methods.items()},
+            "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
+            "sampling": bool(self.sampling.given()),
+            "sampling_mask": self.sampling.correct_mask,
+            "reproducible": self.reproducible,
+            "eval_at_start": self.eval_at_start,
+            "report_groups": self.report_groups > 0,
+        }
+        return tuple(name for name, holds in held.items() if holds)
+
+    def flags(self) -> dict[str, Any]:
+        """The run as flags without dashes, as a file of ``--config`` has them; its folder and its log stay out."""
+        lines: dict[str, Any] = {"perturbation": "none"}  # a replay buffer needs one, and none is one
+        for name, spec in self.specs.items():
+            root = KINDS[name].flag.removeprefix("--")
+            lines |= {f"{root}.{key}" if key != "name" else root: _value(value) for key, value in spec.items()}
+        lines |= {f"sampling.{name}": _value(value) for name, value in self.sampling.given().items()}
+        for known in dataclasses.fields(self):
+            if known.name in SETTINGS and (value := getattr(self, known.name)) != known.default:
+                lines[SETTINGS[known.name]] = _value(value)
+        return lines | {flag.name[2:]: shlex.join(flag.values) or True for flag in Flags(self.openrlhf)}
+
+    def write(self, path: Path) -> None:
+        """Writes the file that repeats the run; a user's own class stands in it with its source."""
+        import yaml
+
+        text = yaml.safe_dump(self.flags(), sort_keys=False, allow_unicode=True, width=1 << 30)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, f"# Repeats this run: ngrpo train --config {path.name}\n{text}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled by its specs: any process makes the objects itself, those of a user's own class as well."""
+        return {known.name: getattr(self, known.name) for known in dataclasses.fields(self)}
+
+
+def _value(value: Any) -> Any:
+    """A value as a line of a file has it, where text is read as a shell reads it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return shlex.quote(value) if isinstance(value, str) else value
+
+
+_current = RunConfig()
+
+
+def begin(run: RunConfig) -> None:
+    """Makes a run that of this process."""
+    global _current
+    _current = run
+
+
+def current_run() -> RunConfig:
+    """The run that this process belongs to; the defaults where none has begun."""
+    return _current

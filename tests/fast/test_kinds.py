@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of extension: each is one row and one folder, and everything that deals with kinds goes by the rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ngrpo.config.kinds import KINDS, Kind, beside_perturbation, of_registry
+from perturbations.registry import Registry
+from tests.conftest import ROOT
+
+
+def test_every_registry_has_its_row() -> None:
+    of_ours = [made for made in Registry.made if made.base.startswith(("ngrpo.", "perturbations:"))]
+    assert {kind.registry for kind in KINDS.values()} == set(of_ours)
+    for kind in KINDS.values():
+        assert of_registry(kind.registry) is kind and issubclass(kind.registry.base_class(), object)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_what_a_row_names_is_there(kind: Kind) -> None:
+    assert (ROOT / kind.page).is_file()
+    assert "${Class}" in kind.template() and "${Class}" in kind.template("test_")
+    assert (kind in beside_perturbation()) == (not kind.flag.startswith("--perturbation"))
+
+
+def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fast.eighth_kind"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in ("list", "of name"):
+        assert found[name][0] == 0 and "short" in found[name][1] and "bonus" in found[name][1], name
+    assert "--bonus.size" in found["of name"][1]
+    assert "--bonus NAME" in found["help"][1] and "--bonus.size" in found["help"][1]
+    assert "bonus              what is added to a reward" in found["kinds"][1]
+    assert found["new"][0] == 0 and found["new"][2:] == ["# Mine, a bonus\n", "# tests of Mine\n"]
+    assert "ngrpo train --bonus ./mine.py" in found["new"][1]
+    assert found["check"][0] == 2 and "no conformance suite" in found["check"][1]
+    assert found["unknown"][0] == 2 and "unknown bonus 'shrot'. Did you mean 'short'?" in found["unknown"][1]
+    assert "--bonus needs a bonus's name (see: ngrpo list)" in found["alone"][1]
+    assert "--bonus.size is given, but no bonus. Add --bonus NAME." in found["without"][1]
+    assert "unknown flag '--bonuss'. Did you mean '--bonus'?" in found["misspelt"][1]
+    assert "--bonus short: size=0.25" in found["dry run"][1]
+    assert found["again"] and found["worker"] == 0.5 and found["conditions"] == ["bonus"]
+    assert found["compare"] == {"name": "short", "size": 0.75}

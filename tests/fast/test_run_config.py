@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as one object: there and back through its file and its text, and one table of rules for all who start runs."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ngrpo import cli, train
+from ngrpo.compare import arguments, runs
+from ngrpo.config import parse, preflight, rules
+from ngrpo.config.kinds import FLAGS, KINDS
+from ngrpo.config.run import FILE, RunConfig, current_run
+from ngrpo.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+from tests.fast.own_files import clean
+from tests.fast.recipes import METHODS, PAPERS, words_of
+from tests.fast.run import run_with
+
+__all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it
+
+MODEL = "--model smollm2-135m --task arithmetic --hardware cpu"
+OWN = """
+from dataclasses import dataclass
+
+from perturbations import option
+from perturbations.gates.first import First
+from perturbations.strategies.gaussian import Gaussian
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(First):
+    paper = "none"
+    word: str = option("it's 'so'", "a text with blanks and quotes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damp(Gaussian):
+    paper = "none"
+"""
+LINES = {
+    "nothing of ours": "",
+    "none": "--perturbation none --perturbation.replay_buffer memory",
+    "a replay buffer for masks": "--sampling.correct_mask --perturbation.replay_buffer memory",
+    "every setting": "--perturbation neighbor --perturbation.gap_limit 3.25 --perturbation.strict --reproducible"
+    " --eval.at_start --report.groups 2 --preset dapo --sampling.top_k 7 --sampling.correct_mask"
+    " --sampling.mask_gib 0.1 --perturbation.replay_buffer memory --perturbation.replay_buffer.max_bytes 77",
+    "a rate that is no short decimal": "--perturbation soft --perturbation.rate 0.30000000000000004",
+    "a gate": "--perturbation soft --perturbation.until 9 --perturbation.gate ./own.py:Odd",
+    "one's own": "--perturbation ./own.py:Damp --perturbation.sigma 1e-5",
+    "OpenRLHF's": "--actor.adam.betas 0.9 0.95 --ckpt.path= --logger.wandb.project a\\ b,c --algo.kl.use_loss"
+    " --x=true --y none --z 'it''s'",
+}
+
+
+def run_of_line(line: str) -> RunConfig:
+    import shlex
+
+    return parse.run_config(shlex.split(line))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_run_is_the_same_through_its_file_and_its_text(name: str, tmp_path: Path) -> None:
+    Path("own.py").write_text(OWN)
+    run = run_of_line(f"{MODEL} {LINES[name]}")
+    run.write(tmp_path / FILE)
+    Path("own.py").unlink()  # the file and the text carry the source
+    again = parse.run_config(parse.with_files(["--config", str(tmp_path / FILE)]))
+    plain = [(flag.name, flag.values) for flag in Flags(run.openrlhf)]
+    assert [(flag.name, flag.values) for flag in Flags(again.openrlhf)] == plain
+    assert replace(again, openrlhf=run.openrlhf) == run
+    assert again.flags() == run.flags()
+    text = pickle.loads(pickle.dumps(run))
+    assert text == run and "_made" not in vars(text)
+    for kind in run.specs:
+        assert text.part(kind).spec() == again.part(kind).spec() == run.specs[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_registered_name_goes_into_the_file(kind: str, tmp_path: Path) -> None:
+    for name in KINDS[kind].registry.in_tree():
+        beside = "--perturbation soft " if KINDS[kind].part_of_perturbation else ""
+        if name == "none":
+            continue
+        run = run_of_line(f"{MODEL} {beside}{KINDS[kind].flag} {name}")
+        run.write(tmp_path / FILE)
+        assert parse.run_config(parse.with_files(["--config", str(tmp_path / FILE)])) == run, name
+        assert pickle.loads(pickle.dumps(run)) == run, name
+
+
+@pytest.mark.parametrize("recipe", [*PAPERS, *(f"methods/{name}" for name in METHODS)])
+def test_every_recipe_goes_into_the_file(recipe: str, tmp_path: Path) -> None:
+    run = parse.run_config(words_of(recipe))
+    run.write(tmp_path / FILE)
+    again = parse.run_config(parse.with_files(["--config", str(tmp_path / FILE)]))
+    assert again.flags() == run.flags() and again.specs == run.specs
+
+
+def test_every_attribute_of_a_run_is_one_of_its_file() -> None:
+    changed = {
+        "specs": {"perturbation": {"name": "soft"}},
+        "sampling": replace(RunConfig().sampling, top_k=3),
+        "openrlhf": ("--a", "b"),
+    }
+    for known in fields(RunConfig):
+        if known.name in ("run_dir", "log_file", "notes"):  # where, and what was said
+            continue
+        value = changed.get(known.name, {bool: True}.get(type(known.default), 3))
+        assert replace(RunConfig(), **{known.name: value}).flags() != RunConfig().flags(), known.name
+
+
+def test_a_flag_stands_in_place_of_the_file(tmp_path: Path) -> None:
+    run_of_line(f"{MODEL} --perturbation neighbor --perturbation.rate 0.25 --perturbation.k 4").write(tmp_path / FILE)
+    words = ["--config", str(tmp_path / FILE)]
+    other = parse.run_config(parse.with_files([*words, "--perturbation.rate", "0.5"]))
+    assert other.spec["rate"] == 0.5 and other.spec["k"] == 4
+    other = parse.run_config(parse.with_files([*words, "--perturbation", "soft"]))
+    assert other.spec["name"] == "soft" and other.spec["rate"] != 0.25
+    run_of_line(f"{MODEL} --perturbation soft --perturbation.gate bursts --perturbation.gate.share 0.5").write(
+        tmp_path / FILE
+    )
+    other = parse.run_config(parse.with_files([*words, "--perturbation.gate", "first"]))
+    assert other.spec["gate"] == "first" and "gate.share" not in other.spec
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """`ngrpo train` up to the launch, which is recorded instead of run."""
+    started: list[RunConfig] = []
+    monkeypatch.setattr("ngrpo.trainer.launch.launch", started.append)
+    monkeypatch.setattr(preflight, "check_stack", lambda: None)
+    monkeypatch.setattr("ngrpo.models.resolve", lambda name, report: name)
+    return started
+
+
+def test_a_run_leaves_the_file_that_repeats_it(launched: list[RunConfig]) -> None:
+    line = f"{MODEL} --perturbation neighbor --perturbation.rate 0.25 --preset grpo --run-dir one --train.seed 5"
+    line += " --rollout.n_samples_per_prompt 4 --rollout.batch_size 8"
+    assert train.run(line.split(), report=print) == 0
+    assert train.run(["--config", f"one/{FILE}", "--run-dir", "two"], report=print) == 0
+    first, second = launched
+    assert first.run_dir is not None and first.run_dir.endswith("/one")
+
+    def with_folder(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        return {flag.name: tuple(value.replace("two/", "one/") for value in flag.values) for flag in Flags(words)}
+
+    assert with_folder(first.openrlhf) == with_folder(second.openrlhf)
+    assert replace(first, openrlhf=(), run_dir="") == replace(second, openrlhf=(), run_dir="")
+    assert Path(f"one/{FILE}").read_text() == Path(f"two/{FILE}").read_text()
+
+
+def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["--perturbations", "none,neighbor:rate=0.25", *MODEL.split(), "--eval.data", "none", "--preset"]
+    plan, _ = arguments.parse(words[:-1])
+    started: list[list[str]] = []
+    monkeypatch.setattr(runs, "command", lambda words, *rest: started.append(words))
+    from ngrpo.compare.comparison_folder import ComparisonFolder
+
+    with ComparisonFolder.opened(tmp_path / "out", print) as folder:
+        for one in plan.runs():
+            runs.execute(plan, one, folder, lambda step, prompts: None)
+    for one, (train_word, *rest) in zip(plan.runs(), started):
+        assert train_word == "train"
+        read = parse.run_config(parse.with_files(rest))
+        assert read == runs.run_config(plan, one, tmp_path / "out" / "runs" / one.id)
+        assert read.spec == one.arm.spec and read.reproducible
+
+
+BROKEN = {
+    "a number": ("--train.batch_size 0", "at least 1"),
+    "a combination": ("--perturbation neighbor --ds.ring_attn_size 2", "cannot be used with --perturbation neighbor"),
+    "a method and a loss": ("--credit top_entropy --actor.policy_loss_type gspo", "ratio is of the whole answer"),
+    "the hardware": ("--vllm.enable_sleep", "cannot be used with --hardware cpu"),
+    "OpenRLHF's parser": ("--train.no_such_flag 1", "no_such_flag"),
+    "data": ("--data.prompt_dataset missing.jsonl", "missing.jsonl"),
+    "evaluation": ("--eval.at_start --train.async_enable", "evaluates beside the training"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_dry_run_start_and_comparison_refuse_the_same(
+    name: str, launched: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, said = BROKEN[name]
+    words = f"{MODEL} {line} --rollout.batch_size 8 --rollout.n_samples_per_prompt 4".split()
+    assert cli.main(["train", *words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1].removeprefix("ngrpo: error: ")
+    assert said in error and not launched
+    assert cli.main(["train", *words, "--dry-run"]) in (1, 2)
+    both = capsys.readouterr()
+    assert " ".join(error.split()) in " ".join((both.out + both.err).split())
+    strategy = "neighbor" if "--perturbation" in line else "none --eval.at_start" if "at_start" in line else "none"
+    rest = [word for word in words if word not in ("--perturbation", "neighbor", "--eval.at_start")]
+    assert cli.main(["compare", "--strategy", strategy, *rest, "--out", "out"]) == 2
+    assert " ".join(error.split()) in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_rule_is_gone_through_once_at_a_start(launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def noted(number: int, rule: rules.Rule) -> rules.Rule:
+        def check(flags: Flags, run: RunConfig) -> str | None:
+            seen.append(number)
+            return rule.check(flags, run)
+
+        return replace(rule, check=check)
+
+    monkeypatch.setattr(rules, "RULES", tuple(noted(i, rule) for i, rule in enumerate(rules.RULES)))
+    assert train.run(f"{MODEL} --run-dir r".split(), report=print) == 0
+    assert seen == list(range(len(rules.RULES)))
+
+
+def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert current_run() == RunConfig() and current_run().perturbation is None
+    run_with(monkeypatch, perturbation={"name": "soft"}, advantage={"name": "ngrpo", "n": 2})
+    assert current_run().perturbation is current_run().perturbation, "made once"
+    assert current_run().advantage.n == 2 and current_run().conditions == ("perturbation", "advantage")
+    with pytest.raises(UsageError, match="unknown credit"):
+        RunConfig(specs={"credit": {"name": "nothing"}}).credit  # noqa: B018
+    assert set(FLAGS.values()) == {kind.flag for kind in KINDS.values()}
