@@ -59,7 +59,7 @@ _FIRST = (
 def in_order() -> list[Case]:
     """All cases, those first of which most is learnt: a run may be stopped, and goes on later."""
     ranks = {name: rank for rank, name in enumerate(_FIRST)}
-    return sorted(ALL, key=lambda case: (case != Case(case.type), ranks.get(case.type, len(ranks))))
+    return sorted(ALL, key=lambda case: (case != Case(case.type), not case.under, ranks.get(case.type, len(ranks))))
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -83,6 +83,7 @@ def _gemma(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
 
     tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder, extra_special_tokens=tokens)
+    tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # Gemma's own has them, and vLLM asks for them
     side = config.vision_config.image_size
     images = transformers.Gemma3ImageProcessor(size={"height": side, "width": side})
     chat, places = _CHAT.replace("PICTURE", "<start_of_image>"), config.mm_tokens_per_image
