@@ -24,9 +24,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.models.case import verdict
+
 PERTURBATION = {"name": "neighbor", "variant": "released", "rate": 0.5}
 _TOKENS = 48
 _HALF = ("qwen3_5",)
+_FIGURES = ("unperturbed", "perturbed", "unreplayed")
 
 
 def prompts_of(folder: Path) -> list[tuple[list[int], dict[str, Any], list[Any]]]:
@@ -91,8 +94,8 @@ def gap(model: Any, rollouts: list[Any], inputs: list[dict[str, Any]], replay: b
     return float(torch.cat(gaps).max()), float(torch.cat(gaps).mean())
 
 
-def measured(model_type: str) -> str:
-    """One line."""
+def measured(model_type: str) -> dict[str, Any]:
+    """The figures of a type, each (largest, mean); or the message of what did not work."""
     from transformers import AutoModelForImageTextToText
 
     from benchmarks.models import pictures
@@ -108,14 +111,26 @@ def measured(model_type: str) -> str:
         done = subprocess.run([*command, dtype], check=False, capture_output=True, text=True)
         if not target.exists():
             errors = [line for line in done.stderr.splitlines() if "Error: " in line] or done.stderr.splitlines()
-            return f"{model_type:12s} {dtype:9s} not run: {errors[-1][:300] if errors else ''}"
+            return {"type": model_type, "dtype": dtype, "message": errors[-1][:300] if errors else ""}
         rollouts = pickle.loads(target.read_bytes())
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         inputs, name = [given for _, given, _ in prompts_of(folder)], PERTURBATION["name"]
-        plain, perturbed = gap(model, rollouts["none"], inputs), gap(model, rollouts[name], inputs)
-        without = gap(model, rollouts[name], inputs, replay=False)
-    figures = f"unperturbed {plain[0]:.1e}, perturbed {perturbed[0]:.1e}, without replay {without[0]:.1e}"
-    return f"{model_type:12s} {dtype:9s} {figures}; means {plain[1]:.1e}, {perturbed[1]:.1e}, {without[1]:.1e}"
+        return {
+            "type": model_type,
+            "dtype": dtype,
+            "unperturbed": gap(model, rollouts["none"], inputs),
+            "perturbed": gap(model, rollouts[name], inputs),
+            "unreplayed": gap(model, rollouts[name], inputs, replay=False),
+        }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed, and stands in docs/models.md."""
+    begin = f"| {row['type']} | {row['dtype']} |"
+    if "message" in row:
+        return f"{begin} – | – | – | not run: {row['message']} |"
+    figures = " | ".join(f"{row[name][0]:.1e}" for name in _FIGURES)
+    return f"{begin} {figures} | {verdict(row['dtype'], *(row[n][0] for n in _FIGURES))} |"
 
 
 def main() -> None:
@@ -123,6 +138,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help=f"among {', '.join(TYPES)}; default: all")
+    parser.add_argument("--json", type=Path, help="a file to which rows are added as lines")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.types) - set(TYPES):
@@ -139,8 +155,14 @@ def main() -> None:
     from benchmarks.machine import describe
 
     print(describe())
+    print("| type | dtype | unperturbed | perturbed | without replay | verdict |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for model_type in options.types or TYPES:
-        print(measured(model_type), flush=True)
+        row = measured(model_type)
+        print(line(row), flush=True)
+        if options.json:
+            with options.json.open("a", encoding="utf-8") as file:
+                print(json.dumps(row), file=file)
 
 
 if __name__ == "__main__":
