@@ -5,8 +5,8 @@
 
 A tiny model of each type (`benchmarks.models.pictures.TYPES`) with random weights, prompts with a picture made and
 expanded as OpenRLHF does it, stock vLLM's rollouts, unperturbed and with `neighbor` (variant `released`, rate 0.5), and
-a forward of the trainer's class in another process with the same pixels: |Δ log p| at worst. float32, and bfloat16
-where vLLM runs a type in nothing else on a CPU.
+a forward of the trainer's class in another process with the same pixels: |Δ log p| at worst (and on average).
+float32, and bfloat16 where vLLM runs a type in nothing else on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from benchmarks.models.case import verdict
 
 PERTURBATION = {"name": "neighbor", "variant": "released", "rate": 0.5}
-_TOKENS = 48
+_TOKENS, _ANSWERS = 48, 3  # of each answer; to each prompt, since the largest gap of few tokens is chance
 _HALF = ("qwen3_5",)
 _FIGURES = ("unperturbed", "perturbed", "unreplayed")
 
@@ -59,7 +59,7 @@ def rolled_out(folder: Path, dtype: str) -> dict[str, list[Any]]:
     limits = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
     llm = build_engine(str(folder), PERTURBATION, dtype=dtype, max_model_len=256, max_num_seqs=8, **limits)
     pads = {token for token in (AutoProcessor.from_pretrained(folder).image_token_id,) if token is not None}
-    asked, result = prompts_of(folder), {}
+    asked, result = prompts_of(folder) * _ANSWERS, {}
     given = [{"prompt_token_ids": unexpanded(ids, pads), "multi_modal_data": {"image": i}} for ids, _, i in asked]
     for name, arguments in (("none", {"enabled": False}), (PERTURBATION["name"], {})):
         params = [
@@ -114,7 +114,7 @@ def measured(model_type: str) -> dict[str, Any]:
             return {"type": model_type, "dtype": dtype, "message": errors[-1][:300] if errors else ""}
         rollouts = pickle.loads(target.read_bytes())
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        inputs, name = [given for _, given, _ in prompts_of(folder)], PERTURBATION["name"]
+        inputs, name = [given for _, given, _ in prompts_of(folder)] * _ANSWERS, PERTURBATION["name"]
         return {
             "type": model_type,
             "dtype": dtype,
@@ -129,7 +129,7 @@ def line(row: dict[str, Any]) -> str:
     begin = f"| {row['type']} | {row['dtype']} |"
     if "message" in row:
         return f"{begin} – | – | – | not run: {row['message']} |"
-    figures = " | ".join(f"{row[name][0]:.1e}" for name in _FIGURES)
+    figures = " | ".join(f"{row[name][0]:.1e} ({row[name][1]:.1e})" for name in _FIGURES)
     return f"{begin} {figures} | {verdict(row['dtype'], *(row[n][0] for n in _FIGURES))} |"
 
 

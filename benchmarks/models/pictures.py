@@ -46,6 +46,8 @@ def build(folder: Path, tokenizer_folder: str, model_type: str = "qwen3_vl", dty
     if model_type in _AXES:
         rope = {"rope_type": "default", "rope_theta": 1e6, **_AXES[model_type]}
         sizes["text_config"]["rope_parameters"] = rope
+    if model_type == "qwen2_vl":  # whose tower calls the width of its output so
+        sizes["vision_config"]["hidden_size"] = sizes["text_config"]["hidden_size"]
     make = _gemma if model_type == "gemma3" else _qwen
     processor, ids = make(tokenizer_folder, config_class(**sizes))
     torch.manual_seed(0)
