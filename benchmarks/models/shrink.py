@@ -118,8 +118,9 @@ DEMANDED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4},
     "gemma4": {"vision_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}},
-    "llama4": {"text_config": {"moe_layers": None}},
-    "llama4_text": {"moe_layers": None},
+    # Chunks of a whole number of vLLM's blocks on a CPU.
+    "llama4": {"text_config": {"moe_layers": None, "attention_chunk_size": 128}},
+    "llama4_text": {"moe_layers": None, "attention_chunk_size": 128},
     "zamba2": {"attention_head_dim": 64},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 32},
