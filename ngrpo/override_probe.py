@@ -7,8 +7,9 @@ that place; a row fed with its own token's embedding, and all rows before and be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,19 @@ class Comparison:
     apart: float
     effect: float
     allowed: float | None = None
+
+
+def reads_tokens_elsewhere(modules: Iterable[Any], embedding: Any) -> bool:
+    """Whether a model has a further table with a row for each token, as Gemma 3n and 4 have for each layer.
+
+    Args:
+        modules: of the model, without its output head.
+        embedding: its input embedding, with ``num_embeddings`` rows.
+    """
+    rows = embedding.num_embeddings
+    tables = (module for module in modules if module is not embedding and hasattr(module, "embedding_dim"))
+    # Gemma's own vocabulary of a layer may lack the last tokens.
+    return any(0.9 * rows <= table.num_embeddings <= rows for table in tables)
 
 
 class ProbeFailure(UsageError):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_folder import tiny_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 # Read once, when torch loads: threads that spin while they wait take a machine of two cores from the other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -26,26 +28,8 @@ def smollm2() -> str:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
     """A small random model for two ranks: SmolLM2 has nine heads."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return tiny_folder(folder, smollm2, "llama", tie_word_embeddings=False, initializer_range=0.2)
 
 
 @pytest.fixture(scope="session")

@@ -36,12 +36,13 @@ _BOTH = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "glm4", "cohere2", "exaone4", "ernie4_5", "granite", "gemma2"),
     *("gemma3_text", "gpt2", "opt", "gpt_neox", "stablelm", "mixtral", "qwen3_moe", "granitemoe"),
 )
+_RECURRENT = ("falcon_h1", *TYPES["hybrid or recurrent"])
 _V2 = ("llama", "gemma3_text", "granite", "smollm3")
 _COMPILED = ("llama", "gemma3_text", "granite", "smollm3", "gemma4_text", "qwen3_moe")
 
 ALL: tuple[Case, ...] = (
     *(Case(name) for each in TYPES.values() for name in each),
-    *(Case(name, under=under) for name in TYPES["hybrid or recurrent"] for under in ("preemption", "prefix caching")),
+    *(Case(name, under=under) for name in _RECURRENT for under in ("preemption", "prefix caching")),
     *(Case(name, impl="transformers") for name in _BOTH),
     *(Case(name, compiled=True) for name in _COMPILED),
     *(Case(name, runner="V2") for name in _V2),
@@ -59,7 +60,7 @@ _FIRST = (
 def in_order() -> list[Case]:
     """All cases, those first of which most is learnt: a run may be stopped, and goes on later."""
     ranks = {name: rank for rank, name in enumerate(_FIRST)}
-    return sorted(ALL, key=lambda case: (case != Case(case.type), ranks.get(case.type, len(ranks))))
+    return sorted(ALL, key=lambda case: (case != Case(case.type), not case.under, ranks.get(case.type, len(ranks))))
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen3-VL with a processor that works, and prompts with pictures: as OpenRLHF's own path reads them."""
+"""Tiny models of pictures with processors that work, and prompts with pictures, as OpenRLHF's own path reads them."""
 
 from __future__ import annotations
 
@@ -10,45 +10,87 @@ from typing import Any
 from benchmarks.models.shrink import overrides
 from benchmarks.models.tiny import name_text_architecture
 
-_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
+_CHAT = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
-{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}\
+{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 SIDE = 64
-"""Pixels of a picture's side: 16 patches, which are merged to 4 tokens."""
+"""Pixels of a picture's side, before a processor scales it to 4 by 4 patches, which are merged to 4 tokens."""
+# Positions in pictures have three axes, whose shares published configurations state and some classes' defaults do not:
+# without, vLLM numbers the places of pictures as those of text, and transformers does not.
+_AXES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"mrope_section": [4, 6, 6]},
+    "qwen2_5_vl": {"mrope_section": [4, 6, 6]},
+    "qwen3_vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+}
+TYPES = (*_AXES, "qwen3_5", "gemma3")
 
 
-def build(folder: Path, tokenizer_folder: str) -> None:
-    """Writes the model, from seed 0, its tokenizer with the tokens of pictures, and its processor."""
+def build(folder: Path, tokenizer_folder: str, model_type: str = "qwen3_vl", dtype: str = "float32") -> None:
+    """Writes the model, from seed 0, its tokenizer with the tokens of pictures, and its processor.
+
+    Args:
+        folder: is written to.
+        tokenizer_folder: whose tokenizer is extended.
+        model_type: one of :data:`TYPES`.
+        dtype: of the weights.
+    """
     import torch
-    from transformers import (
-        AutoTokenizer,
-        Qwen2VLImageProcessor,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_TOKENS.values())})
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _TOKENS.items()}
-    sizes = {**overrides(Qwen3VLConfig().to_dict()), **ids}
+    config_class = CONFIG_MAPPING[model_type]
+    sizes = overrides(config_class().to_dict())
+    if model_type in _AXES:
+        rope = {"rope_type": "default", "rope_theta": 1e6, **_AXES[model_type]}
+        sizes["text_config"]["rope_parameters"] = rope
+    if model_type == "qwen2_vl":  # whose tower calls the width of its output so
+        sizes["vision_config"]["hidden_size"] = sizes["text_config"]["hidden_size"]
+    make = _gemma if model_type == "gemma3" else _qwen
+    processor, ids = make(tokenizer_folder, config_class(**sizes))
     torch.manual_seed(0)
-    Qwen3VLForConditionalGeneration(Qwen3VLConfig(**sizes)).save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(config_class(**{**sizes, **ids}))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     name_text_architecture(folder)
-    patches: dict[str, Any] = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
-    images = Qwen2VLImageProcessor(**patches, size={"shortest_edge": SIDE**2, "longest_edge": SIDE**2})
-    videos = Qwen3VLVideoProcessor(**patches)
-    Qwen3VLProcessor(images, tokenizer, videos, chat_template=_TEMPLATE).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _qwen(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
+    import transformers
+
+    tokens = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
+    vision = config.vision_config
+    patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2}
+    pixels = (4 * vision.patch_size) ** 2
+    images = transformers.Qwen2VLImageProcessor(**patches, size={"shortest_edge": pixels, "longest_edge": pixels})
+    old = config.model_type in ("qwen2_vl", "qwen2_5_vl")
+    videos = (transformers.Qwen2VLVideoProcessor if old else transformers.Qwen3VLVideoProcessor)(**patches)
+    name = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(config.model_type)
+    chat = _CHAT.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>")
+    processor = getattr(transformers, name or "Qwen3VLProcessor")(images, tokenizer, videos, chat_template=chat)
+    return processor, {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+
+
+def _gemma(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
+    import transformers
+
+    tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder, extra_special_tokens=tokens)
+    tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # Gemma's own has them, and vLLM asks for them
+    side = config.vision_config.image_size
+    images = transformers.Gemma3ImageProcessor(size={"height": side, "width": side})
+    chat, places = _CHAT.replace("PICTURE", "<start_of_image>"), config.mm_tokens_per_image
+    processor = transformers.Gemma3Processor(images, tokenizer, chat_template=chat, image_seq_length=places)
+    return processor, {f"{name}_index": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
 def prompts(folder: Path, count: int = 8) -> Path:

@@ -92,12 +92,37 @@ RETREATS: tuple[frozenset[str], ...] = (
     frozenset({"rotary_dim", "num_kv_shared_layers", "n_groups", "time_step_rank", "mamba_dt_rank"}),
 )
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+_LFM2 = {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}
+# vLLM reads these of published configurations, and the classes of transformers do not have them, or have other names.
+_AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "lfm2": _LFM2,
+    "lfm2_vl": {"text_config": _LFM2},
+    "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "minimax_m2": {"rotary_dim": 32},
+    # These have inner layers of four times the width, whatever the configuration says.
+    "phi": {"intermediate_size": 512},
+    "falcon": {"ffn_hidden_size": 512},
+    # Yarn scales from a shorter length to this one.
+    "ministral3": {"max_position_embeddings": 262144},
+    "gpt_oss": {"max_position_embeddings": 131072},
+}
 DEMANDED: dict[str, dict[str, Any]] = {
+    **_AS_PUBLISHED,
     "bamba": {"attn_layer_indices": [1]},
     "qwen2_vl": {"text_config": _SECTIONS},
     "qwen2_5_vl": {"text_config": _SECTIONS},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4},
+    "gemma4": {"vision_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}},
+    # Chunks of a whole number of vLLM's blocks on a CPU.
+    "llama4": {"text_config": {"moe_layers": None, "attention_chunk_size": 128}},
+    "llama4_text": {"moe_layers": None, "attention_chunk_size": 128},
+    "zamba2": {"attention_head_dim": 64},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 32},
 }
 """What a class demands beyond that, by model type; parts are merged."""

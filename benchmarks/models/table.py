@@ -27,13 +27,28 @@ def put(row: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     RESULT.write_text(f'{{\n "made": {json.dumps(made)},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
+_WORST = (
+    "the replay is exact",
+    "the replay is exact on average; in bfloat16 the largest gap is above the unperturbed one (docs/models.md)",
+    "wrong",
+)
+
+
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """What `ngrpo doctor` and a dry run say of a type: of all its cases the worst verdict that has figures."""
-    found: dict[str, str] = {}
+    found: dict[str, int] = {}
     for row in rows:
-        if row["verdict"] in ("right", "wrong") and found.get(row["type"]) != "wrong":
-            found[row["type"]] = {"right": "the replay is exact", "wrong": "wrong"}[row["verdict"]]
-    return found
+        if row["verdict"] in ("right", "wrong"):
+            found[row["type"]] = max(found.get(row["type"], 0), _badness(row))
+    return {name: _WORST[badness] for name, badness in found.items()}
+
+
+def _badness(row: Mapping[str, Any]) -> int:
+    if row["verdict"] == "right":
+        return 0
+    # A single token of a few hundred may be sensitive to rounding; inputs that are not the rollout's move the mean.
+    plain, perturbed = row.get("means") or (0.0, 1.0)
+    return 1 if row["dtype"] != "float32" and perturbed <= 1.5 * plain else 2
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

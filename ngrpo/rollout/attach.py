@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ngrpo.override_probe import reads_tokens_elsewhere
 from ngrpo.parameters_file import load_saved
 from ngrpo.rollout import runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
     find_input_embedding,
     language_model,
-    reads_tokens_elsewhere,
+    tables_of_text,
 )
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
@@ -60,7 +61,7 @@ class AttachedPerturbation:
         embedding = find_input_embedding(model)
         self._override = _override(embedding, runner)
         self._hidden = embedding.embedding_dim
-        self.reads_tokens = reads_tokens_elsewhere(model, embedding)
+        self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
         """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()

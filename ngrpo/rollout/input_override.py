@@ -162,20 +162,11 @@ def language_model(model: Any) -> Any:
         return model
 
 
-def reads_tokens_elsewhere(model: nn.Module, embedding: nn.Module) -> bool:
-    """Whether the text's model has a further table with a row for each token, as Gemma 3n and 4 have for each layer."""
-    rows = embedding.num_embeddings
-    return any(
-        module is not embedding and hasattr(module, "embedding_dim") and _is_table(module, rows)
-        for module in language_model(model).modules()
-    )
-
-
-def _is_table(module: Any, rows: int) -> bool:
+def tables_of_text(model: nn.Module) -> list[nn.Module]:
+    """The modules of the part that reads text which may be tables of tokens: all but its output head."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    # Gemma's own vocabulary of a layer may lack the last tokens.
-    return not isinstance(module, ParallelLMHead) and 0.9 * rows <= module.num_embeddings <= rows
+    return [module for module in language_model(model).modules() if not isinstance(module, ParallelLMHead)]
 
 
 def _looked_up(model: nn.Module, tables: dict[str, nn.Module]) -> tuple[list[str], str] | None:

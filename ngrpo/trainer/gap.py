@@ -25,6 +25,8 @@ _SCALE_CAUSES = (
     "Engine and trainer have other weights: a weight sync that was not taken, or a resumed run's checkpoint on one"
     " side only.",
     "The record of another sample is replayed: an agent or a data step has changed the order of samples.",
+    "Engine and trainer read pictures differently: config.json lacks the axes of their positions (mrope_section), or"
+    " the processors differ.",
 )
 
 _CAUSES = (

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
+from ngrpo.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, reads_tokens_elsewhere, text_of_probe
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 
@@ -35,7 +34,8 @@ def prove(model: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor
     for attempt in range(_ATTEMPTS):
         texts = text_of_probe(embedding.num_embeddings, _LONGEST, attempt)
         try:
-            comparisons = _comparisons(texts, embedding, log_probs, _reads_tokens_elsewhere(model, embedding))
+            partly = reads_tokens_elsewhere(model.modules(), embedding)
+            comparisons = _comparisons(texts, embedding, log_probs, partly)
             judge(comparisons, half_precision=half, where="the trainer", model=type(model).__name__)
             return
         except ProbeFailure as error:
@@ -83,12 +83,3 @@ def _record(text: list[int], fed: Mapping[int, int]) -> ReplayRecord:
     ids = np.array([[token] for token in fed.values()], dtype=np.int32)
     ones = np.ones((len(ids), 1), dtype=np.float32)
     return ReplayRecord(0, 1, len(text), np.array(list(fed), dtype=np.int32), ids, ones, None, ones[:, 0] > 0)
-
-
-def _reads_tokens_elsewhere(model: nn.Module, embedding: Any) -> bool:
-    """Whether another table has a row for each token, as Gemma 3n and 4 have for each layer."""
-    rows = embedding.num_embeddings
-    return any(
-        isinstance(module, nn.Embedding) and module is not embedding and 0.9 * rows <= module.num_embeddings <= rows
-        for module in model.modules()
-    )

@@ -27,13 +27,12 @@ from ngrpo.rollout.settings import (
     fingerprint,
     request_arguments,
 )
-from ngrpo.trainer import unperturbed
+from ngrpo.trainer import prompt_pictures, unperturbed
 from ngrpo.trainer.rewards import CheckedReward
 from ngrpo.trainer.rollout_requests import MOST_ANSWERS, AnswerNumbers
 from ngrpo.trainer.turns import Conversation, finished
 from perturbations import registry
 from perturbations.base import Perturbation
-from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
@@ -55,7 +54,8 @@ class RecordingExecutor:
         # Numbered before anything is awaited: answer i of a group has the same draws in every run.
         arguments = dict(request_arguments(kwargs.get("sampling_params")))
         round_, perturbation = arguments.pop("round", 0), current_run().perturbation
-        number = self._numbers.next(str(kwargs.get("prompt")), round_)
+        asked = f"{kwargs.get('prompt')}{prompt_pictures.identity(kwargs.get('images')).hex()}"
+        number = self._numbers.next(asked, round_)
         perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
         if "answers" in arguments:
             # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
@@ -183,7 +183,8 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     arguments.pop("round", None)
     if conversation is not None:
         # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
-        arguments = {"seed": trajectory_seed(np.asarray(prompt).tobytes()), **arguments, **conversation.arguments}
+        told = [np.asarray(prompt).tobytes(), prompt_pictures.identity((pictures or {}).get("image"))]
+        arguments = {"seed": trajectory_seed(*filter(None, told)), **arguments, **conversation.arguments}
         conversation.go_on(prompt)
         earlier = conversation.earlier(prompt)
         if earlier is not None:
@@ -191,44 +192,23 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        request = TokensPrompt(prompt_token_ids=_unexpanded(actor, prompt), multi_modal_data=pictures)
+        given = prompt_pictures.unexpanded(prompt, actor._mm_pad_token_ids)
+        request = TokensPrompt(prompt_token_ids=given, multi_modal_data=pictures)
     async for partial in actor.llm.generate(request, params, request_id=name):
         output = partial
     if pictures:
-        _check_places(prompt, output.prompt_token_ids)
+        prompt_pictures.check_places(prompt, output.prompt_token_ids)
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
-        if conversation.followed and not pictures:  # the trainer's forward of these answers has no pictures
+        if conversation.followed:
             conversation.followed = False
             seed = trajectory_seed(arguments["seed"], arguments["sample"])
-            # Without its pictures: the scale is that of both sides' rounding, which text shows as well.
+            # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
+            # stand out from it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
             conversation.unperturbed = await unperturbed.ask(actor, text, sampling_params, seed)
     return output
-
-
-def _unexpanded(actor: Any, prompt: list[int]) -> list[int]:
-    """As vLLM takes a prompt: it makes a picture's one placeholder into as many as the picture has places."""
-    from openrlhf.utils.vlm_utils import dedup_media_tokens
-
-    pads = actor._mm_pad_token_ids
-    return dedup_media_tokens(prompt, pads) if pads else prompt
-
-
-def _check_places(trainer: list[int], engine: list[int]) -> None:
-    """Positions in a record are those of the expanded prompt, which must be the same on both sides.
-
-    Raises:
-        RuntimeError: where vLLM gives a picture other places than the trainer's processor.
-    """
-    if list(trainer) != list(engine):
-        first = next((i for i, pair in enumerate(zip(trainer, engine)) if pair[0] != pair[1]), "the end")
-        raise RuntimeError(
-            f"a prompt with pictures has {len(trainer)} tokens for the trainer and {len(engine)} for vLLM, and they"
-            f" differ from position {first} on: the records would be replayed at other positions. Use a model whose"
-            " pictures OpenRLHF and vLLM expand alike, such as Qwen3-VL or Qwen3.5, or prompts without pictures."
-        )
 
 
 async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
@@ -271,11 +251,6 @@ def perturbed_engine(plain: type) -> type:
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-            if multi_modal_data:
-                raise UsageError(
-                    "prompts with pictures are refused: engine and trainer were not shown to agree on them"
-                    " (docs/models.md). Leave --data.max_images_per_prompt at 0; text prompts of the model work."
-                )
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 

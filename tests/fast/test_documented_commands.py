@@ -51,6 +51,8 @@ ELSEWHERE = {
     r"python -m ngrpo\.hardware\.torchvision_operators \S+": (NETWORK, "tests/stack/test_models.py"),
     r"export PYTHONPATH=\$PWD/\.venv/vision": ("is the shell's", "tests/stack/test_models.py"),
     r"python -m benchmarks\.models( \S+)+": (ENGINE, "tests/stack/test_models.py"),
+    r"python -m benchmarks\.models\.picture_rollouts": (ENGINE, "tests/stack/test_picture_rollouts.py"),
+    r"python -m benchmarks\.routing": (ENGINE, "tests/stack/test_picture_rollouts.py"),
     r"make models": ("takes an hour", "tests/stack/test_models.py"),
     r"ngrpo doctor": (ENGINE, "tests/stack/test_doctor.py"),
     r"ngrpo eval --rescore \S+": ("needs samples", "tests/fast/test_evaluate_folder.py"),

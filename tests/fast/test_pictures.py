@@ -106,3 +106,37 @@ def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -
     for words, works in ((program, True), ("import torchvision", False)):
         done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=False)
         assert (done.returncode == 0) is works, done.stderr
+
+
+def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answers are numbered apart, from 0 on, whatever order they come in; and their seeds differ."""
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    run = SimpleNamespace(perturbation=None, corrects_sampling=False)
+    monkeypatch.setattr(rollout_actor, "current_run", lambda: run)
+    given: list[Any] = []
+
+    class Executor:
+        async def execute(self, images: Any, **kwargs: Any) -> dict[str, Any]:
+            pictures = {"image": images} if images else None
+            await rollout_actor.generate(actor, [1, PAD, 2], SamplingParams(), pictures)
+            return {}
+
+    async def take(name: str) -> Any:
+        return None
+
+    class Asked(Engine):
+        async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+            given.append(params.extra_args["perturbation"])
+            async for output in Engine.generate(self, prompt, params, request_id):
+                yield output
+
+    monkeypatch.setattr(turns.Conversation, "add", lambda *args: None)
+    actor = SimpleNamespace(llm=Asked(1), _mm_pad_token_ids={PAD}, perturbation_pick_ups=SimpleNamespace(take=take))
+    executor = rollout_actor.RecordingExecutor(Executor())
+    for images in (["red.png"], ["blue.png"], ["red.png"], None):
+        asyncio.run(executor.execute(prompt="Which color?", images=images, sampling_params=SamplingParams()))
+    assert [arguments["sample"] for arguments in given] == [0, 0, 1, 0]
+    red, blue, again, text = (arguments["seed"] for arguments in given)
+    assert red == again and len({red, blue, text}) == 3

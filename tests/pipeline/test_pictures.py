@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A multimodal model is trained on text prompts, and its records are replayed; prompts with pictures are refused."""
+"""A multimodal model is trained on prompts with pictures and without, and its records are replayed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -39,11 +40,23 @@ def model(tmp_path_factory: pytest.TempPathFactory, smollm2: str, environment: d
     return folder
 
 
+def flags_for(problems: Path, pictures: int) -> list[str]:
+    return [
+        *LOUD,
+        *["--data.prompt_dataset", str(problems), "--data.label_key", "label", "--data.apply_chat_template"],
+        *["--data.image_key", "images", "--data.max_images_per_prompt", str(pictures)],
+        *["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")],
+        *["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"],
+        *["--rollout.max_new_tokens", "24", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"],
+        *["--algo.kl.init_coef", "0.001", "--perturbation.strict"],
+    ]
+
+
 @pytest.mark.parametrize("pictures", [1, 0], ids=["pictures", "text"])
 def test_two_steps_of_a_multimodal_model(
     pictures: int, model: Path, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text: the gap after perturbed inputs is that of plain positions, in both steps. Pictures: one clear error."""
+    """The gap after perturbed inputs is that of plain positions, in both steps, and so is that of unperturbed text."""
     monkeypatch.delitem(SMALL, "--task")
     problems = model / "prompts" / "prompts.jsonl"
     if not pictures:
@@ -51,21 +64,7 @@ def test_two_steps_of_a_multimodal_model(
         problems = tmp_path / "text.jsonl"
         texts = [{"input": row["input"].replace("<image>", ""), "label": row["label"]} for row in rows]
         problems.write_text("".join(json.dumps(row) + "\n" for row in texts))
-    result = train(
-        tmp_path / "run",
-        str(model),
-        *LOUD,
-        *["--data.prompt_dataset", str(problems), "--data.label_key", "label", "--data.apply_chat_template"],
-        *["--data.image_key", "images", "--data.max_images_per_prompt", str(pictures)],
-        *["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")],
-        *["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"],
-        *["--rollout.max_new_tokens", "24", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"],
-        *["--algo.kl.init_coef", "0.001"],
-        env=environment,
-    )
-    if pictures:
-        assert result.returncode != 0 and "prompts with pictures are refused" in result.stdout[-6000:]
-        return
+    result = train(tmp_path / "run", str(model), *flags_for(problems, pictures), env=environment)
     assert result.returncode == 0, result.stdout[-6000:]
     steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert len(steps) == 2
@@ -73,3 +72,19 @@ def test_two_steps_of_a_multimodal_model(
         assert step["rate"] == pytest.approx(0.5, abs=0.12) and step["shift"] > 0.0
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
         assert step["gap_perturbed_mean"] <= 2.0 * step["gap_plain_mean"] < 0.1
+
+
+def test_pictures_that_both_sides_read_differently_end_a_strict_run(
+    model: Path, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the axes of positions vLLM numbers a picture's places as those of text, and transformers does not."""
+    monkeypatch.delitem(SMALL, "--task")
+    folder = tmp_path / "without_axes"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = train(tmp_path / "run", str(folder), *flags_for(model / "prompts" / "prompts.jsonl", 1), env=environment)
+    assert result.returncode != 0 and "Engine and trainer read pictures differently" in result.stdout, result.stdout[
+        -6000:
+    ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.harness import LOUD, assert_nothing_runs, steps_of, train
+from tests.tiny_folder import tiny_folder
 
 pytestmark = pytest.mark.slow
 _BROKEN = Path(__file__).parent / "user_files" / "broken_override.py"
@@ -16,28 +17,8 @@ _BROKEN = Path(__file__).parent / "user_files" / "broken_override.py"
 @pytest.fixture(scope="module")
 def tiny_smollm3(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
     """vLLM has no class of its own for this type: its ids come in the shape (1, N)."""
-    import torch
-    from transformers import AutoTokenizer, SmolLM3Config, SmolLM3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("smollm3")
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    torch.manual_seed(0)
-    config = SmolLM3Config(
-        vocab_size=49152,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    SmolLM3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    return tiny_folder(tmp_path_factory.mktemp("smollm3"), smollm2, "smollm3", initializer_range=0.1, **tokens)
 
 
 def test_a_model_of_the_transformers_backend(tmp_path: Path, tiny_smollm3: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.input_override import InputOverride, find_input_embedding, reads_tokens_elsewhere
+from ngrpo.override_probe import reads_tokens_elsewhere
+from ngrpo.rollout.input_override import InputOverride, find_input_embedding, tables_of_text
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.stack
@@ -65,9 +66,9 @@ def test_the_main_table_is_found_by_looking_tokens_up() -> None:
     text, both = Text(), Multimodal()
     assert find_input_embedding(text) is text.embed_tokens
     assert find_input_embedding(both) is both.language_model.embed_tokens
-    assert reads_tokens_elsewhere(both, both.language_model.embed_tokens)
+    assert reads_tokens_elsewhere(tables_of_text(both), both.language_model.embed_tokens)
     del text.embed_tokens_per_layer
-    assert not reads_tokens_elsewhere(text, text.embed_tokens)
+    assert not reads_tokens_elsewhere(tables_of_text(text), text.embed_tokens)
     assert not any(hooks for module in both.modules() for hooks in [module._forward_hooks])
 
 
