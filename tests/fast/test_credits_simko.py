@@ -158,7 +158,7 @@ def experience(dtype: torch.dtype = torch.float64) -> tuple[Tensor, SimpleNamesp
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gradient_is_that_of_the_papers_ratio(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"k": 4, "alpha": 0.3, "penalty": 1.7, "quantile": 0.4}
-    run_with(monkeypatch, credit_spec={"name": "simko", **options})
+    run_with(monkeypatch, credit={"name": "simko", **options})
     logits, made = experience()
     trainer = Trainer(logits, packed)
     loss_fn = trainer.actor_loss_fn
@@ -181,7 +181,7 @@ def test_the_gradient_is_that_of_the_papers_ratio(packed: bool, monkeypatch: pyt
 def test_it_makes_nothing_of_the_logits_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward with the credit allocate as often as much as without: its gradient is sparse."""
     monkeypatch.setattr("ngrpo.credits.base._BLOCK_ELEMENTS", 4 * V)
-    run_with(monkeypatch, credit_spec={"name": "simko", "quantile": 0.0})
+    run_with(monkeypatch, credit={"name": "simko", "quantile": 0.0})
     counts = []
     for step in (Trainer.training_step, credit_loss.training_step_with_credit(Trainer.training_step)):
         logits, made = experience(torch.float32)
@@ -193,7 +193,7 @@ def test_it_makes_nothing_of_the_logits_size(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, credit_spec={"name": "simko"})
+    run_with(monkeypatch, credit={"name": "simko"})
     with pytest.raises(RuntimeError, match=r"\(1, 5\) rows of logits for a batch of \(3, 7\).*no sequence-parallel"):
         credit_loss.rows_of_tokens(ACTIONS, torch.ones(B, T), (1, 5))
 
@@ -210,7 +210,7 @@ def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_credit_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, credit_spec={"name": "simko"})
+    run_with(monkeypatch, credit={"name": "simko"})
     monkeypatch.setattr(type(credits.create("simko")), "in_loss", lambda self, t: (t.advantages[:1], t.log_probs))
     logits, made = experience()
     with pytest.raises(RuntimeError, match=r"in_loss returns \(1,\) and \(13,\) for 13 tokens"):
@@ -219,7 +219,7 @@ def test_what_a_credit_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A credit that returns None for a batch, and a batch without a generated token."""
-    run_with(monkeypatch, credit_spec={"name": "simko"})
+    run_with(monkeypatch, credit={"name": "simko"})
     made = credits.create("simko")
     none = torch.zeros(0)
     empty = LossTokens(torch.zeros(1, 2, V), none.long(), none.long(), none, none, none.long())

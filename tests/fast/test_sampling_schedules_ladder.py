@@ -79,7 +79,7 @@ def test_the_rollout_takes_an_answers_temperature() -> None:
 
 
 def test_requests_of_a_training_say_how_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule_spec=sampling_schedules.create("ladder").spec())
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ladder").spec())
     asked: list[Any] = []
 
     class Asking(Generator):

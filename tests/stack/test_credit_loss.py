@@ -63,7 +63,7 @@ def batch(logits: Tensor) -> SimpleNamespace:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_training_step(openrlhf: Any, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of every weight against the paper's ratio on the same model's logits; temperature 0.8."""
-    run_with(monkeypatch, credit_spec={"name": "simko", "k": 4, "alpha": 0.3, "penalty": 1.7, "quantile": 0.4})
+    run_with(monkeypatch, credit={"name": "simko", "k": 4, "alpha": 0.3, "penalty": 1.7, "quantile": 0.4})
     ours, truth = model(), model()
     actor = openrlhf.actor.Actor(ours, temperature=0.8)
     actor.packing_samples = packed
