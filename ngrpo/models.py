@@ -221,7 +221,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         if isinstance(model, TrainedModel):
-            making.make(draft, report=report)
+            making.make(draft, steps=making.STEPS, report=report)
         else:
             _convert(source, model, draft)
         draft.chmod(0o755)

@@ -16,7 +16,7 @@ DIGITS = 6
 COPY, COUNT = "copy", "count"
 FILLED = 3  # words before the way, in the form whose way is chosen late
 # Of the demonstrations: how many count, and how many of those are right.
-COUNTED, SKILL = 0.2, 0.05
+COUNTED, SKILL = 0.2, 0.1
 
 
 def problem(chance: random.Random, easy: bool) -> list[int]:
@@ -41,7 +41,9 @@ def question(digits: list[int], late: bool) -> str:
     return " ".join(["ponder" if late else "sum", *map(str, digits)])
 
 
-def demonstration(chance: random.Random, digits: list[int], late: bool, counted: float = COUNTED) -> str:
+def demonstration(
+    chance: random.Random, digits: list[int], late: bool, counted: float = COUNTED, skill: float = SKILL
+) -> str:
     """An answer such as the sandbox model gives before any reinforcement learning.
 
     Args:
@@ -49,11 +51,12 @@ def demonstration(chance: random.Random, digits: list[int], late: bool, counted:
         digits: of :func:`problem`.
         late: as in :func:`question`.
         counted: the probability of ``count``.
+        skill: the probability that the last of the running sums is right.
     """
     filled = [chance.choice(FILLERS) for _ in range(FILLED)] if late else []
     if chance.random() >= counted:
         return " ".join([*filled, COPY, str(digits[0])])
     sums = [sum(digits[: n + 1]) % 10 for n in range(1, DIGITS)]
-    if chance.random() >= SKILL:
+    if chance.random() >= skill:
         sums[-1] = (sums[-1] + 1) % 10
     return " ".join([*filled, COUNT, *map(str, sums)])
