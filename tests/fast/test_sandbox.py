@@ -13,6 +13,7 @@ import pytest
 
 from ngrpo import models, tasks
 from ngrpo.answers import generated
+from ngrpo.openrlhf_flags import Flags
 from ngrpo.sandbox import digit_sums, making, signed_sums, star_graphs, two_peaks, vocabulary
 from ngrpo.tasks import minimum_sum, shortcut, star_graph
 from ngrpo.tasks import two_peaks as two_peaks_task
@@ -88,7 +89,7 @@ def test_tasks_write_the_same_files_every_time(name: str, tmp_path: Path) -> Non
         assert text == (tmp_path / "b" / file).read_text()
         rows = [json.loads(line) for line in text.splitlines()]
         assert all(set(row) == {"input", "label"} and set(row["input"].split()) <= words for row in rows)
-        assert max(len(row["input"].split()) for row in rows) + 10 < making.LONGEST
+        assert max(len(row["input"].split()) for row in rows) + 10 < 64
         kept[file] = {row["input"] for row in rows}
     assert name == "two_peaks" or kept["train.jsonl"].isdisjoint(kept["eval.jsonl"])
     spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
@@ -150,3 +151,29 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     said_then = tokenizer.decode(tokenizer(prompt + " count -1 7 <|im_end|>", add_special_tokens=False)["input_ids"])
     assert generated(said_then, prompt) == " count -1 7 <|im_end|>"
     assert tokenizer("What is 12 ?", add_special_tokens=False)["input_ids"][2] == vocabulary.ids()["12"]
+
+
+def test_settings_that_go_with_the_model() -> None:
+    """Printed and given to every run, and nothing that was given is changed."""
+    from ngrpo.compare.arguments import parse
+    from ngrpo.flags import parse as parse_train
+    from ngrpo.train import checked_flags
+
+    words = ["--perturbations", "none", "--model", "sandbox", "--task", "shortcut", "--actor.adam.lr", "1e-5"]
+    plan, _ = parse(words)
+    shared, evaluation = Flags(plan.shared), Flags(plan.evaluation)
+    assert shared.value("--actor.adam.lr") == "1e-5" and shared.value("--rollout.batch_size") == "8"
+    assert (evaluation.value("--task"), evaluation.value("--max-tokens"), evaluation.value("--n")) == (
+        "shortcut",
+        "12",
+        "8",
+    )
+    assert Flags(plan.diagnosis).value("--max-tokens") == "12"
+    complete = checked_flags(
+        parse_train(["--model", "sandbox", "--task", "shortcut", "--hardware", "cpu"]), Path("run")
+    )
+    assert complete.value("--actor.adam.lr") == "6e-4" and "--actor.adam.lr" in complete.added
+    other = checked_flags(
+        parse_train(["--model", "smollm2-135m", "--task", "shortcut", "--hardware", "cpu"]), Path("run")
+    )
+    assert not other.has("--actor.adam.lr")
