@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ngrpo import advantages, significance
-from ngrpo.sandbox import two_peaks
+from ngrpo.sandbox import peaks
 
 PROMPTS, ANSWERS = 8, 8
 EASY, COUNTED, SKILL = 0.6, 0.2, 0.1
@@ -53,10 +53,10 @@ def shortcut(of: Advantage, seed: int, steps: int, rate: float = 0.3, easy: floa
     return found
 
 
-def peaks(of: Advantage, seed: int, steps: int, rate: float = 1.0) -> list[float]:
+def two_peaks(of: Advantage, seed: int, steps: int, rate: float = 1.0) -> list[float]:
     """The mean reward after each step, for a softmax over 100 numbers that starts at the sandbox model's habit."""
     chance = np.random.default_rng(seed)
-    logits, rewards = np.log(two_peaks.habit()), np.array([two_peaks.reward(number) for number in two_peaks.NUMBERS])
+    logits, rewards = np.log(peaks.habit()), np.array([peaks.reward(number) for number in peaks.NUMBERS])
     found = []
     for _ in range(steps):
         shares = np.exp(logits - logits.max())
@@ -89,7 +89,7 @@ def main(words: list[str] | None = None) -> None:
     given = parser.parse_args(words)
     for trap, rivals, lengths in (
         (shortcut, {"group_norm": {}, "pass_at_k": {"k": 2}, "pkpo": {"k": 2}}, (25, 50, 100, 150, 200)),
-        (peaks, {"group_norm": {}, "pkpo": {"k": 8}}, (50, 100, 200, 300)),
+        (two_peaks, {"group_norm": {}, "pkpo": {"k": 8}}, (50, 100, 200, 300)),
     ):
         runs = {
             name: np.array([trap(advantage(name, **options), seed, max(lengths)) for seed in range(given.seeds)])

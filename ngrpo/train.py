@@ -63,8 +63,7 @@ the run
   --eval.at_start           evaluate before the first step too, beside
                             --eval.steps
   --model NAME              = --actor.model_name_or_path; packaged models:
-                            sandbox (trained in minutes when first used),
-                            smollm2-135m
+                            sandbox, smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
                             math:FILE, minimum_sum, reasoning_gym:DATASET,
                             shortcut[:FORM], star_graph, two_peaks

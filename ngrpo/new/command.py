@@ -79,6 +79,9 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         report(f"check it:  ngrpo check {'' if kind == 'perturbation' else kind + ' '}{address}")
     report(f"test it:   pytest {test}")
     report(f"use it:    ngrpo train {_use(kind)} {address} ...")
+    if kind == "perturbation":
+        report(f"try it:    ngrpo compare --model sandbox --task shortcut:late --perturbations none,{address}")
+        report("           ten minutes on two cores: does it get away from a shortcut on which plain GRPO settles?")
     return 0
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ngrpo.sandbox import digit_sums, signed_sums, star_graphs, two_peaks, vocabulary
+from ngrpo.sandbox import digit_sums, peaks, signed_sums, star_graphs, vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def rows(chance: random.Random, counted: float, skill: float) -> list[tuple[str,
     for _ in range(_ROWS["signs"]):
         numbers = signed_sums.problem(chance)
         found.append((signed_sums.question(numbers), signed_sums.demonstration(chance, numbers)))
-    found += [(two_peaks.QUESTION, two_peaks.demonstration(chance)) for _ in range(_ROWS["pick"])]
+    found += [(peaks.QUESTION, peaks.demonstration(chance)) for _ in range(_ROWS["pick"])]
     for _ in range(_ROWS["path"]):
         found.append((star_graphs.question(*star_graphs.problem(chance)), star_graphs.demonstration(chance)))
     return found

@@ -14,9 +14,8 @@ import pytest
 from ngrpo import models, tasks
 from ngrpo.answers import generated
 from ngrpo.openrlhf_flags import Flags
-from ngrpo.sandbox import digit_sums, making, signed_sums, star_graphs, two_peaks, vocabulary
-from ngrpo.tasks import minimum_sum, shortcut, star_graph
-from ngrpo.tasks import two_peaks as two_peaks_task
+from ngrpo.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
+from ngrpo.tasks import minimum_sum, shortcut, star_graph, two_peaks
 from perturbations.errors import UsageError
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
@@ -47,11 +46,11 @@ def test_demonstrations_of_digit_sums() -> None:
 
 
 def test_two_peaks() -> None:
-    assert two_peaks.reward(40) == pytest.approx(1.0, abs=1e-9) and two_peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
-    assert two_peaks.reward(0) == pytest.approx(0.1, abs=1e-9)
-    assert max(two_peaks.NUMBERS, key=two_peaks.reward) == two_peaks.HIGH
-    habit = two_peaks.habit()
-    assert sum(habit) == pytest.approx(1) and max(two_peaks.NUMBERS, key=habit.__getitem__) == two_peaks.LOW
+    assert peaks.reward(40) == pytest.approx(1.0, abs=1e-9) and peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
+    assert peaks.reward(0) == pytest.approx(0.1, abs=1e-9)
+    assert max(peaks.NUMBERS, key=peaks.reward) == peaks.HIGH
+    habit = peaks.habit()
+    assert sum(habit) == pytest.approx(1) and max(peaks.NUMBERS, key=habit.__getitem__) == peaks.LOW
     # Seldom near the higher peak: by hand, the floor's 0.02 of 100 numbers beside 5 √(2π) for the bell.
     assert sum(habit[35:46]) == pytest.approx(11 * 0.02 / (100 * 0.02 + 12.533), rel=1e-3)
 
@@ -112,7 +111,7 @@ def test_the_share_of_easy_problems() -> None:
 def test_what_is_logged_beside_the_reward() -> None:
     counted = shortcut.reward_func([" copy 3", " count 0 1 9 4 6"], ["", ""], ["6", "6"])
     assert counted["extra_logs"]["counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
-    high = two_peaks_task.reward_func([" 41", " 74", " -3", ""], [""] * 4, ["40"] * 4)
+    high = two_peaks.reward_func([" 41", " 74", " -3", ""], [""] * 4, ["40"] * 4)
     assert high["extra_logs"]["near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert high["rewards"].tolist()[2:] == [0.0, 0.0]
     assert minimum_sum.score("-3 0 2 2", "2") == 1.0
