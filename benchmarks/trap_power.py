@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many seeds and steps the second study needs: the shortcut and the two peaks with tabular policies.
 
-    python -m benchmarks.trap_power [--seeds 40] [--repeats 2000]
+    python -m benchmarks.trap_power [--seeds 20] [--repeats 500]
 
 The shortcut has two parameters, the logit of counting and the logit of counting right; the two peaks have 100 logits.
 Both are trained with this package's own advantages on 8 prompts x 8 answers a step. Printed: where each arm ends, and
@@ -21,7 +21,10 @@ from ngrpo import advantages, significance
 from ngrpo.sandbox import peaks
 
 PROMPTS, ANSWERS = 8, 8
-EASY, COUNTED, SKILL = 0.6, 0.2, 0.1
+EASY, COUNTED, SKILL = 0.75, 0.2, 0.3
+ESCAPED = 0.85
+# A transformer learns to choose a way, one token, sooner than to count right, one token in each of 100 contexts.
+SKILL_RATE = 0.1
 ARMS = 20  # comparisons that Holm corrects for: the study's arms
 Advantage = Callable[[np.ndarray], np.ndarray]
 
@@ -36,7 +39,9 @@ def advantage(name: str, **options: float) -> Advantage:
     return of
 
 
-def shortcut(of: Advantage, seed: int, steps: int, rate: float = 0.3, easy: float = EASY) -> list[float]:
+def shortcut(
+    of: Advantage, seed: int, steps: int, rate: float = 0.3, skill_rate: float = SKILL_RATE, easy: float = EASY
+) -> list[float]:
     """The mean reward after each step, for a policy that chooses a way and then counts right or not."""
     chance = np.random.default_rng(seed)
     way, skill = _logit(COUNTED), _logit(SKILL)
@@ -48,7 +53,7 @@ def shortcut(of: Advantage, seed: int, steps: int, rate: float = 0.3, easy: floa
         weight = of(np.where(counts, right, is_easy).astype(np.float64))
         push = (weight * (counts - _share(way))).sum() / PROMPTS
         lesson = (weight * counts * (right - _share(skill))).sum() / PROMPTS
-        way, skill = np.clip([way + rate * push, skill + rate * lesson], -8.0, 8.0)
+        way, skill = np.clip([way + rate * push, skill + skill_rate * lesson], -8.0, 8.0)
         found.append(_share(way) * _share(skill) + (1 - _share(way)) * easy)
     return found
 
@@ -84,8 +89,8 @@ def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, 
 def main(words: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=40, help="simulated runs of an arm")
-    parser.add_argument("--repeats", type=int, default=2000, help="simulated studies")
+    parser.add_argument("--seeds", type=int, default=20, help="simulated runs of an arm")
+    parser.add_argument("--repeats", type=int, default=500, help="simulated studies")
     given = parser.parse_args(words)
     for trap, rivals, lengths in (
         (shortcut, {"group_norm": {}, "pass_at_k": {"k": 2}, "pkpo": {"k": 2}}, (25, 50, 100, 150, 200)),
@@ -99,7 +104,7 @@ def main(words: list[str] | None = None) -> None:
             for steps in lengths:
                 now = found[:, steps - 1]
                 line = f"{trap.__name__:9s} {name:11s} {steps:4d} steps: {now.mean():.3f} +- {now.std(ddof=1):.3f}"
-                line += f", {(now > 0.8).mean():.2f} above 0.8"
+                line += f", {(now > ESCAPED).mean():.2f} above {ESCAPED}"
                 if name != "group_norm":
                     chances = (power(now, runs["group_norm"][:, steps - 1], n, ARMS, given.repeats) for n in (3, 5, 8))
                     line += ", power with 3, 5, 8 seeds: " + " ".join(f"{chance:.2f}" for chance in chances)
