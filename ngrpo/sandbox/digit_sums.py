@@ -16,7 +16,7 @@ DIGITS = 6
 COPY, COUNT = "copy", "count"
 FILLED = 3  # words before the way, in the form whose way is chosen late
 # Of the demonstrations: how many count, and how many of those are right.
-COUNTED, SKILL = 0.2, 0.3
+COUNTED, SKILL = 0.2, 0.1
 
 
 def problem(chance: random.Random, easy: bool) -> list[int]:
