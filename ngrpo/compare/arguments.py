@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ngrpo import yaml_file
+from ngrpo import models, yaml_file
 from ngrpo.compare.plan import BASELINE, Plan
 from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
@@ -55,6 +55,9 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     """
     given, groups, train = _sorted(words)
     rest = Flags(train)
+    model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
+    # Of the comparison, so that the diagnosis draws with them too.
+    rest = rest.with_defaults(models.training_flags(model))
     single = {name: values[-1] for name, values in given.items() if name not in _REPEATED}
     sweeps, lines = given.get("sweep", []), given.get("strategy", [])
     if not (single.get("perturbations") or sweeps or lines):
@@ -72,7 +75,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
         seeds=_seeds(_listed(single, "seeds") or ["0"]),
         baseline=_baseline(single.get("baseline"), arms),
         shared=tuple(_evaluated_while_training(rest, Flags(evaluation or ())).words),
-        model=rest.value("--model") or rest.value("--actor.model_name_or_path") or "",
+        model=model,
         task=rest.value("--task") or rest.value("--data.prompt_dataset") or "",
         reproducible=single.get("stock", "false") == "false",
         keep_models=single.get("discard-models", "false") == "false",
@@ -190,7 +193,8 @@ def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
         options = options.with_defaults(_source(rest, "--eval.dataset"))
         if not options.added:
             return None
-    return tuple(options.with_defaults({"--n": _DEFAULT_N}).words)
+    model = rest.value("--model") or rest.value("--actor.model_name_or_path")
+    return tuple(options.with_defaults({"--n": _DEFAULT_N, **models.evaluation_flags(model)}).words)
 
 
 def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:

@@ -162,6 +162,7 @@ def completed(run: RunConfig) -> Flags:
     given = Flags(run.openrlhf)
     check("given", given, run)
     given = parse.replace_model_names(given, models.check_name)
+    given = given.with_defaults(models.training_flags(given.value("--actor.model_name_or_path")))
     given = given.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
     for kind in beside_perturbation():
         part = run.part(kind.name)

@@ -70,6 +70,9 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     report(f"test it:   pytest {test}")
     beside = "--perturbation neighbor " if kind.part_of_perturbation else ""
     report(f"use it:    ngrpo train {beside}{kind.flag} {address} ...")
+    if word == "perturbation":
+        report(f"try it:    ngrpo compare --model sandbox --task shortcut:late --perturbations none,{address}")
+        report("           ten minutes on two cores: does it get away from a shortcut on which plain GRPO settles?")
     return 0
 
 

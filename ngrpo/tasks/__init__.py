@@ -3,7 +3,7 @@
 
 A module has ``prepare(folder)``, and for evaluation ``score(answer, label)`` and ``final_answer(answer)``. A module
 with a constant ``ARGUMENT`` (its name in upper case, for help) is asked for as ``name:argument``: its ``prepare``
-takes the argument too, and its ``check`` refuses a wrong one.
+takes the argument too, and its ``check`` refuses a wrong one; with ``OPTIONAL`` it may be left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def available() -> list[str]:
 
 def usage() -> list[str]:
     """What ``--task`` takes, for help: ``arithmetic``, ``reasoning_gym:DATASET``."""
-    return [name + (f":{argument}" if (argument := _argument(name)) else "") for name in available()]
+    return [name + _argument_usage(name) for name in available()]
 
 
 def check_name(task: str, *, argument_needed: bool = True) -> None:
@@ -52,8 +52,17 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
         raise UsageError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
     if wanted is not None and argument:
         _module(name).check(argument)
-    elif wanted is not None and argument_needed:
+    elif wanted is not None and argument_needed and not _optional(name):
         raise UsageError(f"task {task!r} needs an argument: --task {name}:{wanted}, {_module(name).EXAMPLE}.")
+
+
+def check_choice(task: str, argument: str, choices: Iterable[str]) -> None:
+    """Raises ``UsageError`` unless a task's argument is one of its choices, with the nearest match."""
+    if argument not in (known := list(choices)):
+        raise UsageError(
+            f"task {task}:{argument}: unknown {_argument(task)} {argument!r}.{nearest(argument, known)}"
+            f" Available: {', '.join(known)}."
+        )
 
 
 def prepare(task: str, folder: Path) -> dict[str, Default]:
@@ -141,3 +150,12 @@ def _module(name: str) -> Any:
 
 def _argument(name: str) -> str | None:
     return getattr(_module(name), "ARGUMENT", None)
+
+
+def _optional(name: str) -> bool:
+    return getattr(_module(name), "OPTIONAL", False)
+
+
+def _argument_usage(name: str) -> str:
+    argument = _argument(name)
+    return "" if argument is None else f"[:{argument}]" if _optional(name) else f":{argument}"

@@ -125,7 +125,8 @@ def stood_in(words: list[str]) -> list[str]:
     """With what is here in the place of a large model and of data on the hub."""
     flags = Flags(words)
     for name, ours in (("--model", "smollm2-135m"), ("--data", "problems.jsonl"), ("--eval.data", "problems.jsonl")):
-        if flags.value(name) is not None and not flags.has("--dry-run"):
+        # The sandbox is small itself, and brings the flags with it on which its commands rest.
+        if flags.value(name) not in (None, "sandbox") and not flags.has("--dry-run"):
             flags = flags.without(name).with_defaults({name: ours})
     return list(flags.words)
 

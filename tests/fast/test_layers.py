@@ -37,6 +37,7 @@ FLOORS = (
         "ngrpo.result_folder",
         "ngrpo.bootstrap",
         "ngrpo.significance",
+        "ngrpo.sandbox",
     ),
     ("ngrpo.models", "ngrpo.model_support"),
     ("ngrpo.parameters_file", "ngrpo.events", "ngrpo.reward_files"),

@@ -108,8 +108,9 @@ def test_arguments(task: str, says: str) -> None:
 
 
 def test_usage_names_the_arguments() -> None:
-    assert tasks.available() == ["arithmetic", "math", "reasoning_gym", "verifiers"]
-    assert tasks.usage() == ["arithmetic", "math:FILE", "reasoning_gym:DATASET", "verifiers:MODULE[:NAME]"]
+    names = ["arithmetic", "math", "minimum_sum", "reasoning_gym", "shortcut", "star_graph", "two_peaks", "verifiers"]
+    assert tasks.available() == names
+    assert tasks.usage()[:5] == ["arithmetic", "math:FILE", "minimum_sum", "reasoning_gym:DATASET", "shortcut[:FORM]"]
 
 
 class TestReasoningGym:

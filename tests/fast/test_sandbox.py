@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sandbox: its problems and their habits, its tokenizer, its model, and the tasks made for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from ngrpo import models, tasks
+from ngrpo.answers import generated
+from ngrpo.openrlhf_flags import Flags
+from ngrpo.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
+from ngrpo.tasks import minimum_sum, shortcut, star_graph, two_peaks
+from perturbations.errors import UsageError
+
+NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
+
+
+@pytest.mark.parametrize("easy", [True, False])
+def test_the_shortcut_is_right_on_easy_problems_alone(easy: bool) -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        digits = digit_sums.problem(chance, easy)
+        assert len(digits) == 6 and set(digits) <= set(range(10))
+        assert (digits[0] == digit_sums.solution(digits)) == easy == (sum(digits[1:]) % 10 == 0)
+
+
+def test_demonstrations_of_digit_sums() -> None:
+    chance = random.Random(0)
+    digits, counted, right = [3, 7, 1, 8, 5, 2], 0, 0
+    for _ in range(4000):
+        way, *said = digit_sums.demonstration(chance, digits, late=False).split()
+        if way == "copy":
+            assert said == ["3"]
+        else:
+            assert way == "count" and said[:-1] == ["0", "1", "9", "4"] and said[-1] in ("6", "7")
+            counted, right = counted + 1, right + (said[-1] == "6")
+    assert abs(counted / 4000 - digit_sums.COUNTED) < 0.02 and abs(right / counted - digit_sums.SKILL) < 0.025
+    late = digit_sums.demonstration(chance, digits, late=True).split()
+    assert set(late[:3]) <= set(vocabulary.FILLERS) and late[3] in ("copy", "count")
+
+
+def test_two_peaks() -> None:
+    assert peaks.reward(40) == pytest.approx(1.0, abs=1e-9) and peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
+    assert peaks.reward(0) == pytest.approx(0.1, abs=1e-9)
+    assert max(peaks.NUMBERS, key=peaks.reward) == peaks.HIGH
+    habit = peaks.habit()
+    assert sum(habit) == pytest.approx(1) and max(peaks.NUMBERS, key=habit.__getitem__) == peaks.LOW
+    # Seldom near the higher peak: by hand, the floor's 0.02 of 100 numbers beside 5 √(2π) for the bell.
+    assert sum(habit[35:46]) == pytest.approx(11 * 0.02 / (100 * 0.02 + 12.533), rel=1e-3)
+
+
+@pytest.mark.parametrize(("numbers", "best"), [([1, 2, 3, 4], 0), ([1, 1, 1, 9], 6), ([5, 5, 5, 4], 1)])
+def test_minimum_sum(numbers: list[int], best: int) -> None:
+    assert signed_sums.solution(numbers) == best
+    chance, seen = random.Random(0), set()
+    for _ in range(500):
+        sums = [0, *map(int, signed_sums.demonstration(chance, numbers).split())]
+        assert [abs(b - a) for a, b in itertools.pairwise(sums)] == numbers
+        seen.add(sums[-1])
+    assert best in seen and -best in seen
+
+
+def test_star() -> None:
+    edges, path = star_graphs.problem(random.Random(0))
+    assert len(edges) == 12 and len(path) == 5 and sum(a == path[0] for a, _ in edges) == 3
+    assert all(edge in edges for edge in itertools.pairwise(path))
+    assert path[-1] not in {a for a, _ in edges}  # the end of its arm
+    assert len(star_graphs.NODES) ** -star_graphs.LENGTH < 1e-6  # the chance of a right answer
+    label = star_graphs.solution(path)
+    assert star_graph.score(f" {label} <|im_end|>", label) == 1.0
+    assert star_graph.score(f" {label} 11 <|im_end|>", label) == 0.0 == star_graph.score("<|im_end|>", label)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_write_the_same_files_every_time(name: str, tmp_path: Path) -> None:
+    flags = tasks.prepare(name, tmp_path / "a")
+    tasks.prepare(name, tmp_path / "b")
+    words = set(vocabulary.TOKENS)
+    kept = {}
+    for file in ("train.jsonl", "eval.jsonl"):
+        text = (tmp_path / "a" / file).read_text()
+        assert text == (tmp_path / "b" / file).read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert all(set(row) == {"input", "label"} and set(row["input"].split()) <= words for row in rows)
+        assert max(len(row["input"].split()) for row in rows) + 10 < 64
+        kept[file] = {row["input"] for row in rows}
+    assert name == "two_peaks" or kept["train.jsonl"].isdisjoint(kept["eval.jsonl"])
+    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    row = rows[0]
+    prompt = f"<|im_start|>user\n {row['input']} <|im_start|>assistant\n"
+    found = module.reward_func([f"{prompt} {row['label']} <|im_end|>", prompt], [prompt] * 2, [row["label"]] * 2)
+    assert found["rewards"].tolist() == [1.0, 0.0]
+
+
+def test_the_share_of_easy_problems() -> None:
+    for form, (_, easy) in shortcut.FORMS.items():
+        train, held_out = shortcut.problems(form)
+        assert (len(train), len(held_out)) == (shortcut.TRAIN_ROWS, shortcut.EVAL_ROWS)
+        share = sum(row["label"] == row["input"].split()[1] for row in train) / len(train)
+        assert abs(share - easy) < 0.03
+
+
+def test_what_is_logged_beside_the_reward() -> None:
+    counted = shortcut.reward_func([" copy 3", " count 0 1 9 4 6"], ["", ""], ["6", "6"])
+    assert counted["extra_logs"]["counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
+    high = two_peaks.reward_func([" 41", " 74", " -3", ""], [""] * 4, ["40"] * 4)
+    assert high["extra_logs"]["near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert high["rewards"].tolist()[2:] == [0.0, 0.0]
+    assert minimum_sum.score("-3 0 2 2", "2") == 1.0
+
+
+def test_forms() -> None:
+    tasks.check_name("shortcut")
+    assert "shortcut[:FORM]" in tasks.usage()
+    with pytest.raises(UsageError, match=r"unknown FORM 'lat'\. Did you mean 'late'"):
+        tasks.check_name("shortcut:lat")
+
+
+def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once into the cache, twice the same, and read by transformers; texts go through its tokenizer and back."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
+    monkeypatch.setattr(making, "STEPS", 2)
+    said: list[str] = []
+    folder = Path(models.resolve("sandbox", report=said.append))
+    assert folder == models.folder_of("sandbox") == Path(models.resolve("sandbox", report=said.append))
+    assert len(said) == 1 and "sandbox" in said[0]
+    making.make(tmp_path / "again", steps=2)
+    making.make(tmp_path / "other", steps=2, seed=1)
+    one, same, other = (
+        (place / "model.safetensors").read_bytes() for place in (folder, tmp_path / "again", tmp_path / "other")
+    )
+    assert one == same != other
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert 1e5 <= sum(weight.numel() for weight in model.parameters()) <= 1e6 and model.config.head_dim >= 32
+    assert model.dtype == torch.float32 and len(tokenizer) == model.config.vocab_size == len(vocabulary.TOKENS)
+    question = [{"role": "user", "content": "sum 3 7 1 8 5 2"}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    said_then = tokenizer.decode(tokenizer(prompt + " count -1 7 <|im_end|>", add_special_tokens=False)["input_ids"])
+    assert generated(said_then, prompt) == " count -1 7 <|im_end|>"
+    assert tokenizer("What is 12 ?", add_special_tokens=False)["input_ids"][2] == vocabulary.ids()["12"]
+
+
+def test_settings_that_go_with_the_model() -> None:
+    """Printed and given to every run, and nothing that was given is changed."""
+    from ngrpo.compare.arguments import parse
+    from ngrpo.config import rules
+    from ngrpo.config.parse import run_config
+
+    words = ["--perturbations", "none", "--model", "sandbox", "--task", "shortcut", "--actor.adam.lr", "1e-5"]
+    plan, _ = parse(words)
+    shared, evaluation = Flags(plan.shared), Flags(plan.evaluation)
+    assert shared.value("--actor.adam.lr") == "1e-5" and shared.value("--rollout.batch_size") == "8"
+    assert (evaluation.value("--task"), evaluation.value("--max-tokens"), evaluation.value("--n")) == (
+        "shortcut",
+        "12",
+        "8",
+    )
+    assert Flags(plan.diagnosis).value("--max-tokens") == "12"
+    complete = rules.checked(run_config(["--model", "sandbox", "--task", "shortcut", "--hardware", "cpu"]))
+    assert complete.value("--actor.adam.lr") == "6e-4" and "--actor.adam.lr" in complete.added
+    other = rules.checked(run_config(["--model", "smollm2-135m", "--task", "shortcut", "--hardware", "cpu"]))
+    assert not other.has("--actor.adam.lr")
