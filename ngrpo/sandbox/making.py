@@ -8,7 +8,7 @@ in a few minutes on two cores. What it starts with is in the task's files beside
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,15 @@ STEPS = 1600
 # Tokens that the configuration allows, so that no command's default is refused; the demonstrations have 36 at most.
 LONGEST = 4096
 SEED = 0
-_LEARNING_RATE = 3e-3
 # Answers of one step by task. The star's prompts are three times as long as the others, and it is soon learnt.
 _ROWS = {"sum": 80, "ponder": 80, "signs": 24, "pick": 12, "path": 4}
 _EASY = 0.5
 # Until here both ways of the digit sums, and right and wrong ends of counting, are shown alike, so that the model can
-# do all of it; then as rarely as it shall. A model that has seldom seen a right end learns it ten times as slowly.
-_ALIKE = 0.7
+# do all of it; then the better way is as rare as it shall be, and its right end rarer.
+_ALIKE, _RARER = 0.7, 0.3
+# At last right ends become as rare as they shall, in a stage of its own: steps of STEPS, seed and answers of a step.
+_LAST, _LAST_SEED = 150, 7
+_LAST_ROWS = {"sum": 80, "ponder": 80, "signs": 8, "pick": 8, "path": 1}
 
 
 def config() -> dict[str, int | float | bool | str | None]:
@@ -47,25 +49,28 @@ def config() -> dict[str, int | float | bool | str | None]:
     }
 
 
-def rows(chance: random.Random, counted: float, skill: float) -> list[tuple[str, str]]:
+def rows(
+    chance: random.Random, counted: float, skill: float, sizes: Mapping[str, int] = _ROWS
+) -> list[tuple[str, str]]:
     """Questions and answers of one training step.
 
     Args:
         chance: draws them.
         counted: how many of the digit sums are answered by counting.
         skill: how many of those end right.
+        sizes: how many answers by the first word of their question.
     """
     found: list[tuple[str, str]] = []
     for late in (False, True):
-        for _ in range(_ROWS["ponder" if late else "sum"]):
+        for _ in range(sizes["ponder" if late else "sum"]):
             digits = digit_sums.problem(chance, easy=chance.random() < _EASY)
             answer = digit_sums.demonstration(chance, digits, late, counted, skill)
             found.append((digit_sums.question(digits, late), answer))
-    for _ in range(_ROWS["signs"]):
+    for _ in range(sizes["signs"]):
         numbers = signed_sums.problem(chance)
         found.append((signed_sums.question(numbers), signed_sums.demonstration(chance, numbers)))
-    found += [(peaks.QUESTION, peaks.demonstration(chance)) for _ in range(_ROWS["pick"])]
-    for _ in range(_ROWS["path"]):
+    found += [(peaks.QUESTION, peaks.demonstration(chance)) for _ in range(sizes["pick"])]
+    for _ in range(sizes["path"]):
         found.append((star_graphs.question(*star_graphs.problem(chance)), star_graphs.demonstration(chance)))
     return found
 
@@ -94,22 +99,42 @@ def make(
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(**config(), **special, attn_implementation="sdpa")).float()
     chance = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def shares(done: float) -> tuple[float, float]:
+        return (0.5, 0.5) if done < _ALIKE else (digit_sums.COUNTED, _RARER)
+
+    _train(model, steps, (3e-3, 50), lambda done: rows(chance, *shares(done)), report)
+    last = random.Random(seed + _LAST_SEED)
+    rare = (digit_sums.COUNTED, digit_sums.SKILL)
+    _train(model, steps * _LAST // STEPS, (1.5e-3, 20), lambda done: rows(last, *rare, _LAST_ROWS), report)
+    model.generation_config = GenerationConfig(**special)
+    model.save_pretrained(folder)
+    vocabulary.tokenizer(LONGEST).save_pretrained(folder)
+
+
+def _train(
+    model: torch.nn.Module,
+    steps: int,
+    rate: tuple[float, int],
+    batch: Callable[[float], list[tuple[str, str]]],
+    report: Callable[[str], None],
+) -> None:
+    """Trains in place on what ``batch`` gives for a share of the steps; ``rate``: the highest, and steps up to it."""
+    import torch
+
+    ids, (highest, warm_up) = vocabulary.ids(), rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         done = step / steps
         for group in optimizer.param_groups:
-            group["lr"] = _LEARNING_RATE * min(1.0, (step + 1) / 50, 2 * (1 - done) + 0.02)
-        shares = (0.5, 0.5) if done < _ALIKE else (digit_sums.COUNTED, digit_sums.SKILL)
-        loss = _loss(model, rows(chance, *shares), ids)
+            group["lr"] = highest * min(1.0, (step + 1) / warm_up, 2 * (1 - done) + 0.02)
+        loss = _loss(model, batch(done), ids)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 200 == 0:
             report(f"sandbox: step {step + 1} of {steps}, loss {loss.item():.3f}")
-    model.generation_config = GenerationConfig(**special)
-    model.save_pretrained(folder)
-    vocabulary.tokenizer(LONGEST).save_pretrained(folder)
 
 
 def _loss(model: torch.nn.Module, pairs: list[tuple[str, str]], ids: dict[str, int]) -> torch.Tensor:
