@@ -214,7 +214,7 @@ def _generate(
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     perturbed, step = spec is not None, policy.step
     # A schedule may give each of a problem's answers a temperature of its own.
-    answers = 1 if policy.schedule_spec is None else n
+    answers = 1 if policy.schedule is None else n
     kinds = {"perturbed": perturbed, "reproducible": reproducible, "step": step, "answers": answers}
     stream = engines.generate(llm, jobs, sampling, **kinds)
     with closing(stream):

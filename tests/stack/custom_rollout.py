@@ -83,9 +83,11 @@ def in_ray(model: str) -> dict[str, Any]:
     @ray.remote(num_cpus=0)
     class Actor:
         def look(self, pickled: Any) -> dict[str, Any]:
+            # Imported here: of this function's own Ray would pickle a bound method, and with it the whole registry.
+            from perturbations import create as create_here
             from perturbations.testing import check_perturbation
 
-            perturbation = create(**engine_spec(3))
+            perturbation = create_here(**engine_spec(3))
             check_perturbation(perturbation)
             return {"process": os.getpid(), "seen": perturbation.fingerprint(), "pickled": pickled.fingerprint()}
 
