@@ -23,9 +23,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, openrlhf_parser
+from ngrpo import cli
 from ngrpo.config.kinds import FLAGS
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream import openrlhf_parser
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import registry
 from tests.conftest import ROOT
 from tests.fast.documented import PAGES, Command, blocks, commands
@@ -150,11 +151,11 @@ def run(command: Command, words: list[str], folder: Path) -> int:
         rest = rest if "--help" in rest else completed(command, rest)
         return cli.main([name, *rest, *([] if {"--help", "--dry-run"} & set(rest) else ["--dry-run"])])
     if name == "eval":
-        from ngrpo.evaluate.command import check
+        from ngrpo.commands.eval import check
 
         return check(rest) or 0
     if name == "diagnose":
-        from ngrpo.diagnose.command import check
+        from ngrpo.commands.diagnose import check
 
         return check(rest) or 0
     if name == "new":

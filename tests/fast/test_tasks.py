@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import answers, tasks
-from ngrpo.openrlhf_flags import Flags
+from ngrpo import tasks
+from ngrpo.scoring import answers
 from ngrpo.tasks import arithmetic, reasoning_gym
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
