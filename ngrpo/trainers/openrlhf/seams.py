@@ -94,6 +94,8 @@ SEAMS: tuple[Seam, ...] = (
         "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
     _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_of_processes", "cpu", "sha:6bda23ee4983",
         "asks for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
+    _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.ports:outside_of_outgoing", "cpu",
+        "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
     _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
