@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 from ngrpo.second_rounds import register
-from ngrpo.second_rounds.base import SecondRound
-from ngrpo.second_rounds.opening import opening
+from ngrpo.second_rounds.base import SecondRound, opening
 from perturbations.errors import UsageError
 from perturbations.options import option
 

@@ -51,6 +51,7 @@ FLOORS = (
         "ngrpo.credits",
         "ngrpo.policy_noises",
         "ngrpo.sampling_schedules",
+        "ngrpo.second_rounds",
     ),
     ("ngrpo.config",),
     ("ngrpo.hardware", "ngrpo.rollout"),

@@ -17,8 +17,8 @@ from ngrpo import advantages, second_rounds
 from ngrpo.config.parse import run_config
 from ngrpo.config.rules import unstarted
 from ngrpo.config.run import RunConfig
+from ngrpo.second_rounds.base import opening
 from ngrpo.second_rounds.lope import WORDS
-from ngrpo.second_rounds.opening import opening
 from ngrpo.trainer import second_round, second_round_loss
 from ngrpo.trainer.second_round import TwoRounds
 from perturbations.errors import UsageError
