@@ -9,16 +9,14 @@ knows which rows are gated (that needs no logits), so there is no loop over requ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.in_flight import Batch, Edits, Note
+from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.notes import Notes
-from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
 from ngrpo.rollout.tokens_left import TokensLeft
@@ -29,10 +27,33 @@ from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
+from perturbations.gates.verdict import selected
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.step import Positions, Step
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
 _AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The step in flight: which trajectory each row belongs to, and where its next token goes."""
+
+    slots: np.ndarray
+    next_positions: np.ndarray
+    sampled: np.ndarray
+    slot_tensor: Tensor
+    prompts: Tensor
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Edits drawn in the last step, still on the device: row i is (slots[i], positions[i])."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    vectors: Tensor
+    fed: Tensor
 
 
 class RolloutPerturber:
@@ -224,7 +245,7 @@ class RolloutPerturber:
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
-        gated = (self._gate.selects(at) & within & store.perturbed[batch.slots]).nonzero()[0]
+        gated = selected(self._gate, at, within & store.perturbed[batch.slots])
         perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
         parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
         keys, positions, sampled, *of_gated = self._upload_all(parts)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
-# Answers of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
-_LENGTHS_KEPT = 1 << 20
 
 
 def register() -> None:
@@ -34,6 +32,7 @@ def register() -> None:
     import vllm
 
     from ngrpo.hardware import processes
+    from ngrpo.rollout.async_scheduling import keep_length
     from ngrpo.upstream import versions
 
     processes.end_with_owner()
@@ -57,7 +56,7 @@ def register() -> None:
     _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)
     _wrap("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _checked_request)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
-    _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
+    _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", keep_length)
     _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
     _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
     _wrap("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", _answered_by_every_rank)
@@ -180,26 +179,6 @@ def _then_awake(original: Callable[..., None]) -> Callable[..., None]:
             attached.weights_back()
 
     return wake_up
-
-
-def _with_length(original: Callable[..., None]) -> Callable[..., None]:
-    """Keeps how many tokens an answer has, until its record is taken.
-
-    The front end alone knows: a worker has computed further tokens by the time that a stop is seen, one with
-    asynchronous scheduling, and any number while a stop string found here is on its way to the engine.
-    """
-
-    from ngrpo.rollout.settings import LENGTHS
-
-    def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, req_state, *args, **kwargs)
-        if req_state.detokenizer is not None:
-            lengths = vars(self).setdefault(LENGTHS, {})
-            lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
-            if len(lengths) > _LENGTHS_KEPT:
-                del lengths[next(iter(lengths))]
-
-    return finish_request
 
 
 def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:

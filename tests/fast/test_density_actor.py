@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_reference, replaying_training_step
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
+from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.strategies.gumbel import Gumbel
 from tests.fast.run import run_with
 from tests.fast.test_density import generator
@@ -96,7 +96,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, lis
     records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    rides = [TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
+    rides = [FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
     inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
     return inputs, mask, records
 

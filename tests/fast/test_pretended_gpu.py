@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ngrpo.rollout.notes import Notes
 
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
 from benchmarks.exactness import in_tree
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.notes import Notes
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import create, registry
 from perturbations.strategies.soft import Soft
@@ -28,7 +28,7 @@ PLANS = (
     Plan(seed=5),
 )
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
-MAY_WAIT = ("/rollout/notes.py", "/gates/default.py")
+MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py")
 
 
 def made(name: str, **options: Any) -> Any:

@@ -18,8 +18,8 @@ from torch import nn
 
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, ReplayBuffer, ReplayRecord, UsageError, registry, replaying
-from perturbations.replay.buffers.base import OVERHEAD
 from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.trajectory import OVERHEAD
 from perturbations.streams import Stream, keys, normal
 
 

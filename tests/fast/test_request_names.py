@@ -14,7 +14,7 @@ from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import ReplayRecord, create, seeds
 from perturbations.registry import buffers
-from perturbations.replay.buffers.base import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory
 
 ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-12345678"]
 

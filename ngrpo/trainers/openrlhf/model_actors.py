@@ -14,7 +14,7 @@ import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.storage.parameters_file import attach
-from ngrpo.trainers.openrlhf import trajectory_record
+from ngrpo.trainers.openrlhf import side_inputs
 from ngrpo.trainers.openrlhf.density_loss import Densities, densities, token_log_probs
 from ngrpo.trainers.openrlhf.log_prob_replacement import nothing_replaced
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
@@ -115,7 +115,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-            records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, perturbation = getattr(self, attribute), current_run().perturbation
             if not getattr(self, "_proven", False):
                 prove(model_of(model), self.unperturbed_log_probs)
@@ -148,7 +148,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: Any) -> dict[str, Any]:
-        records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
+        records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:

@@ -65,7 +65,7 @@ class RecordingExecutor:
         if self._reward is not None:
             self._reward.raise_failure()
         run = current_run()
-        if conversation.record is not None and (run.perturbation is not None or run.sampling.correct_mask):
+        if conversation.trajectory is not None and (run.perturbation is not None or run.sampling.correct_mask):
             return finished(conversation, response)
         return response
 

@@ -161,7 +161,7 @@ SEAMS: tuple[Seam, ...] = (
     _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response"),
-    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "trajectory_record:without_ours",
+    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "side_inputs:without_ours",
         "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
     _seam("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"

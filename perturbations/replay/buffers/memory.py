@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from perturbations.options import option
 from perturbations.registry import register_buffer
-from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
+from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 logger = logging.getLogger(__name__)
 
