@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
-Before the forward, the edits drawn after the last step are written into the embedding's override. After the
-logits, the next tokens are drawn, the gated rows' edits proposed, and both noted in the trajectory store. The host
-knows which rows are gated (that needs no logits), so there is no loop over requests and no synchronisation.
+A step:
+
+1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
+   positions that are computed again, after a preemption or in a further turn, get theirs from the store.
+2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
+   The host knows these rows without logits, so there is no loop over requests and nothing waits for the device.
+3. note: what the step drew is copied to the host while further steps run (`async_scheduling.py`).
+4. ``drain``: copies that have arrived are written into the trajectory store, row by row of their slots.
+
+A slot is where a trajectory's state lies, in the store, in the gate and in the masks. It is opened with the request
+(``opened``: everything that the last owner left is reset), keeps its place while the request is preempted, and is
+written to by each step that computes it. When the scheduler tells of the request's end, the slot stays until its last
+note is in the store; then the trajectory goes into the replay buffer, and the slot is free (``closed``: an edit that
+was drawn for its next position is dropped). `requests.py` opens and closes slots.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def register() -> None:
     import vllm
 
     from ngrpo.hardware import processes
+    from ngrpo.rollout import new_weights
     from ngrpo.rollout.async_scheduling import keep_length
     from ngrpo.upstream import versions
 
@@ -45,12 +46,8 @@ def register() -> None:
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
     _wrap("vllm.config.vllm", "VllmConfig.compute_hash", _without_seed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
-    # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
-    refresh = _then(lambda attached: attached.weights_changed())
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
-    # (A worker for CPUs has its own of these two, which do nothing.)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.sleep", _then(lambda attached: attached.weights_left()))
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.wake_up", _then_awake)
+    for method, hook in new_weights.HOOKS.items():
+        _wrap("vllm.v1.worker.gpu_worker", method, hook)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.core", "EngineCore.add_request", _probed_first)
     _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)
@@ -151,34 +148,6 @@ def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> C
         return result
 
     return compile_or_warm_up_model
-
-
-def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """After a worker's method, what its perturbation has to do, where it has one."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            attached = getattr(self, "perturbation", None)
-            if attached is not None:
-                act(attached)
-            return result
-
-        return method
-
-    return make
-
-
-def _then_awake(original: Callable[..., None]) -> Callable[..., None]:
-    """An engine may wake in parts; without tags all of it does."""
-
-    def wake_up(self: Any, tags: list[str] | None = None) -> None:
-        original(self, tags)
-        attached = getattr(self, "perturbation", None)
-        if attached is not None and (tags is None or "weights" in tags):
-            attached.weights_back()
-
-    return wake_up
 
 
 def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,10 +66,7 @@ def record_bytes(record: ReplayRecord) -> bytes:
     if largest >= 1 << 24:
         raise ValueError(f"replay record: token id {largest} is too large; ids below {1 << 24} are supported.")
     flags = _WIDE_IDS if largest >= 1 << 16 else 0
-    parts = [
-        gaps(record.positions, record.agreed, record.prompt_tokens),
-        ids(record.ids, 3 if flags else 2),
-    ]
+    parts = [gaps(record.positions, record.agreed, record.prompt_tokens), ids(record.ids, 3 if flags else 2)]
     if not (width == 1 and bool((record.weights == 1.0).all())):
         flags |= _HAS_WEIGHTS
         parts.append(floats(record.weights))
@@ -92,8 +89,8 @@ def record_bytes(record: ReplayRecord) -> bytes:
     return sealed([header, *lengths, *parts], _RECORD_VERSION)
 
 
-def record_fields(data: bytes) -> dict[str, Any]:
-    """The attributes of the record that :func:`record_bytes` made bytes of.
+def record_fields(data: bytes) -> tuple[Any, ...]:
+    """The attributes, in their order, of the record that :func:`record_bytes` made bytes of.
 
     Raises:
         ValueError: where the bytes are not a whole record of this version, as it was written.
@@ -130,19 +127,8 @@ def record_fields(data: bytes) -> dict[str, Any]:
         size = reader.varint()
         vectors = reader.floats(count * size).reshape(count, size)
     reader.finish()
-    return {
-        "seed": int.from_bytes(seed, "little"),
-        "prompt_tokens": prompt,
-        "num_tokens": length,
-        "positions": positions,
-        "ids": candidates,
-        "weights": weights,
-        "sigma": sigma,
-        "agreed": agreed,
-        "vectors": vectors,
-        "normalizer": normalizer,
-        "model": model,
-    }
+    seed = int.from_bytes(seed, "little")
+    return seed, prompt, length, positions, candidates, weights, sigma, agreed, vectors, normalizer, model
 
 
 # --- a sampling mask ----------------------------------------------------------------------------------------------
@@ -150,11 +136,7 @@ def record_fields(data: bytes) -> dict[str, Any]:
 
 def mask_bytes(mask: SamplingMask) -> bytes:
     """A mask without loss: two bytes an id, at most V bytes a position, and a checksum at the end."""
-    head = [
-        np.array([mask.size, len(mask)]),
-        np.diff(mask.positions, prepend=0),
-        2 * mask.lengths + mask.cut,
-    ]
+    head = [np.array([mask.size, len(mask)]), np.diff(mask.positions, prepend=0), 2 * mask.lengths + mask.cut]
     return sealed([_varints(np.concatenate(head)), mask.words.astype("<u2").tobytes()], _MASK_VERSION)
 
 

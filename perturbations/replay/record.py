@@ -109,4 +109,4 @@ class ReplayRecord:
         Raises:
             ValueError: where the bytes are not a whole record of this version, as it was written.
         """
-        return cls(**packing.record_fields(data))
+        return cls(*packing.record_fields(data))

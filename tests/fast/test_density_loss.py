@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.trainers.openrlhf.density_loss import densities, token_log_probs
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit

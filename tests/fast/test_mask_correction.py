@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngrpo.config import parse, sampling
 from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from ngrpo.trainers.openrlhf.mask_correction import corrected
 from ngrpo.trainers.openrlhf.side_inputs import unpack
 from ngrpo.trainers.openrlhf.turns import Conversation

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
+from ngrpo.trainers.openrlhf.loss import replacing
 from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import flat_rows
