@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import advantages, credits, policy_noises, sampling_schedules
+from ngrpo import advantages, credits, policy_noises, sampling_schedules, second_rounds
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.registry import Registry
@@ -154,6 +154,12 @@ ROWS = (
         page="docs/exploration.md",
         picture=f"{_PICTURES}sampling_schedule",
         in_rollouts=True,
+    ),
+    Kind(
+        registry=second_rounds.registry,
+        flag="--second_round",
+        about="what is asked where all answers to a prompt are wrong",
+        page="docs/exploration.md",
     ),
 )
 
