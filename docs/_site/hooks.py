@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import method_pages
 
 from ngrpo.config.kinds import FLAGS
-from ngrpo.trainer.seams import SEAMS
+from ngrpo.trainers.openrlhf.seams import SEAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files outside of docs/ that are pages as well.

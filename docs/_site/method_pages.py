@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 
-from ngrpo import catalogue
 from ngrpo.config.kinds import FLAGS, of_registry
+from ngrpo.console import catalogue
 from perturbations import registry
 from perturbations.registry import Registry
 

@@ -47,7 +47,7 @@ class Kind:
     picture: str = ""
     suite: str = ""
     rests: str = "rollout and replay rest"
-    templates: str = "ngrpo.new"
+    templates: str = "ngrpo.commands"
     in_rollouts: bool = False
     make: Callable[..., Any] | None = None
 
@@ -97,7 +97,7 @@ class Kind:
 
 
 _SUITE = "perturbations.testing:inspect"
-_PICTURES = "ngrpo.pictures:of_"
+_PICTURES = "ngrpo.console.pictures:of_"
 
 ROWS = (
     Kind(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ngrpo import catalogue
 from ngrpo.config.kinds import FLAGS
+from ngrpo.console import catalogue
 from perturbations import registry
 
 ROOT = Path(__file__).resolve().parents[2]

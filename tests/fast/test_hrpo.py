@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import parameters_file
 from ngrpo.config import parse
+from ngrpo.storage import parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
@@ -194,7 +194,7 @@ def test_a_model_takes_one_module() -> None:
 
 
 def test_learning_rates_make_groups() -> None:
-    from ngrpo.trainer.model_actors import separate
+    from ngrpo.trainers.openrlhf.model_actors import separate
 
     a, b, c, d = (nn.Parameter(torch.zeros(1)) for _ in range(4))
     groups = [{"params": [a, b, c], "weight_decay": 0.1}, {"params": [d], "weight_decay": 0.0}]

@@ -205,7 +205,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
     from ngrpo.compare import arguments, runs
     from ngrpo.rollout.settings import read_buffer
-    from ngrpo.trainer.rollout_actor import perturbed_engine
+    from ngrpo.trainers.openrlhf.rollout_actor import perturbed_engine
 
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
     (tmp_path / "mine.py").write_text(BUFFER)
@@ -229,7 +229,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     async def confirm(actor: Any, perturbation: Any) -> None:
         return None
 
-    monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", confirm)
     for run in plan.runs():
         settings = runs.run_config(plan, run, tmp_path)
         monkeypatch.setattr("ngrpo.config.run._current", settings)

@@ -19,8 +19,8 @@ from ngrpo.config.rules import unstarted
 from ngrpo.config.run import RunConfig
 from ngrpo.second_rounds.base import opening
 from ngrpo.second_rounds.lope import WORDS
-from ngrpo.trainer import second_round, second_round_loss
-from ngrpo.trainer.second_round import TwoRounds
+from ngrpo.trainers.openrlhf import second_round, second_round_loss
+from ngrpo.trainers.openrlhf.second_round import TwoRounds
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 
