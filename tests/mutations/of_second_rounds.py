@@ -25,7 +25,7 @@ SECOND_ROUNDS = [
         ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
     ),
     *of_file(
-        "ngrpo/trainer/second_round.py",
+        "ngrpo/trainers/openrlhf/second_round.py",
         _TESTS,
         ("len(first) + number, log_probs", "number, log_probs", "an answer has the first round's place"),
         (
@@ -37,7 +37,7 @@ SECOND_ROUNDS = [
         ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
     ),
     *of_file(
-        "ngrpo/trainer/second_round_loss.py",
+        "ngrpo/trainers/openrlhf/second_round_loss.py",
         _TESTS,
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
