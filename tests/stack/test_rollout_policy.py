@@ -43,7 +43,7 @@ def evaluated(smollm2: str, out: Path, *words: str) -> tuple[dict[str, str], dic
 def test_evaluation(smollm2: str, tmp_path: Path) -> None:
     """A schedule that changes nothing changes no answer; one that begins late, no short answer; noise changes them."""
     same, _ = evaluated(
-        smollm2, tmp_path / "same", *"--sampling.schedule ladder --sampling.schedule.least 1".split(),
+        smollm2, tmp_path / "same", *["--sampling.schedule", "ladder", "--sampling.schedule.least", "1"],
         "--sampling.schedule.most", "1",
     )  # fmt: skip
     late, result = evaluated(
