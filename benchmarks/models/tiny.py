@@ -38,8 +38,8 @@ def build(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = t
     config, model = _model(model_type)
     model.to(dtype).save_pretrained(folder)
     name_text_architecture(folder)
-    if model_type == "qwen3_vl_moe":
-        _transpose_experts(folder)
+    if model_type in _AS_PUBLISHED:
+        _as_published(model_type, folder)
     if model_type in ARCHITECTURES:
         _name_architecture(folder, ARCHITECTURES[model_type])
     for name in _TOKENIZER:
@@ -66,16 +66,24 @@ def name_text_architecture(folder: Path) -> None:
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _transpose_experts(folder: Path) -> None:
-    """Writes experts as published checkpoints have them: transformers 5.15 reads this layout, and saves another."""
+def _transposed_experts(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    experts = name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    return name, weight.transpose(1, 2).contiguous() if experts else weight
+
+
+def _named_embeddings(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return name.replace(".embedding.weight", ".embeddings.weight"), weight
+
+
+_AS_PUBLISHED = {"qwen3_vl_moe": _transposed_experts, "nemotron_h": _named_embeddings}
+
+
+def _as_published(model_type: str, folder: Path) -> None:
+    """Writes weights as published checkpoints have them, where transformers 5.15 reads this and saves otherwise."""
     from safetensors.torch import load_file, save_file
 
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    for name, weight in weights.items():
-        if name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
-            weights[name] = weight.transpose(1, 2).contiguous()
-    save_file(weights, file, metadata={"format": "pt"})
+    file, change = folder / "model.safetensors", _AS_PUBLISHED[model_type]
+    save_file(dict(change(*each) for each in load_file(file).items()), file, metadata={"format": "pt"})
 
 
 def _name_architecture(folder: Path, name: str) -> None:
