@@ -119,7 +119,8 @@ def _prompts(llm: Any, under: str) -> list[list[int]]:
     import numpy as np
 
     tokenizer = llm.get_tokenizer()
-    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    # A processor may have added tokens of its own, which the tiny model's embedding has no rows for.
+    ordinary = np.setdiff1d(np.arange(min(len(tokenizer), FIRST_PLACEHOLDER)), tokenizer.all_special_ids)
     draws = np.random.default_rng(0)
     prompts = draws.choice(ordinary, (PROMPTS, PROMPT_TOKENS))
     if under == "prefix caching":
