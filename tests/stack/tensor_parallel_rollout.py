@@ -23,8 +23,8 @@ def main(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ngrpo.override_probe import ProbeFailure
     from ngrpo.rollout import engine_probe
+    from ngrpo.rollout.override_probe import ProbeFailure
     from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, sample
 
