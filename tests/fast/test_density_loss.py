@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.openrlhf.density_loss import densities, token_log_probs
+from ngrpo.trainers.openrlhf.density_loss import densities
 from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
@@ -115,7 +116,8 @@ def run(
         if packed:
             result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
         result = torch.cat([ours.for_policy_loss(result[:, :-1]), result[:, -1:]], dim=1)
-    return result, ours
+        seen = SimpleNamespace(tokens=ours.tokens, own=ours.token_log_probs(result[:, 4:-1].detach()))
+    return result, seen
 
 
 class OfTheAdvantage(Gumbel):
@@ -157,7 +159,7 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, ours = run(model, perturbation, tokens, mask, records, packed)
+    got, seen = run(model, perturbation, tokens, mask, records, packed)
     with ReplayScope(model.embedding)(records, mask):
         logits = model(tokens)
     want = log_probs_of(logits, torch.roll(tokens, -1, 1))
@@ -182,9 +184,8 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
     changed = (got - plain).abs() > 1e-6
     assert changed[mask.bool()].sum() == 0 if perturbation.draws_token else changed[mask.bool()].sum() >= 6
-    own = token_log_probs(got[:, 4:-1].detach(), records, ours.tokens, mask)
     answers = mask[:, 5:].bool()
-    torch.testing.assert_close(own[answers], plain[:, 4:-1].detach()[answers])
+    torch.testing.assert_close(seen.own[answers], plain[:, 4:-1].detach()[answers])
 
 
 @pytest.mark.parametrize("perturbation", EVERY[:-1], ids=name_of)
@@ -226,9 +227,9 @@ def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Pertur
     """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, ours = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
+    got, seen = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
     assert torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
-    assert ours.tokens.shape == (0,)
+    assert seen.tokens.shape == (0,)
     calls, seen = [], []
 
     def count(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
