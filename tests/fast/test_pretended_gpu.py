@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ngrpo.rollout.notes import Notes
 
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
 from benchmarks.exactness import in_tree
+from ngrpo.rollout.async_scheduling import Notes
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import create, registry
