@@ -25,7 +25,7 @@ def page() -> str:
 
 def _row(paper: dict) -> str:
     number = paper["url"].rpartition("/")[2]
-    authors = [each["family-names"] for each in paper["authors"]]
+    authors = [each.get("family-names") or each["name"] for each in paper["authors"]]
     named = f"{authors[0]} et al." if len(authors) > 2 else " and ".join(authors)
     where = ", ".join([*_registered(number), *_pages(number), *_published(paper)])
     return f"| [{paper['title']}]({paper['url']}) | {named}, {paper['year']} | {where} |"
