@@ -19,7 +19,9 @@ def page() -> str:
     """The page in Markdown, a row for each reference in the order of CITATION.cff."""
     papers = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["references"]
     rows = ["| paper | authors | here |", "| --- | --- | --- |", *map(_row, papers)]
-    head = "# Papers\n\nWhose ideas these are. `CITATION.cff` has the same list for reference managers, with all authors."
+    head = (
+        "# Papers\n\nWhose ideas these are. `CITATION.cff` has the same list for reference managers, with all authors."
+    )
     return f"{head}\n\n" + "\n".join(rows) + "\n"
 
 

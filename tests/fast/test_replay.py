@@ -120,14 +120,13 @@ def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
     """With 100,000 trajectories held, each further one cost the worker's step a millisecond and a half."""
     buffer, one = registry.buffers.create("memory"), finished(1)
     held = Counted({str(i): one for i in range(1000)})
-    object.__setattr__(buffer, "_held", held)
-    object.__setattr__(buffer, "_bytes", 1000 * one.size)
+    buffer._content.held, buffer._content.size = held, 1000 * one.size
     buffer.add("new", one)
     buffer.add("7", one)
     buffer.drop(["8", "never there"])
     assert buffer.take("9") is one
     assert held.walks == 0
-    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._bytes == 999 * one.size
+    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._content.size == 999 * one.size
 
 
 def test_dropping_asks_a_users_buffer_for_the_names_alone() -> None:
