@@ -20,9 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The packaged SmolLM2-135M-Instruct as a Hugging Face folder; made on first use, then kept."""
-    from ngrpo import models
+    from ngrpo.models import packaged
 
-    return models.resolve("smollm2-135m")
+    return packaged.resolve("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

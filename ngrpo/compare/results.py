@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo import significance
-from ngrpo.compare import verdicts
+from ngrpo.compare import shares, verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
 from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
-from ngrpo.evaluate.estimators import pass_at_k
 from ngrpo.report.groups import MOST_BYTES, fitting
-from ngrpo.result_folder import write_text
+from ngrpo.statistics import significance
+from ngrpo.statistics.estimators import pass_at_k
+from ngrpo.storage.result_folder import write_text
 
 FORMAT = 1
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
@@ -39,7 +39,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     Returns:
         The content of ``results.json``; every number is finite or None.
     """
-    from ngrpo.versions import machine, versions
+    from ngrpo.upstream.versions import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
     for run in runs:  # a report has no room for more
@@ -60,7 +60,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "strategies": [_strategy(arm) for arm in plan.arms],
         "runs": runs,
         "untrained": folder.read("untrained/evaluation.json"),
-        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
+        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.above),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
     # NaN and infinity have no place in JSON.
@@ -76,7 +76,9 @@ def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
     write_report(dict(results), folder.path / "report.html")
 
 
-def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str) -> list[dict[str, Any]]:
+def summarise(
+    runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str, above: float | None = None
+) -> list[dict[str, Any]]:
     """One row per strategy: means with intervals, paired differences to the baseline, costs.
 
     Differences are of evaluations alone: rewards while training are of rollouts that each strategy draws in its own
@@ -86,6 +88,7 @@ def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: 
         runs: as in ``results.json``.
         arms: ids of the strategies.
         baseline: the id of one of them.
+        above: the Mean@n above which runs are counted; see :mod:`ngrpo.compare.shares`.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
     failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
@@ -100,6 +103,12 @@ def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: 
         row["verdict"] = verdicts.verdict(main, f"Mean@{row['n']}", baseline, shared)
         if row["strategy"] == baseline:
             row["verdict"] = "the baseline"
+    if above is not None:
+        reached = {
+            arm: {seed: run["evaluation"]["mean_at_n"] for seed, run in of.items() if run["evaluation"]}
+            for arm, of in done.items()
+        }
+        shares.add(rows, reached, baseline, above)
     return rows
 
 

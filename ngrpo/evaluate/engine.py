@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import processes
-from ngrpo.evaluate.problem import Problem
+from ngrpo.hardware import processes
+from ngrpo.scoring.problem import Problem
 from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.evaluate.estimators import mean_at_n, pass_at_k
-from ngrpo.evaluate.problem import Problem
+from ngrpo.scoring.problem import Problem
+from ngrpo.statistics.estimators import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 
 DEFAULT_KS = (1, 4, 8, 16, 32)
@@ -48,7 +48,7 @@ def summarise(
         seconds: that sampling took in the last run, loading left out.
         runner: vLLM's model runner, where it is known.
     """
-    from ngrpo.versions import machine, versions
+    from ngrpo.upstream.versions import machine, versions
 
     n = settings["n"]
     right = Counter(sample["problem"] for sample in samples if sample["correct"])

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.policy_noises import registry as _registry
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
 from perturbations.streams import trajectory_seed

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ngrpo.override_probe import reads_tokens_elsewhere
-from ngrpo.parameters_file import load_saved
 from ngrpo.rollout import runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
@@ -22,11 +20,13 @@ from ngrpo.rollout.input_override import (
     language_model,
     tables_of_text,
 )
+from ngrpo.rollout.override_probe import reads_tokens_elsewhere
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.trajectories import TrajectoryStore
+from ngrpo.storage.parameters_file import load_saved
 from perturbations import parameters
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings

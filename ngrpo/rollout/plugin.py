@@ -33,7 +33,8 @@ def register() -> None:
     """
     import vllm
 
-    from ngrpo import processes, versions
+    from ngrpo.hardware import processes
+    from ngrpo.upstream import versions
 
     processes.end_with_owner()
     if not versions.has_rollouts(vllm.__version__):
@@ -97,7 +98,7 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         import vllm
 
-        from ngrpo.versions import VLLM_OF_ROLLOUTS
+        from ngrpo.upstream.versions import VLLM_OF_ROLLOUTS
 
         if isinstance(self.additional_config, dict) and self.additional_config.get("perturbation"):
             needed = f"perturbations need vLLM {VLLM_OF_ROLLOUTS}"

@@ -12,9 +12,9 @@ from ngrpo.advantages import create
 from ngrpo.config import parse, presets, run, sampling
 from ngrpo.config.run import current_run
 from ngrpo.hardware.cpu import PROFILE as CPU
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import install, launch
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import install, launch
+from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.upstream.openrlhf_flags import Flags
 from tests.fast.run import run_of
 
 

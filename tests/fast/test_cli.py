@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, models, tasks, train
+from ngrpo import cli, tasks
+from ngrpo.commands import train
 from ngrpo.config import parse, preflight, presets
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.models import packaged
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create, registry
 from perturbations.errors import UsageError
 
@@ -233,7 +235,7 @@ class TestMain:
     def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
         """In a process of its own: other tests register names and sources of any length."""
         calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
-        program = f"import json; from ngrpo.catalogue import listing; {calls}"
+        program = f"import json; from ngrpo.console.catalogue import listing; {calls}"
         done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
         wide, narrow, huge = json.loads(done.stdout)
         assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
@@ -283,7 +285,7 @@ class TestMain:
             assert f"\n  {command} " in text
         assert cli.main(["train", "--help"]) == 0
         text = " ".join(capsys.readouterr().out.split())
-        for names in (presets.available(), models.PACKAGED, tasks.usage()):
+        for names in (presets.available(), packaged.PACKAGED, tasks.usage()):
             assert f": {', '.join(names)} " in text
         assert cli.main(["compare", "--help"]) == 0
         assert f"base algorithms: {', '.join(presets.available())}\n" in capsys.readouterr().out
@@ -308,9 +310,9 @@ class TestRun:
             calls.append(started)
 
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
+        monkeypatch.setattr("ngrpo.trainers.openrlhf.launch.launch", launch)
         monkeypatch.setattr(preflight, "check_stack", lambda: None)
-        monkeypatch.setattr(models, "resolve", lambda name, report: f"/resolved/{name}")
+        monkeypatch.setattr(packaged, "resolve", lambda name, report: f"/resolved/{name}")
         return calls
 
     def test_task_fills_in_what_is_not_given(self, launched: list, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +360,7 @@ class TestRun:
         assert launched == [] and list(tmp_path.iterdir()) == []
 
     def test_failed_training_is_code_1(self, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ngrpo.trainer import launch as module
+        from ngrpo.trainers.openrlhf import launch as module
 
         def fail(*_: object, **__: object) -> None:
             raise module.TrainingFailed("out of memory")

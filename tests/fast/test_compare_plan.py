@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.compare import arguments, command
+from ngrpo.commands import compare as command
+from ngrpo.compare import arguments
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import eval_words, identity, run_config
 from ngrpo.config import parse
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 

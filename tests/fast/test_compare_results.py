@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from ngrpo.compare import arguments, command, results, runs, screen
+from ngrpo.commands import compare as command
+from ngrpo.compare import arguments, results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import identity
-from ngrpo.result_folder import CannotWrite, write_json
+from ngrpo.storage.result_folder import CannotWrite, write_json
 from perturbations.errors import UsageError
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]

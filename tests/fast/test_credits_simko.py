@@ -16,9 +16,9 @@ from ngrpo import credits
 from ngrpo.config import parse, rules
 from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.credits.simko import quantiles
-from ngrpo.trainer import credit_loss
-from ngrpo.trainer.log_prob_replacement import with_replacements
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import credit_loss
+from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 
@@ -236,7 +236,7 @@ def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.Mon
 def test_only_such_a_credit_is_asked_in_the_loss() -> None:
     acting = [name for name in sorted(credits.available()) if credits.create(name).acts_in_loss]
     assert acting == ["simko"] and credits.create("top_entropy").in_loss(None) is None
-    ours = "ngrpo.trainer.credit_loss:training_step_with_credit"
+    ours = "ngrpo.trainers.openrlhf.credit_loss:training_step_with_credit"
     for name, among in (("simko", True), ("top_entropy", False)):
         rows = active(run_of(credit={"name": name}).conditions)
         assert (ours in {seam.ours for seam in rows}) is among

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo.hardware import cuda, profile_for
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 PLAIN, OFFLOAD = Flags(["--train.seed", "1"]), Flags(["--ds.adam_offload"])

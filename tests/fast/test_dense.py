@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, records
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, records
 from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope

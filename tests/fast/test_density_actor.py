@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.model_actors import replaying_actor, replaying_reference, replaying_training_step
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_reference, replaying_training_step
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
 from perturbations.strategies.gumbel import Gumbel

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.density_loss import densities, token_log_probs
-from ngrpo.trainer.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.density_loss import densities, token_log_probs
+from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.edit import InputEdit

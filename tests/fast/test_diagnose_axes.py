@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo import bootstrap
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
+from ngrpo.statistics import bootstrap
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.nearest import nearest_tokens

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, openrlhf_parser, placement
-from ngrpo.dry_run import memory_estimate, model_size
-from ngrpo.dry_run.model_size import ModelSize
+from ngrpo import cli
+from ngrpo.hardware import memory_estimate
+from ngrpo.models import model_size
+from ngrpo.models.model_size import ModelSize
+from ngrpo.upstream import openrlhf_parser, placement
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
 BASE += " --reward.remote_url r.py --data.prompt_dataset p.jsonl --vllm.num_engines 2 --train.batch_size 8"

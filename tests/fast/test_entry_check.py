@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo import advantages, credits, policy_noises
-from ngrpo.catalogue import described
 from ngrpo.config import entry_check, preflight
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.model_actors import replaying_actor, replaying_training_step
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.console.catalogue import described
+from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_training_step
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.parameters import freeze
@@ -205,7 +205,7 @@ def test_the_kl_term_is_the_tokens_in_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_score_that_no_loss_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainer.density_loss import densities
+    from ngrpo.trainers.openrlhf.density_loss import densities
     from perturbations.replay.scope import ReplayScope
     from tests.fast.test_density_loss import Model, hooked
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ngrpo import models
+from ngrpo.commands.eval import run
 from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.evaluate import engine as engines
-from ngrpo.evaluate.command import run
 from ngrpo.evaluate.engine import Generated
-from ngrpo.result_folder import ResultFolder, read_json
+from ngrpo.models import packaged
+from ngrpo.storage.result_folder import ResultFolder, read_json
 from perturbations.errors import UsageError
 
 PROBLEMS = [
@@ -141,12 +141,12 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
-    before = models.fingerprint(str(tmp_path))
-    assert before == models.fingerprint(str(tmp_path)) and models.fingerprint("owner/name") is None
+    before = packaged.fingerprint(str(tmp_path))
+    assert before == packaged.fingerprint(str(tmp_path)) and packaged.fingerprint("owner/name") is None
     changed = bytearray(3 << 20)
     changed[(3 << 20) // 2] = 1
     weights.write_bytes(changed)
-    assert models.fingerprint(str(tmp_path)) != before
+    assert packaged.fingerprint(str(tmp_path)) != before
 
 
 def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_bad_words(words: str, says: str) -> None:
 
 
 def test_help_and_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
-    from ngrpo.evaluate.command import _engine_options
+    from ngrpo.commands.eval import _engine_options
 
     assert run(["--help"], report=print) == 0
     shown = capsys.readouterr().out

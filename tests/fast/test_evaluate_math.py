@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo.evaluate import Verdict
-from ngrpo.evaluate.math_answers import MathChecker, check
+from ngrpo.scoring.math_answers import MathChecker, check
 
 pytest.importorskip("math_verify")
 

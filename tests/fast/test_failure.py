@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ngrpo.trainer import failure
-from ngrpo.trainer.failure import (
+from ngrpo.trainers.openrlhf import failure
+from ngrpo.trainers.openrlhf.failure import (
     RUN_ID,
     disk_full,
     end_processes,
@@ -89,9 +89,9 @@ def test_a_node_without_flash_attn_is_named(words: str) -> None:
 
 def test_a_node_without_the_project_is_named() -> None:
     outer = RuntimeError("The actor died")
-    outer.__cause__ = ModuleNotFoundError("No module named 'ngrpo.trainer'")
+    outer.__cause__ = ModuleNotFoundError("No module named 'ngrpo.trainers.openrlhf'")
     said = project_missing(outer)
-    assert said is not None and "without ngrpo" in said and said.endswith("No module named 'ngrpo.trainer'")
+    assert said is not None and "without ngrpo" in said and said.endswith("No module named 'ngrpo.trainers.openrlhf'")
     assert project_missing(ImportError("No module named 'ngrpolite'")) is None
 
 

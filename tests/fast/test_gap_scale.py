@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer import metrics, unperturbed
-from ngrpo.trainer.gap import GapScale, ReplayGap
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
-from ngrpo.trainer.unperturbed import ANSWERS, Turns, UnperturbedAnswer
+from ngrpo.trainers.openrlhf import metrics, unperturbed
+from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, unpack
+from ngrpo.trainers.openrlhf.unperturbed import ANSWERS, Turns, UnperturbedAnswer
 from perturbations.replay import ReplayRecord
 from tests.fast.run import run_with
 
@@ -78,7 +78,7 @@ def test_without_an_unperturbed_answer_nothing_is_judged_and_the_next_step_is_as
 
 
 def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngrpo.trainer.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
     GapScale(True).check(step(unperturbed=0.02, plain=0.67, perturbed=0.63, before=0.14), 10.0, strict=False)
     printed = capsys.readouterr().out
     assert printed.startswith("ngrpo warning:") and "--perturbation.strict" in printed

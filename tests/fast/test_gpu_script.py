@@ -19,7 +19,7 @@ from benchmarks.gpu import training
 from benchmarks.gpu.run import Results, run_stage
 from benchmarks.gpu.stages import STAGES, Case, stage
 from benchmarks.gpu.tables import markdown
-from ngrpo import openrlhf_parser
+from ngrpo.upstream import openrlhf_parser
 from perturbations.errors import UsageError
 
 TITLE = "a stage of this test"

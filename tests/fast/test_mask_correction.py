@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ngrpo.config import parse, sampling
-from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout.sampling_mask import SamplingMask
-from ngrpo.trainer.density_loss import densities
-from ngrpo.trainer.log_prob_replacement import with_replacements
-from ngrpo.trainer.mask_correction import corrected
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
-from ngrpo.trainer.turns import Conversation
+from ngrpo.trainers.openrlhf.density_loss import densities
+from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.mask_correction import corrected
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, unpack
+from ngrpo.trainers.openrlhf.turns import Conversation
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord

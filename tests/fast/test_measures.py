@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ngrpo.config import parse
-from ngrpo.progress import Reporter
-from ngrpo.trainer.gap import ReplayGap, check_gap
-from ngrpo.trainer.metrics import QUOTIENTS, add_measures, step_metrics
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, records, unpack
+from ngrpo.console.progress import Reporter
+from ngrpo.trainers.openrlhf.gap import ReplayGap, check_gap
+from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, records, unpack
 from perturbations import ReplayRecord, create
 from perturbations.errors import UsageError
 from perturbations.step import Positions
@@ -163,7 +163,7 @@ def test_what_a_wrong_replay_leaves_as_it_is(perturbed: float, plain: float, bef
 
 
 def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("ngrpo.trainer.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
     for _ in range(3):
         check_gap(measures(1.0, 0.01), 10.0, strict=False)
     printed = capsys.readouterr().out

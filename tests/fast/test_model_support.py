@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, model_support
+from ngrpo import cli
+from ngrpo.models import model_support
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ngrpo.rollout.attach import AttachedPerturbation
-from ngrpo.trainer.rollout_actor import EngineProof, perturbed_engine
+from ngrpo.trainers.openrlhf.rollout_actor import EngineProof, perturbed_engine
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.neighbors import ExactIndex

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer import rollout_actor, turns
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack, without_ours
+from ngrpo.trainers.openrlhf import rollout_actor, turns
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, unpack, without_ours
 from perturbations.replay import ReplayRecord
 
 PAD = 7

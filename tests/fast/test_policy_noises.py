@@ -14,10 +14,10 @@ from torch import nn
 
 from ngrpo import policy_noises
 from ngrpo.config import parse, preflight, rules
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import policy_noise
-from ngrpo.trainer.importance import importance_measures
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import policy_noise
+from ngrpo.trainers.openrlhf.importance import importance_measures
+from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss

@@ -12,8 +12,8 @@ import torch
 
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainer import trajectory_record
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf import trajectory_record
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations import ReplayRecord, UsageError, check_perturbation, create, replaying
 from perturbations.replay import packing
 from perturbations.replay.record import MOST_CANDIDATES, model_fingerprint

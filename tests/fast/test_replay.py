@@ -120,14 +120,13 @@ def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
     """With 100,000 trajectories held, each further one cost the worker's step a millisecond and a half."""
     buffer, one = registry.buffers.create("memory"), finished(1)
     held = Counted({str(i): one for i in range(1000)})
-    object.__setattr__(buffer, "_held", held)
-    object.__setattr__(buffer, "_bytes", 1000 * one.size)
+    buffer._content.held, buffer._content.size = held, 1000 * one.size
     buffer.add("new", one)
     buffer.add("7", one)
     buffer.drop(["8", "never there"])
     assert buffer.take("9") is one
     assert held.walks == 0
-    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._bytes == 999 * one.size
+    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._content.size == 999 * one.size
 
 
 def test_dropping_asks_a_users_buffer_for_the_names_alone() -> None:
@@ -205,7 +204,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
     from ngrpo.compare import arguments, runs
     from ngrpo.rollout.settings import read_buffer
-    from ngrpo.trainer.rollout_actor import perturbed_engine
+    from ngrpo.trainers.openrlhf.rollout_actor import perturbed_engine
 
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
     (tmp_path / "mine.py").write_text(BUFFER)
@@ -229,7 +228,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     async def confirm(actor: Any, perturbation: Any) -> None:
         return None
 
-    monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", confirm)
     for run in plan.runs():
         settings = runs.run_config(plan, run, tmp_path)
         monkeypatch.setattr("ngrpo.config.run._current", settings)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.result_folder import CannotWrite, ResultFolder, read_json, write_json, write_text, writing
+from ngrpo.storage.result_folder import CannotWrite, ResultFolder, read_json, write_json, write_text, writing
 from perturbations.errors import UsageError
 
 

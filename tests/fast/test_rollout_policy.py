@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from ngrpo import policy_noises
+from ngrpo.commands import eval as command
 from ngrpo.compare import arguments, results
 from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose.policies import policy_of
-from ngrpo.evaluate import command, engine
+from ngrpo.evaluate import engine
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
 from perturbations.errors import UsageError
@@ -99,7 +100,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
-    """As `ngrpo.trainer.policy_noise` sends it before the rollouts of the step, on the Hugging Face parameters."""
+    """As `policy_noise.py` of the trainer sends it before the rollouts of the step, on the Hugging Face parameters."""
     from transformers import AutoModelForCausalLM
 
     asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05", step=3)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.decode_step import Decoding, counting
 from ngrpo import sampling_schedules
-from ngrpo.openrlhf_flags import Flags
 from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
-from ngrpo.trainer.importance import importance_measures
+from ngrpo.trainers.openrlhf.importance import importance_measures
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create, streams
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from benchmarks.decode_step import Decoding
-from ngrpo import catalogue, sampling_schedules
+from ngrpo import sampling_schedules
 from ngrpo.config import parse, preflight, rules
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.console import catalogue
 from ngrpo.rollout import settings
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.sampling_schedules.base import Run
-from ngrpo.trainer import metrics, rollout_requests, sampling_schedule
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
+from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create, registry
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
@@ -269,12 +270,12 @@ def test_what_is_in_place_for_a_schedule() -> None:
     """Also that a checkpoint holds the round, which the training step of the requests follows from."""
     rows = {seam.ours for seam in active(["sampling_schedule"])}
     assert {
-        "ngrpo.trainer.resume:resuming_trainer",
-        "ngrpo.trainer.sampling_schedule:scheduled_trainer",
-        "ngrpo.trainer.rollout_requests:numbered_requests",
-        "ngrpo.trainer.rollout_actor:perturbed_engine",
-        "ngrpo.trainer.metrics:measured_rollout_policy",
-        "ngrpo.trainer.metrics:reporting_trainer",
+        "ngrpo.trainers.openrlhf.resume:resuming_trainer",
+        "ngrpo.trainers.openrlhf.sampling_schedule:scheduled_trainer",
+        "ngrpo.trainers.openrlhf.rollout_requests:numbered_requests",
+        "ngrpo.trainers.openrlhf.rollout_actor:perturbed_engine",
+        "ngrpo.trainers.openrlhf.metrics:measured_rollout_policy",
+        "ngrpo.trainers.openrlhf.metrics:reporting_trainer",
     } < rows
 
 
@@ -300,7 +301,8 @@ def test_the_command_line() -> None:
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.").replace("?", r"\?")):
             parse.run_config(words)
-    assert "sampling schedule" in catalogue.listing() and "--sampling.schedule.tau_max" in catalogue.train_help()
+    assert "sampling schedule" in catalogue.listing()
+    assert "--sampling.schedule.tau_max" in catalogue.train_help("")
     assert "token 300  0.378" in catalogue.described("ead") and "entropy 4.14" in catalogue.described("edt")
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import models, tasks
-from ngrpo.answers import generated
-from ngrpo.openrlhf_flags import Flags
+from ngrpo import tasks
+from ngrpo.models import packaged
 from ngrpo.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
+from ngrpo.scoring.answers import generated
 from ngrpo.tasks import minimum_sum, shortcut, star_graph, two_peaks
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
@@ -132,10 +133,16 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(making, "STEPS", 2)
     said: list[str] = []
-    folder = Path(models.resolve("sandbox", report=said.append))
-    assert folder == models.folder_of("sandbox") == Path(models.resolve("sandbox", report=said.append))
+    folder = Path(packaged.resolve("sandbox", report=said.append))
+    assert folder == packaged.folder_of("sandbox") == Path(packaged.resolve("sandbox", report=said.append))
     assert len(said) == 1 and "sandbox" in said[0]
-    making.make(tmp_path / "again", steps=2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))  # one where there were several, two where there was one
+        making.make(tmp_path / "again", steps=2)
+        assert torch.get_num_threads() == 3 - min(threads, 2)
+    finally:
+        torch.set_num_threads(threads)
     making.make(tmp_path / "other", steps=2, seed=1)
     one, same, other = (
         (place / "model.safetensors").read_bytes() for place in (folder, tmp_path / "again", tmp_path / "other")

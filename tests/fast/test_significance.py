@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo import significance
 from ngrpo.compare import verdicts
-from ngrpo.evaluate.estimators import pass_at_k
+from ngrpo.statistics import significance
+from ngrpo.statistics.estimators import pass_at_k
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from benchmarks import pooled, study
-from ngrpo import significance, yaml_file
 from ngrpo.compare import arguments
+from ngrpo.statistics import significance
+from ngrpo.storage import yaml_file
 from tests.report_example import example
 
 PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import summary
-from ngrpo.result_folder import CannotWrite
+from ngrpo.report import summary
+from ngrpo.storage.result_folder import CannotWrite
 from perturbations import create
 from tests.fast.run import run_of
 from tests.fast.test_result_folder import largest_file

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.trainer.metrics import step_metrics
-from ngrpo.trainer.trajectory_record import unpack
-from ngrpo.trainer.turns import Conversation, finished
+from ngrpo.trainers.openrlhf.metrics import step_metrics
+from ngrpo.trainers.openrlhf.trajectory_record import unpack
+from ngrpo.trainers.openrlhf.turns import Conversation, finished
 from perturbations import ReplayRecord, registry
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]

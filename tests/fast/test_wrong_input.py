@@ -11,7 +11,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import preflight
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import check_flags, run_of
 

@@ -121,9 +121,9 @@ def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainer.log_prob_replacement import with_replacements
-    from ngrpo.trainer.mask_correction import corrected
-    from ngrpo.trainer.trajectory_record import TrajectoryRecord
+    from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+    from ngrpo.trainers.openrlhf.mask_correction import corrected
+    from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 
     result = []
     for rollout, mask in zip(rollouts, masks):

@@ -19,8 +19,8 @@ from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder
 from ngrpo.diagnose.measuring import prompt_tokens
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task
-from ngrpo.result_folder import read_json
 from ngrpo.rollout import set_perturbation
+from ngrpo.storage.result_folder import read_json
 
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
 WILD = "gaussian sigma=20"

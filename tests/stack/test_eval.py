@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ngrpo.commands.eval import run
 from ngrpo.evaluate import Sampling, evaluate, load_task
-from ngrpo.evaluate.command import run
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 

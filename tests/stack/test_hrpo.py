@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ngrpo import parameters_file
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainer.weight_sync import load_weights_file
+from ngrpo.storage import parameters_file
+from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
 from perturbations import create, parameters
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
 from tests.two_ranks import run_two_ranks

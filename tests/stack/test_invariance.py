@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainer.turns import Conversation
+from ngrpo.trainers.openrlhf.turns import Conversation
 from perturbations import ReplayRecord
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
 

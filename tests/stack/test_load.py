@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation, take_trajectories
-from ngrpo.trainer.weight_sync import repack_tied_heads
+from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, replay_log_probs, sample
@@ -284,11 +284,11 @@ def test_memory_stays_flat(crowded: Any, taken: bool) -> None:
             done = run(crowded, prompts, max_tokens=2)
             if taken:
                 assert len(take_trajectories(crowded)) == len(done) == 2
-            assert buffer._bytes <= 40_000
+            assert buffer._content.size <= 40_000
             if round_ == 50:
                 before = resident()
         assert resident() - before < 20 << 20
-        assert taken or buffer._bytes > 20_000, "nothing was left: the test shows nothing"
+        assert taken or buffer._content.size > 20_000, "nothing was left: the test shows nothing"
     finally:
         object.__setattr__(buffer, "max_bytes", bound)
         take_trajectories(crowded)

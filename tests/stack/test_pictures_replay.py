@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer import prompt_pictures
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, without_ours
+from ngrpo.trainers.openrlhf import prompt_pictures
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, without_ours
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.override_probe import ProbeFailure, text_of_probe
-from ngrpo.trainer.replay_probe import prove
+from ngrpo.rollout.override_probe import ProbeFailure, text_of_probe
+from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.errors import UsageError
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer.gap import GapScale, ReplayGap
-from ngrpo.trainer.metrics import step_metrics
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
+from ngrpo.trainers.openrlhf.metrics import step_metrics
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations import ReplayRecord
 from tests.own_process import run_module
 from tests.stack.harness import Rollout, gaps, replay_log_probs

@@ -40,8 +40,8 @@ def log_probs(model: Any, perturbation: Any, record: Any, tokens: Any) -> Any:
 
     import torch
 
-    from ngrpo.trainer.density_loss import densities
-    from ngrpo.trainer.model_actors import replay_scope
+    from ngrpo.trainers.openrlhf.density_loss import densities
+    from ngrpo.trainers.openrlhf.model_actors import replay_scope
     from tests.fast.test_density_loss import hooked
 
     mask = torch.ones_like(tokens)

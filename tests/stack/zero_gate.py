@@ -25,8 +25,8 @@ def train(stage: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from ngrpo import parameters_file
-    from ngrpo.trainer.model_actors import replay_scope, separate
+    from ngrpo.storage import parameters_file
+    from ngrpo.trainers.openrlhf.model_actors import replay_scope, separate
     from perturbations import create, parameters
     from tests.fast.test_replay import small
 
