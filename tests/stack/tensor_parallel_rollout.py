@@ -23,7 +23,7 @@ def main(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ngrpo.override_probe import ProbeFailure
+    from ngrpo.rollout.override_probe import ProbeFailure
     from ngrpo.rollout import engine_probe
     from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, sample
