@@ -147,7 +147,7 @@ def test_what_make_calls_exists() -> None:
 
 def test_ci_runs_make_test() -> None:
     run = ROOT / ".ci" / "run"
-    assert run.stat().st_mode & stat.S_IXUSR and run.read_text().rstrip().endswith("make test")
+    assert run.stat().st_mode & stat.S_IXUSR and run.read_text().rstrip().endswith("make test && make test-more")
 
 
 def test_shell_scripts_parse() -> None:

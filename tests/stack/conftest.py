@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One float32 engine and one float32 Hugging Face model, shared by the stack tests of the rollout."""
+"""One float32 engine and one float32 Hugging Face model, shared by the stack tests of the rollout: a tiny random model's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.stack.harness import build_engine
 
 
 @pytest.fixture(scope="session")
-def engine(smollm2: str) -> Iterator[Any]:
+def engine(tiny: str) -> Iterator[Any]:
     """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one here."""
     yield build_engine(
-        smollm2,
+        tiny,
         {"name": "neighbor", "rate": 0.1},
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
@@ -39,10 +39,10 @@ def _engines_of_a_module_are_freed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def hf_model(smollm2: str) -> Any:
+def hf_model(tiny: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
 
 
 _status = 0

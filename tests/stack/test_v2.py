@@ -33,13 +33,13 @@ def rolled_out(runner: str, model: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def v1(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rolled_out("V1", smollm2, tmp_path_factory.mktemp("v1"))
+def v1(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return rolled_out("V1", tiny, tmp_path_factory.mktemp("v1"))
 
 
 @pytest.fixture(scope="module")
-def v2(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rolled_out("V2", smollm2, tmp_path_factory.mktemp("v2"))
+def v2(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return rolled_out("V2", tiny, tmp_path_factory.mktemp("v2"))
 
 
 @pytest.fixture(params=["V1", "V2"])
