@@ -28,7 +28,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
-    """A small random model with SmolLM2's tokenizer: wherever the pretrained one is not the point, and for two ranks."""
+    """A random model with SmolLM2's tokenizer: wherever the pretrained one is not the point, and for two ranks."""
     return tiny_language_model(tmp_path_factory.mktemp("tiny"), smollm2)
 
 
@@ -61,7 +61,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything outside tests/fast carries the marker `stack`, and `more` unless its file shows a claim of `make test`.
+    """Everything outside tests/fast is marked `stack`, and `more` unless its file shows a claim of `make test`.
 
     `gpu` tests are skipped without a device.
     """

@@ -14,7 +14,7 @@ from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, records
 from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope
-from tests.fast.test_replay import Embedder, small
+from tests.fast.replay_examples import Embedder, small
 from tests.stack.own_perturbations import DenseShake
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.fast.test_density_loss import EVERY, name_of
+from tests.fast.density_model import EVERY, name_of
 from tests.two_ranks import run_two_ranks
 
 

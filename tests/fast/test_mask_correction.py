@@ -22,9 +22,9 @@ from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
+from tests.fast.density_model import Model, log_probs_of, record_of
+from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
-from tests.fast.test_density import V, a_step, likely
-from tests.fast.test_density_loss import Model, log_probs_of, record_of
 
 hooked = with_replacements(log_probs_of)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fast.gradient_cases import CASES, NO_GRADIENT
 from tests.fast.gradient_problem import estimate
 from tests.fast.gradient_truth import truth
-from tests.fast.test_policy_gradient import CASES, NO_GRADIENT
 
 LEAST = 0.99
 # One of each kind of density; the others, and the tokens, which compare nothing with the rollout, now and then.

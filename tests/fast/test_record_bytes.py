@@ -17,7 +17,7 @@ from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations import ReplayRecord, UsageError, check_perturbation, create, replaying
 from perturbations.replay import packing
 from perturbations.replay.record import MOST_CANDIDATES, model_fingerprint
-from tests.fast.test_replay import Embedder, a_record, small
+from tests.fast.replay_examples import Embedder, a_record, small
 
 CASES = {
     "plain": a_record(),

@@ -7,59 +7,13 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from perturbations import streams
-from perturbations.base import Proposal, Step
+from perturbations.base import Step
 from perturbations.edit import InputEdit, mix, realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.registry import create
-
-# Cosine, dot, L2 and L1 neighbors of token 0 are worked out in test_neighbors.py:
-# cosine 1, 2, 3, 4; dot 2, 1, 3, 4; L2 and L1 3, 4, 1, 2.
-E = torch.tensor([[1.0, 0.0], [4.0, 3.0], [6.0, 8.0], [0.0, 1.0], [-1.0, 0.0]])
-P = [8 / 16, 4 / 16, 2 / 16, 1 / 16, 1 / 16]
-
-
-class FixedNoise(Step):
-    """A step whose draws are given, by token id."""
-
-    def gumbel(self, n: Tensor) -> Tensor:
-        return self.noise.gather(-1, n)
-
-    normal = gumbel
-
-    def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
-        object.__setattr__(self, "shape", shape)
-        return self.noise.gather(-1, ids)
-
-
-def step_of(
-    probabilities: list[float],
-    sampled: int = 3,
-    temperature: float = 1.0,
-    embeddings: ModelEmbeddings | None = None,
-    noise: list[float] | None = None,
-) -> Step:
-    """One position whose temperature-scaled logits are log p, plus a constant, which must not matter."""
-    logits = torch.tensor([probabilities]).log() + 2.5
-    rest = (torch.tensor([sampled]), torch.tensor([temperature]), torch.tensor([7]), torch.tensor([11]))
-    if noise is None:
-        return Step(logits, *rest, embeddings or matrix_embeddings(E))
-    step = FixedNoise(logits, *rest, embeddings or matrix_embeddings(E))
-    object.__setattr__(step, "noise", torch.tensor([noise + [0.0] * (len(probabilities) - len(noise))]))
-    return step
-
-
-def row(proposal: Proposal) -> tuple[list[int], list[float], int]:
-    """Candidates, weights and token of the only position."""
-    edit = proposal.edit
-    return edit.ids[0].tolist(), edit.weights[0].tolist(), proposal.tokens.item()
-
-
-def close(*values: float) -> object:
-    return pytest.approx(list(values), abs=2e-6)
-
+from tests.fast.strategy_steps import E, P, close, gumbel, many, row, step_of
 
 # --- none -----------------------------------------------------------------------------------------
 
@@ -271,10 +225,6 @@ def test_soft_mixture() -> None:
 # --- gumbel: SofT-GRPO ----------------------------------------------------------------------------
 
 
-def gumbel(probabilities: list[float], noise: list[float], **options: object) -> tuple[list[int], list[float], int]:
-    return row(create("gumbel", **options).propose(step_of(probabilities, noise=noise)))
-
-
 def test_gumbel_weights_and_token() -> None:
     """p = 4/7, 2/7, 1/7, g = 0, ln 4, ln 2, τ_g = 1: weights as p e^g = 4 : 8 : 2. Text: the largest."""
     ids, weights, token = gumbel(P, [0.0, math.log(4), math.log(2)], k=3, top_p=1.0, tau=1.0)
@@ -307,12 +257,6 @@ def test_gumbel_floor_inside_the_logarithm() -> None:
     ids, weights, _ = gumbel([1.0, 1e-9, 0.0, 0.0, 0.0], [-1.5, 3.0], k=2, top_p=1.0, tau=1.0)
     assert ids == [0, 1]
     assert weights[1] == pytest.approx(1.001e-6 * math.exp(4.5), rel=1e-3)
-
-
-def many(n: int, probabilities: list[float]) -> Step:
-    logits = torch.tensor([probabilities]).log().expand(n, -1).contiguous()
-    tokens = torch.zeros(n, dtype=torch.int64)
-    return Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), matrix_embeddings(E))
 
 
 def test_gumbel_token_is_a_sample_from_the_probabilities() -> None:

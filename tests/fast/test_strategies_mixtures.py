@@ -16,7 +16,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.registry import create, create_gate
 from perturbations.step import Positions
-from tests.fast.test_strategies import E, P, close, many, row, step_of
+from tests.fast.strategy_steps import E, P, close, many, row, step_of
 
 
 class GivenDraws(Step):

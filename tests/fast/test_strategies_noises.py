@@ -12,7 +12,7 @@ from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
-from tests.fast.test_strategies import P, close, many, row, step_of
+from tests.fast.strategy_steps import P, close, many, row, step_of
 
 # --- dirichlet and normal: the other noises of SofT-GRPO's release ---------------------------------
 

@@ -13,8 +13,8 @@ import pytest
 from ngrpo.report import summary
 from ngrpo.storage.result_folder import CannotWrite
 from perturbations import create
+from tests.fast.file_limit import largest_file
 from tests.fast.run import run_of
-from tests.fast.test_result_folder import largest_file
 
 PERTURBED = {
     "perturbation/rate": 0.1,

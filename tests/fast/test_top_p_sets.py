@@ -13,9 +13,9 @@ from perturbations import streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.step import Step
+from perturbations.testing.density_check import replayed
 from perturbations.top_tokens import truncated
-from tests.fast.test_density import replayed
-from tests.fast.test_strategies import P, close, row, step_of
+from tests.fast.strategy_steps import P, close, row, step_of
 
 NAMES = ("gumbel", "dirichlet", "normal", "lepo")
 # The five hold .84 of the vocabulary: .24, .2, .18, .12, .1 and forty others of .004.

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.openrlhf.turns import Conversation
-from perturbations import ReplayRecord
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
+from tests.stack.same_rollouts import assert_same
 
 pytestmark = pytest.mark.stack
 
@@ -36,32 +35,6 @@ def plain_engine(tiny: str) -> Iterator[Any]:
 
 def seeded(llm: Any, prompts: Sequence[list[int]], seeds: Sequence[int], **params: Any) -> list[Rollout]:
     return sample(llm, prompts, [{"seed": s} for s in seeds], max_tokens=48, **params)
-
-
-def by_token(record: ReplayRecord) -> np.ndarray:
-    return np.take_along_axis(record.weights, np.argsort(record.ids, axis=-1), axis=-1)
-
-
-def assert_same(first: Sequence[Rollout], second: Sequence[Rollout]) -> None:
-    """Gates and noise bit for bit, tokens and weights up to float rounding.
-
-    A token may flip where a draw falls within rounding of a boundary; what follows it is another trajectory. So the
-    records are compared up to the first difference, and almost no trajectory may have one.
-    """
-    flips = 0
-    for a, b in zip(first, second):
-        assert a.record.seed == b.record.seed
-        same = np.array(a.sequence) == np.array(b.sequence)
-        length = len(same) if same.all() else int(same.argmin())
-        flips += not same.all()
-        left, right = a.record.truncate(length), b.record.truncate(length)
-        np.testing.assert_array_equal(left.positions, right.positions)
-        # By token: two candidates with near-equal logits may swap places.
-        np.testing.assert_array_equal(np.sort(left.ids), np.sort(right.ids))
-        np.testing.assert_allclose(by_token(left), by_token(right), atol=2e-4)
-        if left.sigma is not None:
-            np.testing.assert_array_equal(left.sigma, right.sigma)
-    assert flips <= len(first) // 8
 
 
 @pytest.mark.parametrize(("name", "options"), PERTURBATIONS, ids=[name for name, _ in PERTURBATIONS])
