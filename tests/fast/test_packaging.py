@@ -92,7 +92,10 @@ def test_every_paper_that_is_named_is_cited() -> None:
     papers = cited()
     assert len(papers) == len(citation()["references"])
     for number, paper in papers.items():
-        assert paper["type"] == "article" and paper["title"] and paper["authors"] and paper["year"], number
+        assert paper["type"] == "article", number
+        assert paper["title"], number
+        assert paper["authors"], number
+        assert paper["year"], number
         assert paper["identifiers"][0] == {"type": "other", "value": f"arXiv:{number}"}
     classes = [kept.get(name) for kept in FLAGS for name in kept.in_tree()]
     registered = {number for cls in classes for number in ARXIV.findall(getattr(cls, "paper", ""))}

@@ -111,7 +111,9 @@ def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
     buffer.drop(["8", "never there"])
     assert buffer.take("9") is one
     assert held.walks == 0
-    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._bytes == 999 * one.size
+    assert len(buffer) == 999
+    assert buffer.names()[-2:] == ["new", "7"]
+    assert buffer._bytes == 999 * one.size
 
 
 def test_dropping_asks_a_users_buffer_for_the_names_alone() -> None:

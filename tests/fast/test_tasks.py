@@ -27,7 +27,9 @@ def test_problems() -> None:
     for row in train + held_out:
         words = row["input"].replace("?", "").split()
         a, b = (int(word) for word in words if word.isdigit())
-        assert 2 <= a <= 9 and 2 <= b <= 9 and int(row["label"]) == a + b
+        assert 2 <= a <= 9
+        assert 2 <= b <= 9
+        assert int(row["label"]) == a + b
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,13 @@ def test_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert set(kept) == {(f"arithmetic-{i}", j) for i in range(6) for j in range(N)}
     row = kept["arithmetic-0", 0]
     assert row["prompt"].startswith("<|im_start|>") and row["prompt"].endswith("assistant\n")
-    assert row["finish"] in ("stop", "length") and 1 <= row["tokens"] <= 12 and "perturbed" not in row
+    assert row["finish"] in ("stop", "length")
+    assert 1 <= row["tokens"] <= 12
+    assert "perturbed" not in row
     result = json.loads((tmp_path / "evaluation.json").read_text())
-    assert result["perturbation"] is None and result["n"] == N and set(result["pass_at_k"]) == {"1", "2", "4"}
+    assert result["perturbation"] is None
+    assert result["n"] == N
+    assert set(result["pass_at_k"]) == {"1", "2", "4"}
     counts = {p["id"]: p["correct"] for p in result["problems"]}
     assert counts == {f"arithmetic-{i}": sum(kept[f"arithmetic-{i}", j]["correct"] for j in range(N)) for i in range(6)}
     assert result["mean_at_n"] == pytest.approx(sum(counts.values()) / 24) == result["pass_at_k"]["1"]

@@ -55,7 +55,9 @@ def attached(llm: Any) -> Any:
 def assert_nothing_is_left(llm: Any) -> None:
     llm.llm_engine.step()  # the scheduler tells of finished requests with the next step
     books = attached(llm).requests
-    assert not books._store.live and not books._dropped and not books._buffer.names()
+    assert not books._store.live
+    assert not books._dropped
+    assert not books._buffer.names()
 
 
 def run(llm: Any, prompts: Sequence[list[int]], aborted: Sequence[int] = (), **params: Any) -> dict[str, Any]:

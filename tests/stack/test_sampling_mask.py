@@ -66,7 +66,9 @@ def test_nothing_is_recorded_where_nothing_is_cut(recording: Any) -> None:
     assert [len(mask) for mask in masks] == [0, 0, 0, 0]
     _, masks = sample_with_masks(recording, chat_prompts(recording), max_tokens=8, ignore_eos=False, min_tokens=1)
     for mask in masks:  # the end of the answer is not allowed as its first token: one token cut, one id kept
-        assert len(mask) == 1 and [len(ids) for _, ids in mask.by_position().values()] == [1] and mask.cut.all()
+        assert len(mask) == 1
+        assert [len(ids) for _, ids in mask.by_position().values()] == [1]
+        assert mask.cut.all()
 
 
 def test_masks_survive_preemption(tiny: str, hf_model: Any) -> None:

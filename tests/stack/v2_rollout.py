@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
 
-Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test or more). Scheduling is asynchronous, as on
-CUDA.
+Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test or more). Scheduling is asynchronous,
+as on CUDA.
 """
 
 from __future__ import annotations
