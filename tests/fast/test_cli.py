@@ -203,6 +203,7 @@ class TestMain:
         assert cli.main(["train", "--perturbation", "divides:Mine"]) == 2
         assert "cannot load 'divides:Mine' (division by zero)" in capsys.readouterr().err
 
+    @pytest.mark.more
     def test_output_that_nobody_reads_to_the_end_is_no_bug(self) -> None:
         line = f"{sys.executable} -m ngrpo.cli train --help | head -1"
         done = subprocess.run(line, shell=True, capture_output=True, text=True)
@@ -236,6 +237,7 @@ class TestMain:
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
         assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
 
+    @pytest.mark.more
     def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
         """In a process of its own: other tests register names and sources of any length."""
         calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"

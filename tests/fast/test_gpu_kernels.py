@@ -32,6 +32,7 @@ def cost_of(name: str, **options: Any) -> Cost:
     return decode_step(perturbation, *SIZE)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_a_handful_of_kernels_and_little_beyond_one_pass(name: str) -> None:
     cost = cost_of(name)

@@ -61,6 +61,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     assert {"ngrpo/report/style.css", "ngrpo/report/script.js", "ngrpo/report/templates/page.html"} <= inside
 
 
+@pytest.mark.more
 def test_the_wheel_installs_and_runs_where_nothing_else_is(wheel: Path, tmp_path: Path) -> None:
     """Importing, `ngrpo --version` and `ngrpo --help` need no other package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)

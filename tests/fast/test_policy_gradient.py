@@ -57,7 +57,7 @@ def directions(true: Tensor) -> Tensor:
     return basis.T * torch.sign(basis.T[:1] @ true).view(1, 1)
 
 
-@pytest.mark.parametrize("steps", [1, 2], ids=["bandit", "two-steps"])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.more)], ids=["bandit", "two-steps"])
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_the_gradient_is_the_true_one(case: str, steps: int) -> None:
     perturbation = CASES[case]

@@ -22,6 +22,7 @@ _SLOW = [name for name in CASES if name not in [f"{each}-density" for each in _A
 _PARAMETERS = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in CASES]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["bandit", "two-steps"])
 @pytest.mark.parametrize("case", _PARAMETERS)
 def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) -> None:

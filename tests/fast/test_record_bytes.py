@@ -93,6 +93,7 @@ def test_every_token_of_a_small_vocabulary_can_be_mixed() -> None:
     check_perturbation("hrpo", k=1000)
 
 
+@pytest.mark.more
 def test_any_altered_byte_and_any_cut_is_refused() -> None:
     """Each of the 255 other values of each byte."""
     tried = 0

@@ -230,6 +230,7 @@ def without_each(data: Any) -> list[tuple[str, Any]]:
     return copies
 
 
+@pytest.mark.more
 def test_missing_or_odd_parts_never_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only format, strategies and runs are needed; everything else may be absent or of another kind."""
     # A thousand pages are rendered whole; each one safe on the disk would take most of the time.

@@ -144,6 +144,7 @@ def test_further_draws_are_among_those_that_the_request_allows() -> None:
     torch.testing.assert_close(edit.weights, p / p.sum(-1, keepdim=True))
 
 
+@pytest.mark.more
 def test_further_draws_over_several_blocks_of_tokens() -> None:
     """Of 150 tokens, all but two of the middle ones excluded: chi-squared with 87 degrees, 0.999 quantile 133."""
     n, size = 100_000, 150

@@ -105,6 +105,7 @@ def test_the_design_names_strategies_that_are_run() -> None:
     assert all(f"`{arm}`" in design for arm in ids if "sigma" in arm or "neighbor" in arm)
 
 
+@pytest.mark.more
 def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
     """With a stub of ngrpo that keeps its words and fails as with a failed run: the second task runs all the same."""
     stub = tmp_path / "ngrpo"
