@@ -180,6 +180,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
     assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
 
 
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
