@@ -15,7 +15,7 @@ from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.fast.test_replay import Embedder, small
+from tests.fast.replay_examples import Embedder, small
 from tests.stack.own_perturbations import DenseShake
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,32 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from ngrpo.trainers.openrlhf.density_loss import densities
 from ngrpo.trainers.openrlhf.loss import with_replacements
+=======
+from ngrpo.trainers.openrlhf.density_loss import densities, token_log_probs
+>>>>>>> main
 from perturbations import streams
-from perturbations.base import Perturbation, Replayed, Step
+from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 from perturbations.strategies.gumbel import Gumbel
+from tests.fast.density_model import EVERY, Model, batch, hooked, log_probs_of, name_of, perturbed, record_of, run
+from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 from tests.fast.run import check_flags, run_of
-from tests.fast.test_density import PERTURBATIONS, D, V, a_step, generator, likely
-
-
-def record_of(perturbation: Perturbation, step: Step, prompt: int = 5) -> ReplayRecord:
-    edit = perturbation.propose(step).edit
-    return ReplayRecord(
-        int(step.seeds[0]),
-        prompt,
-        prompt + len(step.seeds),
-        step.positions.numpy().astype(np.int32),
-        edit.ids.numpy().astype(np.int32),
-        edit.weights.numpy(),
-        None if edit.sigma is None else edit.sigma.numpy(),
-        np.ones(len(step.seeds), dtype=bool),
-        normalizer=None if edit.normalizer is None else edit.normalizer.numpy(),
-    )
 
 
 def test_a_density_costs_four_bytes_per_position() -> None:
@@ -51,6 +40,7 @@ def test_a_density_costs_four_bytes_per_position() -> None:
     assert np.array_equal(with_normalizer.truncate(9).normalizer, with_normalizer.normalizer[:4])
 
 
+<<<<<<< HEAD
 class Model(nn.Module):
     """An embedding and a head; logits of a row depend on that row's input alone."""
 
@@ -120,6 +110,8 @@ def run(
     return result, seen
 
 
+=======
+>>>>>>> main
 class OfTheAdvantage(Gumbel):
     """Says what advantage each position has."""
 

@@ -23,9 +23,9 @@ from perturbations.errors import UsageError
 from perturbations.parameters import freeze
 from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.density_model import batch
+from tests.fast.policy_actor import PolicyModelActor
 from tests.fast.run import check_flags, run_of, run_with
-from tests.fast.test_density_actor import PolicyModelActor
-from tests.fast.test_density_loss import batch
 
 MODEL = ["--actor.model_name_or_path", "m"]
 GROUPS = ["--algo.advantage.estimator", "group_norm"]
@@ -207,7 +207,7 @@ def test_the_kl_term_is_the_tokens_in_gradient(monkeypatch: pytest.MonkeyPatch) 
 def test_a_score_that_no_loss_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from ngrpo.trainers.openrlhf.density_loss import densities
     from perturbations.replay.scope import ReplayScope
-    from tests.fast.test_density_loss import Model, hooked
+    from tests.fast.density_model import Model, hooked
 
     perturbation, model = made("gaussian", base="soft", density="gaussian", k=5), Model()
     tokens, mask, records = batch(perturbation)

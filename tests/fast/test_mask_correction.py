@@ -24,9 +24,9 @@ from perturbations.replay import ReplayRecord
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.density_model import Model, log_probs_of, record_of
+from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
-from tests.fast.test_density import V, a_step, likely
-from tests.fast.test_density_loss import Model, log_probs_of, record_of
 
 hooked = with_replacements(log_probs_of)
 

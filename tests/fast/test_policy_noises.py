@@ -258,13 +258,17 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     assert evaluation == "evaluation" and len(sent) == 6
     ones = torch.ones(4)
     assert torch.equal(clean, ones) and torch.equal(again, ones), "stage 0, and the evaluation"
-    assert not torch.equal(first, ones) and torch.equal(first, back) and not torch.equal(second, first)
+    assert not torch.equal(first, ones)
+    assert torch.equal(first, back)
+    assert not torch.equal(second, first)
     assert torch.equal(trainer.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
     assert trainer.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
     # Resumed after the first step, the engines get what they had.
     resumed: list[Any] = []
     policy_noise.noisy_trainer(PlainTrainer)(resumed, trainer.saved[0]).fit()
-    assert torch.equal(resumed[0], first) and torch.equal(resumed[1], second) and len(resumed) == 2
+    assert torch.equal(resumed[0], first)
+    assert torch.equal(resumed[1], second)
+    assert len(resumed) == 2
 
 
 # --- the command line ------------------------------------------------------------------------------------

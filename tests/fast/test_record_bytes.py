@@ -18,7 +18,7 @@ from perturbations.replay.packing import MOST_CANDIDATES
 from perturbations.replay.record import model_fingerprint
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.fast.test_replay import Embedder, a_record, small
+from tests.fast.replay_examples import Embedder, a_record, small
 
 CASES = {
     "plain": a_record(),
@@ -94,6 +94,7 @@ def test_every_token_of_a_small_vocabulary_can_be_mixed() -> None:
     check_perturbation("hrpo", k=1000)
 
 
+@pytest.mark.more
 def test_any_altered_byte_and_any_cut_is_refused() -> None:
     """Each of the 255 other values of each byte."""
     tried = 0

@@ -25,6 +25,20 @@ QUESTIONS = [
     "Write a short story about a fox.",
 ]
 
+DISTURBED: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+}
+"""Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
+
+
+def load_in_float32(folder: str) -> Any:
+    """The trainer's side of an engine: the same model in Hugging Face's classes."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
 
 def build_engine(model: str, spec: dict[str, Any] | None, **options: Any) -> Any:
     """A float32 engine in this process, small and eager unless told otherwise."""
