@@ -29,10 +29,16 @@ def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolic
 
 def test_what_is_asked_for() -> None:
     found = policy("--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02", step=7)
-    assert found.schedule.name == "ead" and found.scale == 0.02 and not found.plain
+    assert found.schedule.name == "ead"
+    assert found.scale == 0.02
+    assert not found.plain
     told = found.described()
-    assert told["training_step"] == 7 and told["sigma"] == 0.02 and told["policy_noise"]["name"] == "psn"
-    assert policy().plain and policy().described() == {} and policy().scale == 0.0
+    assert told["training_step"] == 7
+    assert told["sigma"] == 0.02
+    assert told["policy_noise"]["name"] == "psn"
+    assert policy().plain
+    assert policy().described() == {}
+    assert policy().scale == 0.0
     # Twenty of 100 steps: stage 2 of 10, 1e-2 · (1/20)^(1/9).
     aqn = policy("--policy_noise", "aqn", step=20, steps=100)
     assert aqn.scale == pytest.approx(1e-2 * 20 ** (-1 / 9)) and aqn.notes == []
@@ -147,7 +153,9 @@ def test_strategies_of_a_diagnosis() -> None:
     arms = parse_arms(None, (), lines, rollouts=True)
     assert [arm.id for arm in arms] == lines
     plain, hot, noisy = map(policy_of, arms)
-    assert plain.plain and hot.schedule.tau_max == 1.5 and hot.noise is None
+    assert plain.plain
+    assert hot.schedule.tau_max == 1.5
+    assert hot.noise is None
     assert noisy.noise.name == "psn" and noisy.schedule is None
     for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
         with pytest.raises(UsageError, match="is for a training"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.openrlhf.density_loss import densities, token_log_probs
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities in OpenRLHF's loss: at perturbed positions log π of the action takes the place of the token's log π.
 
-By `log_prob_replacement.py`, so the old, the new and the reference log-probabilities are all of the same.
+By `loss.py`, so the old, the new and the reference log-probabilities are all of the same.
 
 A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; that of the fed
 vector itself is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
+from ngrpo.trainers.openrlhf.loss import replacing
 from perturbations.base import Replayed
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope, flat_rows

@@ -28,6 +28,7 @@ from ngrpo.rollout.settings import (
 from ngrpo.trainers.openrlhf import prompt_pictures, unperturbed
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
+from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
 from perturbations import registry, seeds
 from perturbations.base import Perturbation
 
@@ -65,7 +66,7 @@ class RecordingExecutor:
         if self._reward is not None:
             self._reward.raise_failure()
         run = current_run()
-        if conversation.record is not None and (run.perturbation is not None or run.sampling.correct_mask):
+        if conversation.trajectory is not None and (run.perturbation is not None or run.sampling.correct_mask):
             return finished(conversation, response)
         return response
 
@@ -207,25 +208,13 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     return output
 
 
-async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
-    """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
-
-    So their memory is taken and given back before a hybrid engine wakes its KV cache.
-    """
-    result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
-    if empty_cache:
-        await actor.llm.collective_rpc("perturbation_prepare")
-        actor.perturbation_proof.weights_synced()
-    return result
-
-
 def perturbed_engine(plain: type) -> type:
     """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
 
     Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
     """
 
-    class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
+    class PerturbedRolloutRayActor(prepared_engine(plain)):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
             run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
@@ -249,16 +238,6 @@ def perturbed_engine(plain: type) -> type:
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
-
-        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
-            return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
-
-        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
-            return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
-
-        async def load_weights_file(self, path: str) -> None:
-            await plain.load_weights_file(self, path)
-            self.perturbation_proof.weights_synced()
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
