@@ -132,7 +132,7 @@ def test_the_report_has_groups_of_both_strategies(compared: tuple[Path, dict[str
     none, twin = ([json.loads(line)["rewards"] for line in lines] for lines in kept)
     assert none == twin and len(none) == 2 and all(len(rewards) == 16 for rewards in none)
     section = (folder / "report.html").read_text().partition('id="groups"')[2].partition("</section>")[0]
-    assert section.count('class="who"') == 2 and "neighbor rate=0" in section
+    assert section.count('<h3 class="who">') == 2 and "neighbor rate=0" in section
 
 
 def test_results_make_the_report_again(compared: tuple[Path, dict[str, Any], str, float], tmp_path: Path) -> None:
