@@ -28,7 +28,7 @@ from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations.replay.trajectory import FinishedTrajectory
 
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
-_LENGTHS = "perturbation_lengths"
+LENGTHS = "perturbation_lengths"
 # Answers of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
 _LENGTHS_KEPT = 1 << 20
 
@@ -174,7 +174,7 @@ def keep_length(original: Callable[..., None]) -> Callable[..., None]:
     def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
         original(self, req_state, *args, **kwargs)
         if req_state.detokenizer is not None:
-            lengths = vars(self).setdefault(_LENGTHS, {})
+            lengths = vars(self).setdefault(LENGTHS, {})
             lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
             if len(lengths) > _LENGTHS_KEPT:
                 del lengths[next(iter(lengths))]
@@ -189,7 +189,7 @@ def taken_length(front: Any, name: str) -> int | None:
         front: the engine's ``output_processor``.
         name: internal request id.
     """
-    return vars(front).get(_LENGTHS, {}).pop(name, None)
+    return vars(front).get(LENGTHS, {}).pop(name, None)
 
 
 def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:

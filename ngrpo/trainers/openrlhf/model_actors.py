@@ -15,7 +15,7 @@ import torch
 from ngrpo.config.run import current_run
 from ngrpo.storage.parameters_file import attach
 from ngrpo.trainers.openrlhf import side_inputs
-from ngrpo.trainers.openrlhf.density_loss import Densities, densities, token_log_probs
+from ngrpo.trainers.openrlhf.density_loss import Densities, densities
 from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
 from ngrpo.trainers.openrlhf.replay_probe import prove
@@ -123,9 +123,8 @@ def _replaying_forward(plain: type, attribute: str) -> type:
             scope = replay_scope(model, perturbation, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            if perturbation.has_density and attribute == "actor":
-                kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
-                self._tokens = [*getattr(self, "_tokens", ()), kept]
+                if ours is not None and attribute == "actor":
+                    self._tokens = [*getattr(self, "_tokens", ()), ours.token_log_probs(log_probs)]
             return log_probs
 
         def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
