@@ -77,6 +77,7 @@ def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
         assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
 
 
+@pytest.mark.more
 def test_a_deleted_file_reaches_a_ray_actor(tmp_path: Path, tiny: str) -> None:
     result = run("ray", tmp_path, tiny)
     assert result["other process"] and result["seen"] == result["expected"]

@@ -81,6 +81,7 @@ def test_preemption_with_recomputation(tiny: str, plain_engine: Any, hf_model: A
     assert gaps(hf_model, disturbed).max() <= 1e-4
 
 
+@pytest.mark.more
 def test_compiled_model_gives_the_eager_records(tiny: str, plain_engine: Any, hf_model: Any) -> None:
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     compiled = build_engine(
