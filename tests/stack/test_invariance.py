@@ -197,11 +197,14 @@ def test_greedy_temperature_and_truncation(plain_engine: Any, hf_model: Any) -> 
 
 
 def test_thinking_ends(plain_engine: Any) -> None:
-    """Nothing is perturbed from the end of thinking on; here a line break stands for it."""
-    set_perturbation(plain_engine, "gumbel", until="\n")
-    stop = plain_engine.get_tokenizer().encode("\n")
-    assert len(stop) == 1
-    rollouts = sample(plain_engine, chat_prompts(plain_engine, [LONG], copies=4), max_tokens=96)
+    """Nothing is perturbed from the end of thinking on; here a token of the first answer stands for it."""
+    prompts, tokenizer = chat_prompts(plain_engine, [LONG], copies=4), plain_engine.get_tokenizer()
+    set_perturbation(plain_engine, "gumbel")
+    (first, *_) = seeded(plain_engine, prompts, range(4))
+    texts = {token: tokenizer.decode([token]) for token in first.tokens[12:]}
+    stop, text = next(([token], text) for token, text in texts.items() if tokenizer.encode(text) == [token])
+    set_perturbation(plain_engine, "gumbel", until=text)
+    rollouts = seeded(plain_engine, prompts, range(4))
     ended = [r for r in rollouts if stop[0] in r.tokens]
     assert ended
     for r in ended:
