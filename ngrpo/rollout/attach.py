@@ -160,7 +160,7 @@ class AttachedPerturbation:
                 setattr(owner, name, self._suspending(getattr(owner, name)))
 
     def _suspending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def encode(*args: Any, **kwargs: Any) -> Any:
+        def encode(*args: object, **kwargs: object) -> Any:
             with self._override.suspended():
                 return original(*args, **kwargs)
 
@@ -176,7 +176,7 @@ class AttachedPerturbation:
     def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Every weight sync ends here, whatever way it comes: the perturbation's own parameters go to its module."""
 
-        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        def load_weights(weights: Any, *args: object, **kwargs: object) -> Any:
             own: dict[str, Tensor] = {}
             result = original(parameters.split(weights, own), *args, **kwargs)
             if own and self.module is None:
@@ -197,7 +197,7 @@ class AttachedPerturbation:
 
     @staticmethod
     def _then(act: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(*args: Any, **kwargs: Any) -> Any:
+        def load(*args: object, **kwargs: object) -> Any:
             try:
                 return original(*args, **kwargs)
             finally:

@@ -81,7 +81,7 @@ def _wrap(module: str, path: str, make: Callable[[Any], Any]) -> None:
 def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Checks the spec and what it is combined with, in the caller's process, before any model loads."""
 
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: Any, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import settings
 
         perturbation = settings.read(self.additional_config)
@@ -95,7 +95,7 @@ def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: Any, *args: object, **kwargs: object) -> Any:
         import vllm
 
         from ngrpo.upstream.versions import VLLM_OF_ROLLOUTS
@@ -122,7 +122,7 @@ def _without_seed(original: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_model(self: Any, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import settings, used_runner
 
         original(self, *args, **kwargs)
@@ -158,7 +158,7 @@ def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[.
     """After a worker's method, what its perturbation has to do, where it has one."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self: Any, *args: object, **kwargs: object) -> Any:
             result = original(self, *args, **kwargs)
             attached = getattr(self, "perturbation", None)
             if attached is not None:
@@ -191,7 +191,7 @@ def _with_length(original: Callable[..., None]) -> Callable[..., None]:
 
     from ngrpo.rollout.settings import LENGTHS
 
-    def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
+    def finish_request(self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
         original(self, req_state, *args, **kwargs)
         if req_state.detokenizer is not None:
             lengths = vars(self).setdefault(LENGTHS, {})
@@ -205,7 +205,7 @@ def _with_length(original: Callable[..., None]) -> Callable[..., None]:
 def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """A bad argument is the caller's error, in the caller's process."""
 
-    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout.request_check import checked
         from perturbations.errors import UsageError
 
@@ -248,7 +248,7 @@ def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None]:
     """The scheduler hashes blocks in the engine core's process, which may be another than the worker's."""
 
-    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, vllm_config: Any, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import engine_probe, settings
         from ngrpo.rollout.prefix_cache import with_trajectory_keys
 
@@ -265,7 +265,7 @@ def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None
 def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
     """The first request after a weight sync comes after the probe that is due, where one is."""
 
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> None:
+    def add_request(self: Any, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import engine_probe
 
         engine_probe.before_request(self)
@@ -277,7 +277,7 @@ def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
 def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     """What concerns the engine's core among the remote procedures, all others of which are of its workers."""
 
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(self: Any, method: Any, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import engine_probe
 
         if method == "perturbation_probe":
@@ -293,7 +293,7 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
 def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
     """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
 
-    def abort_request(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> None:
+    def abort_request(self: Any, request_ids: Any, *args: object, **kwargs: object) -> None:
         names = list(request_ids)
         dropped = _with_internal_ids(self, names)
         original(self, names, *args, **kwargs)
@@ -304,7 +304,7 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def abort(self: Any, request_id: Any, *args: Any, **kwargs: Any) -> None:
+    async def abort(self: Any, request_id: Any, *args: object, **kwargs: object) -> None:
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         dropped = _with_internal_ids(self, names)
         await original(self, names, *args, **kwargs)
@@ -317,7 +317,7 @@ def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
 def _answered_by_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
 
-    async def call_utility_async(self: Any, method: str, *args: Any) -> Any:
+    async def call_utility_async(self: Any, method: str, *args: object) -> Any:
         procedure = args[0] if method == "collective_rpc" else None
         if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
             return await original(self, method, *args)

@@ -97,7 +97,7 @@ def drop_records(llm: Any, request_ids: Sequence[str]) -> None:
     _ask(llm, "drop", list(request_ids))
 
 
-def set_perturbation(llm: Any, name: str, **options: Any) -> None:
+def set_perturbation(llm: Any, name: str, **options: object) -> None:
     """Gives a running engine another perturbation, between requests: to compare perturbations without loading twice.
 
     Args:
@@ -136,7 +136,7 @@ def neighbor_drift(llm: Any) -> Drift | None:
     return None if counts is None else Drift(*counts)
 
 
-def _ask(llm: Any, what: str, *args: Any) -> Any:
+def _ask(llm: Any, what: str, *args: object) -> Any:
     """The first worker's answer, once every worker is known to have a perturbation."""
     try:
         fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")

@@ -39,7 +39,7 @@ def with_requests(original: Callable[..., Any], perturbation: AttachedPerturbati
 
 
 def _preprocess(original: Callable[..., Any], runner: Any, perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    def preprocess(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def preprocess(scheduler_output: Any, *args: object, **kwargs: object) -> Any:
         batch, count = runner.input_batch, runner.input_batch.num_reqs
         perturbation.perturber.begin(
             batch.req_ids[:count],

@@ -44,7 +44,7 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
 
 
 def _prepare_inputs(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(*args: object, **kwargs: object) -> Any:
         batch = original(*args, **kwargs)
         # Exact and not merely V2's upper bound, since speculative decoding is refused.
         starts, counts = batch.num_computed_tokens_np.astype(np.int64), batch.num_scheduled_tokens.astype(np.int64)
@@ -70,7 +70,7 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
         if not perturbation.perturber.busy:
             min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
-    def sample(logits: Tensor, *rows: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def sample(logits: Tensor, *rows: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         perturber = perturbation.perturber
         if not perturber.busy:  # vLLM's own dummy runs
             perturber.rehearse(logits)

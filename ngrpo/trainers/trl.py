@@ -50,10 +50,10 @@ class PerturbedGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         perturbation: Mapping[str, Any],
         vllm_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         spec = registry.create(**perturbation).spec()
         config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
@@ -67,7 +67,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             super().__init__(*args, **kwargs)
         freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
         generation = self.vllm_generation
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
@@ -101,7 +101,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """log π of the completions, (B, C), of the replayed history; other arguments and values as in TRL."""
         rows = range(len(input_ids)) if self._in_forward is None else self._in_forward

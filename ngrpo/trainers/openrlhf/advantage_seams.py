@@ -145,7 +145,7 @@ def own_advantages(original: Callable[..., Any]) -> Callable[..., Any]:
 def own_reward(original: Callable[..., Any]) -> Callable[..., Any]:
     """`compute_reward`, called once per micro batch with the estimator's value for each answer."""
 
-    def compute_reward(r: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
         return original(value_of(r), *args, **kwargs)
 
     return compute_reward

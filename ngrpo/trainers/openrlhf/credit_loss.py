@@ -74,7 +74,7 @@ class CreditInLoss:
         self._found = full, scores
         return log_probs
 
-    def __call__(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **kwargs: Any) -> Any:
+    def __call__(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **kwargs: object) -> Any:
         """The policy loss, with the credit's advantages and its term in the score."""
         if self._found is None:
             raise RuntimeError(
@@ -90,7 +90,7 @@ class CreditInLoss:
 def training_step_with_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss asks the run's credit."""
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def training_step(self: Any, experience: Any, *args: object, **kwargs: object) -> dict[str, Any]:
         loss_fn, credit = self.actor_loss_fn, current_run().credit
         self.actor_loss_fn = ours = CreditInLoss(credit, loss_fn, experience)
         try:

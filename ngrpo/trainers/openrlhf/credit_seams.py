@@ -22,10 +22,10 @@ def with_entropies(plain: type) -> type:
     """`PolicyModelActor`: its forward keeps the entropies beside the log-probabilities that it returns."""
 
     class EntropyKeepingActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> Any:
             original, kept = self.actor.forward, []
 
-            def forward(*inputs: Any, **options: Any) -> Any:
+            def forward(*inputs: object, **options: object) -> Any:
                 log_probs, output = original(*inputs, return_output=True, return_entropy=True, **options)
                 kept.append(output.entropy[:, -log_probs.shape[1] :].float().cpu())
                 return log_probs

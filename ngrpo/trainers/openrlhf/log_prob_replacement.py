@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from torch import Tensor
 
@@ -63,7 +62,7 @@ def nothing_replaced() -> Iterator[None]:
 def with_replacements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`openrlhf.models.actor.log_probs_from_logits`, with what is to be put in. A row of `seams.py`."""
 
-    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
         log_probs = original(logits, labels, *args, **kwargs)
         for replace in _active.get():
             log_probs = replace(logits, labels, log_probs)

@@ -119,7 +119,7 @@ def correcting_model(plain: type) -> type:
     """`PolicyModelActor` and `ReferenceModelActor`: their log-probabilities are corrected."""
 
     class CorrectingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: object) -> Any:
             with corrected(kwargs.get("mm_train_inputs_list"), attention_mask):
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
 
@@ -129,7 +129,7 @@ def correcting_model(plain: type) -> type:
 def correcting_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`: the forward that is differentiated is corrected too."""
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def training_step(self: Any, experience: Any, *args: object, **kwargs: object) -> dict[str, Any]:
         with corrected(experience.mm_train_inputs, experience.attention_mask):
             return original(self, experience, *args, **kwargs)
 

@@ -34,7 +34,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     parameters that its own folder came with, or the ones that training starts from.
     """
 
-    def __init__(self: Any, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, pretrain_or_model: Any, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
             attach(self.model, current_run().perturbation, pretrain_or_model)
@@ -46,7 +46,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
 def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
     """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
 
-    def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_model_parameters(self: Any, model: Any, *args: object, **kwargs: object) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
         module, perturbation = attached(raw), current_run().perturbation
         if module is None:
@@ -114,7 +114,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
     """A subclass whose ``forward`` replays; ``attribute`` holds the model."""
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: object) -> Any:
             records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, perturbation = getattr(self, attribute), current_run().perturbation
             if not getattr(self, "_proven", False):
@@ -147,7 +147,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     The scope covers the backward as well, so that a checkpointed forward that runs again sees the same inputs.
     """
 
-    def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: Any) -> dict[str, Any]:
+    def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
         records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
@@ -189,7 +189,7 @@ class _RatioProbe:
         self.densities: Densities | None = None
         self.mean = torch.tensor(1.0)
 
-    def __call__(self, log_probs: Any, old_log_probs: Any, *args: Any, action_mask: Any, **kwargs: Any) -> Any:
+    def __call__(self, log_probs: Any, old_log_probs: Any, *args: object, action_mask: Any, **kwargs: object) -> Any:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)

@@ -76,7 +76,7 @@ def noisy_trainer(plain: type) -> type:
                 self.chosen = (self.noise_step, scale)
             self._send(self.chosen[1])
 
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        def evaluate(self, *args: object, **kwargs: object) -> Any:
             self._send(0.0)
             try:
                 return super().evaluate(*args, **kwargs)

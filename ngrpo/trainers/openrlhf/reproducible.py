@@ -39,7 +39,7 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
 def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.ppo_train`: how samples fall into micro-batches follows ``--train.seed`` and the step."""
 
-    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def ppo_train(self: Any, *args: object, **kwargs: object) -> Any:
         import torch
 
         # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
@@ -56,7 +56,7 @@ def whole_batches(plain: type) -> type:
     """
 
     class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: Any) -> Any:
+        def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: object) -> Any:
             if self.args.algo.dynamic_filtering_enable:
                 return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
             group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)

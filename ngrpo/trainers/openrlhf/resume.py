@@ -28,7 +28,7 @@ def resuming_generator(plain: type) -> type:
     """`GenerateSamplesActor`: its round goes where its dataloader's state goes, into the checkpoint and back."""
 
     class ResumingGenerator(plain):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             of_loader, generator = self.prompts_dataloader.state_dict, self.samples_generator
             self.prompts_dataloader.state_dict = lambda: {**of_loader(), _ROUND: generator.rollout_round}

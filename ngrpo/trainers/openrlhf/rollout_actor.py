@@ -49,7 +49,7 @@ class RecordingExecutor:
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
 
-    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+    async def execute(self, **kwargs: object) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
         # Numbered before anything is awaited: answer i of a group has the same draws in every run.
         arguments = dict(request_arguments(kwargs.get("sampling_params")))
@@ -211,7 +211,7 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     return output
 
 
-async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
+async def synced(actor: Any, update: Any, *args: object, empty_cache: bool, **kwargs: object) -> Any:
     """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
 
     So their memory is taken and given back before a hybrid engine wakes its KV cache.
@@ -230,7 +230,7 @@ def perturbed_engine(plain: type) -> type:
     """
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: Any, **kwargs: Any) -> None:
+        async def __init__(self, *args: object, **kwargs: object) -> None:
             run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
                 KEY: spec,
@@ -254,10 +254,10 @@ def perturbed_engine(plain: type) -> type:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 
-        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+        async def update_weight(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
             return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
 
-        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+        async def update_weight_cuda_ipc(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
             return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
 
         async def load_weights_file(self, path: str) -> None:

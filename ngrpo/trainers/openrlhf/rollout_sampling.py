@@ -36,7 +36,7 @@ def masks() -> dict[str, Any]:
 def masked_rollouts(original: Callable[..., Any]) -> Callable[..., Any]:
     """`SamplesGenerator.generate_samples`: the masks are on while training samples are requested."""
 
-    def generate_samples(self: Any, **kwargs: Any) -> Any:
+    def generate_samples(self: Any, **kwargs: object) -> Any:
         return with_masks(original, self, kwargs)
 
     return generate_samples
@@ -45,7 +45,7 @@ def masked_rollouts(original: Callable[..., Any]) -> Callable[..., Any]:
 def masked_params(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's `SamplingParams` as the samples generator makes them: with the masks, where these are on."""
 
-    def sampling_params(**kwargs: Any) -> Any:
+    def sampling_params(**kwargs: object) -> Any:
         return original(**{**kwargs, **masks()})
 
     return sampling_params
