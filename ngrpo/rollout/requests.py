@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
-
-import numpy as np
 
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.request_names import RequestNames
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import seeds
 from perturbations.base import Perturbation
 from perturbations.replay import ReplayRecord
 from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
-from perturbations.streams import trajectory_seed
 
 # The record, the log-probabilities, and the tokens that sampling left, empty where these are not recorded.
 Taken = tuple[bytes, bytes, bytes]
-
-# Prompts of which it is known how often they were asked without a seed; of a server's the oldest are forgotten.
-_PROMPTS_KNOWN = 1 << 20
 
 
 class RunningRequests:
@@ -38,12 +32,10 @@ class RunningRequests:
         rank: int = 0,
     ) -> None:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
-        # Data-parallel ranks count a prompt's samples each for itself, so each counts in a range of its own.
-        self._first = rank << 32
+        self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
         # Finished, with the number of notes that may hold something of them; their slots are not free yet.
         self._finished: dict[str, int] = {}
-        self._seen: OrderedDict[int, int] = OrderedDict()
         # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
         self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
@@ -89,20 +81,12 @@ class RunningRequests:
         self._perturber.opened(new.req_id)
 
     def _seed(self, given: dict[str, Any], params: Any, prompt: list[int]) -> int:
-        """The trajectory's seed.
-
-        Given with the request, or else derived from the engine's seed, the prompt, and how many times this prompt
-        has been asked: so a run repeats, and the members of a group differ.
-        """
+        """The trajectory's seed: of what the request says of itself, or of how often its prompt has been asked."""
         seed = given.get("seed", getattr(params, "seed", None))
         if seed is not None:
-            return trajectory_seed(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
-        tokens = np.asarray(prompt, dtype=np.int64).tobytes()
-        asked = trajectory_seed(tokens)
-        times = self._seen[asked] = self._seen.pop(asked, 0) + 1
-        if len(self._seen) > _PROMPTS_KNOWN:
-            self._seen.popitem(last=False)
-        return trajectory_seed(self._perturbation.seed, asked, self._first + times)
+            return seeds.of_trajectory(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
+        asked = seeds.of_prompt(prompt)
+        return seeds.of_trajectory(self._perturbation.seed, asked, self._counts.next(asked))
 
     def _finish(self, name: str) -> None:
         slot = self._store.live[name].slot

@@ -42,7 +42,7 @@ ELSEWHERE = {
     r"make matrix RELEASES=\S+": (NETWORK, "tests/fast/test_matrix.py"),
     r"make gpu( STAGE=\w)?": (GPU, "tests/stack/test_gpu_script.py"),
     r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),
-    r"python -m ngrpo\.trainer\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
+    r"python -m ngrpo\.trainers\.openrlhf\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
     r"ngrpo data \w+( && ngrpo data \w+)*": (NETWORK, "tests/fast/test_data_preparation.py"),
     r"ray start --(head|address) .*": ("begins a cluster", "tests/pipeline/test_faults.py"),
     r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),

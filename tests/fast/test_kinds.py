@@ -31,7 +31,7 @@ def test_what_a_row_names_is_there(kind: Kind) -> None:
 
 
 def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fast.eighth_kind"]
+    command = [sys.executable, "-m", "tests.fast.further_kind"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

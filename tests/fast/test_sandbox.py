@@ -111,9 +111,9 @@ def test_the_share_of_easy_problems() -> None:
 
 def test_what_is_logged_beside_the_reward() -> None:
     counted = shortcut.reward_func([" copy 3", " count 0 1 9 4 6"], ["", ""], ["6", "6"])
-    assert counted["extra_logs"]["counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
+    assert counted["extra_logs"]["task/counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
     high = two_peaks.reward_func([" 41", " 74", " -3", ""], [""] * 4, ["40"] * 4)
-    assert high["extra_logs"]["near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert high["extra_logs"]["task/near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert high["rewards"].tolist()[2:] == [0.0, 0.0]
     assert minimum_sum.score("-3 0 2 2", "2") == 1.0
 
@@ -136,7 +136,13 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder = Path(packaged.resolve("sandbox", report=said.append))
     assert folder == packaged.folder_of("sandbox") == Path(packaged.resolve("sandbox", report=said.append))
     assert len(said) == 1 and "sandbox" in said[0]
-    making.make(tmp_path / "again", steps=2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))  # one where there were several, two where there was one
+        making.make(tmp_path / "again", steps=2)
+        assert torch.get_num_threads() == 3 - min(threads, 2)
+    finally:
+        torch.set_num_threads(threads)
     making.make(tmp_path / "other", steps=2, seed=1)
     one, same, other = (
         (place / "model.safetensors").read_bytes() for place in (folder, tmp_path / "again", tmp_path / "other")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import tasks
-from ngrpo.scoring import answers
+from ngrpo.scoring import answers, procedural
 from ngrpo.tasks import arithmetic, reasoning_gym
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -154,7 +154,7 @@ class TestReasoningGym:
         """Entries hold tuples and integer keys, which plain JSON turns into lists and text."""
         entry = {"question": "?", "answer": "a", "metadata": {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}}
         packed = json.loads(reasoning_gym.label_of("chain_sum", entry))["entry"]
-        assert reasoning_gym._unpack(packed) == entry
+        assert procedural._unpack(packed) == entry
         package = importlib.import_module("reasoning_gym")
         for name in ("arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"):
             data = package.create_dataset(name, seed=5, size=1)

@@ -11,8 +11,6 @@ from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
-
 from ngrpo.config.run import current_run
 from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.request_names import external_id
@@ -29,11 +27,9 @@ from ngrpo.rollout.settings import (
 )
 from ngrpo.trainers.openrlhf import prompt_pictures, unperturbed
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
-from ngrpo.trainers.openrlhf.rollout_requests import MOST_ANSWERS, AnswerNumbers
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
-from perturbations import registry
+from perturbations import registry, seeds
 from perturbations.base import Perturbation
-from perturbations.streams import trajectory_seed
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -44,7 +40,7 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._numbers, self._followed = AnswerNumbers(), unperturbed.Turns()
+        self._numbers, self._followed = seeds.AnswerNumbers(), unperturbed.Turns()
         self._reward: CheckedReward | None = None
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
@@ -59,7 +55,7 @@ class RecordingExecutor:
         perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
         if "answers" in arguments:
             # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
-            arguments["answer"] = number % MOST_ANSWERS % arguments["answers"]
+            arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
         conversation = Conversation({"sample": number, **arguments}, self._followed.next(round_, perturbed))
         token = _conversation.set(conversation)
         try:
@@ -80,7 +76,7 @@ def engine_spec(seed: int) -> dict[str, Any]:
     Under ``--reproducible`` an unperturbed run has them too, for its token draws.
     """
     spec = current_run().spec or registry.create("none").spec()
-    return {**spec, "seed": trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF}
+    return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
 
 
 async def confirm(actor: Any, perturbation: Perturbation) -> None:
@@ -183,8 +179,8 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     arguments.pop("round", None)
     if conversation is not None:
         # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
-        told = [np.asarray(prompt).tobytes(), prompt_pictures.identity((pictures or {}).get("image"))]
-        arguments = {"seed": trajectory_seed(*filter(None, told)), **arguments, **conversation.arguments}
+        seed = seeds.of_prompt(prompt, prompt_pictures.identity((pictures or {}).get("image")))
+        arguments = {"seed": seed, **arguments, **conversation.arguments}
         conversation.go_on(prompt)
         earlier = conversation.earlier(prompt)
         if earlier is not None:
@@ -203,7 +199,7 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
-            seed = trajectory_seed(arguments["seed"], arguments["sample"])
+            seed = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])
             # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
             # stand out from it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt

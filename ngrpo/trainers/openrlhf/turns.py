@@ -18,8 +18,8 @@ import numpy as np
 from ngrpo.rollout.records import parse, sampling_mask
 from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from ngrpo.trainers.openrlhf.unperturbed import UnperturbedAnswer
+from perturbations import seeds
 from perturbations.replay import ReplayRecord
-from perturbations.streams import trajectory_seed
 
 
 class Conversation:
@@ -68,7 +68,7 @@ class Conversation:
             return None
         kept = self.record.replay
         if again and (kept.sigma is None or not len(kept)):
-            return dataclasses.replace(kept, seed=trajectory_seed(kept.seed, again))
+            return dataclasses.replace(kept, seed=seeds.of_repeated_turn(kept.seed, again))
         return kept
 
     def add(self, taken: Sequence[bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
