@@ -7,7 +7,7 @@ computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,10 @@ from perturbations.replay.buffers.base import ReplayBuffer
 from perturbations.shard import Shard, over_ranks
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from ngrpo.rollout.vllm_objects import Runner
     from perturbations.neighbors import Drift
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
@@ -176,7 +180,7 @@ class AttachedPerturbation:
     def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Every weight sync ends here, whatever way it comes: the perturbation's own parameters go to its module."""
 
-        def load_weights(weights: Any, *args: object, **kwargs: object) -> Any:
+        def load_weights(weights: Iterable[tuple[str, Tensor]], *args: object, **kwargs: object) -> Any:
             own: dict[str, Tensor] = {}
             result = original(parameters.split(weights, own), *args, **kwargs)
             if own and self.module is None:
@@ -189,7 +193,7 @@ class AttachedPerturbation:
                     f"weight sync: {', '.join(own)} hold NaN, which stands for elements that vLLM's sparse transfer"
                     " leaves out. Transfer these parameters whole."
                 )
-            if own:
+            if own and self.module is not None:
                 parameters.load(self.module, own, whole=False)
             return result
 
@@ -218,7 +222,7 @@ def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module |
     return module
 
 
-def _override(embedding: Any, runner: Any) -> InputOverride:
+def _override(embedding: Any, runner: Runner) -> InputOverride:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     # The matrix's own dtype: a row must be what the model would have looked up.
@@ -226,7 +230,7 @@ def _override(embedding: Any, runner: Any) -> InputOverride:
     return InputOverride(embedding, rows, hidden, dtype, runner.device, VocabParallelEmbedding)
 
 
-def _output_head(model: Any, embedding: Any) -> Any:
+def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
     """The output layer of the model's text, where it has a matrix of its own."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -239,7 +243,11 @@ def _output_head(model: Any, embedding: Any) -> Any:
 
 
 def _embeddings(
-    model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
+    model: nn.Module,
+    embedding: VocabParallelEmbedding,
+    override: InputOverride,
+    vocabulary: int,
+    tokenizer: _LazyTokenizer,
 ) -> ModelEmbeddings:
     def shard(module: Any) -> Shard:
         weight = module.weight.data
@@ -263,7 +271,7 @@ def _embeddings(
 class _LazyTokenizer:
     """The engine's tokenizer, loaded only if an option needs it."""
 
-    def __init__(self, model_config: Any) -> None:
+    def __init__(self, model_config: ModelConfig) -> None:
         self._config = model_config
         self._loaded: Any = None
 

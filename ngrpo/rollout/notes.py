@@ -13,6 +13,7 @@ import torch
 from ngrpo.rollout.in_flight import Note
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from perturbations.errors import present
 
 
 class Notes:
@@ -60,7 +61,8 @@ class Notes:
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
-            self._masks.write(note.slots, note.positions, *note.left.read(note.rows))
+            masks, left = present(self._masks, "the store of masks"), present(note.left, "the tokens left")
+            masks.write(note.slots, note.positions, *left.read(note.rows))
             self.written += 1
 
     def drain_slot(self, slot: int) -> None:
@@ -83,10 +85,11 @@ class Notes:
         self._store.write_tokens(note.slots, note.positions, log_probs)
         if note.edits:
             parts = {name: part.numpy() for name, part in note.edits.items()}
-            fed, at = parts.pop("fed"), note.edited
+            fed, (slots, positions) = parts.pop("fed"), note.edited
             if not fed.all():
-                parts, at = {name: part[fed] for name, part in parts.items()}, tuple(part[fed] for part in at)
-            self._store.write_edits(*at, parts)
+                parts = {name: part[fed] for name, part in parts.items()}
+                slots, positions = slots[fed], positions[fed]
+            self._store.write_edits(slots, positions, parts)
 
 
 def _arrived(note: Note, wait: bool) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
@@ -90,13 +90,13 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             self.perturbation_gap = gap
         return output
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         self._in_forward = inputs[_ROWS].tolist()
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,

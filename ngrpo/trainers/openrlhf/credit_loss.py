@@ -8,7 +8,7 @@ is 0, so the ratio, the clip and the reported ratios are the token's, and its gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import Credit, LossTokens
 from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -49,7 +53,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
 class CreditInLoss:
     """The credit of one training step: sees the logits of its forward, and calls the policy loss with what follows."""
 
-    def __init__(self, credit: Credit, loss_fn: Callable[..., Any], experience: Any) -> None:
+    def __init__(self, credit: Credit, loss_fn: Callable[..., Any], experience: Experience) -> None:
         self._credit, self._loss_fn, self._experience = credit, loss_fn, experience
         self._found: tuple[Tensor, Tensor] | None = None
         self.share = torch.tensor(0.0)
@@ -90,7 +94,7 @@ class CreditInLoss:
 def training_step_with_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss asks the run's credit."""
 
-    def training_step(self: Any, experience: Any, *args: object, **kwargs: object) -> dict[str, Any]:
+    def training_step(self: ActorPPOTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
         loss_fn, credit = self.actor_loss_fn, current_run().credit
         self.actor_loss_fn = ours = CreditInLoss(credit, loss_fn, experience)
         try:

@@ -8,7 +8,7 @@ Once OpenRLHF has its advantages, whatever the estimator, the credit shares them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.metrics import kept_by_actors, note_measures
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 
 def with_entropies(plain: type) -> type:
@@ -47,7 +51,7 @@ def with_entropies(plain: type) -> type:
     return EntropyKeepingActor
 
 
-def shared(maker: Any, experiences: list[Any]) -> None:
+def shared(maker: RemoteExperienceMaker, experiences: list[Experience]) -> None:
     """Gives the tokens of a step the advantages of the run's credit, in place."""
     tokens, masks = of_step(maker, experiences), [experience.action_mask.bool() for experience in experiences]
     before = tokens.advantages
@@ -62,7 +66,7 @@ def shared(maker: Any, experiences: list[Any]) -> None:
     note_measures(maker, measures(before, after, tokens.entropies))
 
 
-def of_step(maker: Any, experiences: list[Any]) -> StepTokens:
+def of_step(maker: RemoteExperienceMaker, experiences: list[Experience]) -> StepTokens:
     """What a credit is told of the tokens of a step."""
     masks = [experience.action_mask.bool() for experience in experiences]
     entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
@@ -98,7 +102,7 @@ def measures(before: Tensor, after: Tensor, entropies: Tensor) -> dict[str, floa
 def own_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.compute_advantages_and_returns`, whose advantages are then shared among tokens anew."""
 
-    def compute_advantages_and_returns(self: Any, experiences: list[Any]) -> Any:
+    def compute_advantages_and_returns(self: RemoteExperienceMaker, experiences: list[Experience]) -> Any:
         result = original(self, experiences)
         shared(self, result)
         return result

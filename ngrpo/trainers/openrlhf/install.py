@@ -96,7 +96,7 @@ class _Finder(MetaPathFinder):
     def __init__(self, pending: dict[str, list[Seam]]) -> None:
         self._pending = pending
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         rows = self._pending.pop(name, None)  # Gone first, so that the search below passes us by.
         if rows is None:
             return None
@@ -110,7 +110,7 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """The module's own loader, with the rows applied after (or, for `IMPORT`, around) execution."""
 
-    def __init__(self, loader: Any, rows: list[Seam]) -> None:
+    def __init__(self, loader: Loader, rows: list[Seam]) -> None:
         self._loader, self._rows = loader, rows
 
     def __getattr__(self, name: str) -> Any:

@@ -13,13 +13,20 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.config.run import RunConfig, current_run
 from ngrpo.console.token_texts import fed, pieces
 from ngrpo.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.trajectory_record import unpack
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+    from transformers import PreTrainedTokenizerBase
+
+    from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 
 FILE = "groups.jsonl"
 STEPS = 12
@@ -34,9 +41,9 @@ _PROMPT = 4_000
 class _Answer(NamedTuple):
     """A sample of a step's experiences: the batch, its row there, and its rollout's record."""
 
-    experience: Any
+    experience: Experience
     row: int
-    record: Any
+    record: TrajectoryRecord | None
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -87,7 +94,13 @@ class KeptGroups:
 
 
 def of_step(
-    experiences: Sequence[Any], tokenizer: Any, *, size: int, groups: int, seed: str, gaps: bool = True
+    experiences: Sequence[Experience],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    size: int,
+    groups: int,
+    seed: str,
+    gaps: bool = True,
 ) -> dict[str, Any]:
     """What is kept of a step.
 
@@ -171,7 +184,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _group(answers: Sequence[_Answer], tokenizer: Any, gaps: bool) -> dict[str, Any]:
+def _group(answers: Sequence[_Answer], tokenizer: PreTrainedTokenizerBase, gaps: bool) -> dict[str, Any]:
     first = answers[0]
     prompt = first.experience.prompts[first.row] if first.experience.prompts else None
     shown = [_answer(answer, tokenizer, gaps) for answer in answers]
@@ -186,7 +199,7 @@ def _tokens(answer: _Answer) -> tuple[list[int], list[int]]:
     return answer.experience.sequences[answer.row].cpu()[positions].tolist(), positions
 
 
-def _answer(answer: _Answer, tokenizer: Any, gaps: bool) -> dict[str, Any]:
+def _answer(answer: _Answer, tokenizer: PreTrainedTokenizerBase, gaps: bool) -> dict[str, Any]:
     experience, row, kept = answer
     tokens, positions = _tokens(answer)
     mask = experience.action_mask[row].bool()
@@ -229,7 +242,7 @@ def _figure(value: float, digits: int = 4) -> float | None:
 def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: keeps groups of the step for the report."""
 
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+    def make_experience_batch(self: RemoteExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         keep(self, experiences, current_run())
         return experiences
@@ -237,7 +250,7 @@ def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_experience_batch
 
 
-def keep(maker: Any, experiences: Sequence[Any], run: RunConfig) -> None:
+def keep(maker: RemoteExperienceMaker, experiences: Sequence[Experience], run: RunConfig) -> None:
     """Keeps groups of the step at hand, if it is due.
 
     Args:

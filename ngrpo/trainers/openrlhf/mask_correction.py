@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
 from ngrpo.trainers.openrlhf.trajectory_record import unpack
 from perturbations.replay.scope import flat_rows
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 
 def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
@@ -119,7 +123,13 @@ def correcting_model(plain: type) -> type:
     """`PolicyModelActor` and `ReferenceModelActor`: their log-probabilities are corrected."""
 
     class CorrectingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: object) -> Any:
+        def forward(
+            self,
+            sequences: Tensor,
+            action_mask: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            **kwargs: object,
+        ) -> Any:
             with corrected(kwargs.get("mm_train_inputs_list"), attention_mask):
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
 
@@ -129,7 +139,7 @@ def correcting_model(plain: type) -> type:
 def correcting_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`: the forward that is differentiated is corrected too."""
 
-    def training_step(self: Any, experience: Any, *args: object, **kwargs: object) -> dict[str, Any]:
+    def training_step(self: ActorPPOTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
         with corrected(experience.mm_train_inputs, experience.attention_mask):
             return original(self, experience, *args, **kwargs)
 

@@ -8,9 +8,10 @@ Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.storage.parameters_file import attach
@@ -23,6 +24,11 @@ from perturbations.base import Perturbation
 from perturbations.parameters import attached, freeze
 from perturbations.replay.scope import ReplayScope
 
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+
 _LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
 
 
@@ -34,7 +40,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     parameters that its own folder came with, or the ones that training starts from.
     """
 
-    def __init__(self: Any, pretrain_or_model: Any, *args: object, **kwargs: object) -> None:
+    def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
             attach(self.model, current_run().perturbation, pretrain_or_model)
@@ -46,7 +52,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
 def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
     """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
 
-    def _get_model_parameters(self: Any, model: Any, *args: object, **kwargs: object) -> Any:
+    def _get_model_parameters(self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
         module, perturbation = attached(raw), current_run().perturbation
         if module is None:
@@ -114,7 +120,13 @@ def _replaying_forward(plain: type, attribute: str) -> type:
     """A subclass whose ``forward`` replays; ``attribute`` holds the model."""
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: object) -> Any:
+        def forward(
+            self,
+            sequences: Tensor,
+            action_mask: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            **kwargs: object,
+        ) -> Any:
             records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, perturbation = getattr(self, attribute), current_run().perturbation
             if not getattr(self, "_proven", False):
@@ -128,7 +140,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
                 self._tokens = [*getattr(self, "_tokens", ()), kept]
             return log_probs
 
-        def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
+        def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
             """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
             with nothing_replaced():
                 return super().forward(sequences, action_mask, attention_mask)
@@ -147,7 +159,9 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     The scope covers the backward as well, so that a checkpointed forward that runs again sees the same inputs.
     """
 
-    def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
+    def training_step(
+        self: ActorPPOTrainer, experience: Experience, kl_ctl: float, step: int, *args: object
+    ) -> dict[str, Any]:
         records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
@@ -189,7 +203,9 @@ class _RatioProbe:
         self.densities: Densities | None = None
         self.mean = torch.tensor(1.0)
 
-    def __call__(self, log_probs: Any, old_log_probs: Any, *args: object, action_mask: Any, **kwargs: object) -> Any:
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, *args: object, action_mask: Tensor, **kwargs: object
+    ) -> Any:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)

@@ -13,11 +13,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from math import ceil
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 from ngrpo.trainers.openrlhf.model_actors import model_of
+
+if TYPE_CHECKING:
+    import argparse
+
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 _CHOSEN = "ngrpo_policy_noise"
 
@@ -25,7 +32,7 @@ _CHOSEN = "ngrpo_policy_noise"
 def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer.broadcast_to_vllm`, while the parameters have the noise that the trainer asked for."""
 
-    def broadcast_to_vllm(self: Any) -> None:
+    def broadcast_to_vllm(self: ActorPPOTrainer) -> None:
         scale, sync = getattr(self, "policy_noise", (0.0, 0))
         parameters, noise = dict(model_of(self.actor).named_parameters()), current_run().policy_noise
         with noise.added(parameters, scale, sync) if scale else nullcontext():
@@ -61,7 +68,7 @@ def noisy_trainer(plain: type) -> type:
                 self.broadcast_to_vllm()  # the first rollout's weights have noise as well; a resumed run sends its own
             return states
 
-        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+        def train_step(self, rollout_samples: list[Experience], global_step: int) -> Any:
             rolled_out = self.chosen[1]
             self.noise_step = global_step + 1
             status, global_step = super().train_step(rollout_samples, global_step)
@@ -93,11 +100,11 @@ def noisy_trainer(plain: type) -> type:
     return NoisyTrainer
 
 
-def _restore(trainer: Any, chosen: Any) -> None:
+def _restore(trainer: BasePPOTrainer, chosen: object) -> None:
     trainer.chosen = chosen
 
 
-def steps_of_run(args: Any, prompts: int) -> int:
+def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
 
     Fewer where prompts are filtered out.

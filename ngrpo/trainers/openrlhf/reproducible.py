@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from perturbations import seeds
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+    from ray.actor import ActorHandle
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 
@@ -26,7 +32,7 @@ _PATIENCE_SECONDS = 10.0
 def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """`prepare_datasets`: the order of the prompts follows ``--train.seed``. A row of `seams.py`."""
 
-    def prepare_datasets(strategy: Any, tokenizer: Any) -> Any:
+    def prepare_datasets(strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Any:
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -39,7 +45,7 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
 def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.ppo_train`: how samples fall into micro-batches follows ``--train.seed`` and the step."""
 
-    def ppo_train(self: Any, *args: object, **kwargs: object) -> Any:
+    def ppo_train(self: ActorPPOTrainer, *args: object, **kwargs: object) -> Any:
         import torch
 
         # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
@@ -56,7 +62,7 @@ def whole_batches(plain: type) -> type:
     """
 
     class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: object) -> Any:
+        def _dispatch_prompts_to_vllm(self, prompts: object, labels: object, **kwargs: object) -> Any:
             if self.args.algo.dynamic_filtering_enable:
                 return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
             group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
@@ -71,7 +77,7 @@ def whole_batches(plain: type) -> type:
     return WholeBatchSamplesGenerator
 
 
-def _wait_for_requests(engines: Any, expected: int) -> None:
+def _wait_for_requests(engines: Sequence[ActorHandle], expected: int) -> None:
     until = time.monotonic() + _PATIENCE_SECONDS
     while (arrived := sum(_call(engines, "get_num_unfinished_requests"))) < expected:
         if time.monotonic() >= until:
@@ -94,7 +100,7 @@ def _in_order(answers: list[Any]) -> list[Any]:
     return [ray.put([answer for group in ray.get(answers) for answer in group])]
 
 
-def _call(engines: Any, method: str) -> list[Any]:
+def _call(engines: Sequence[ActorHandle], method: str) -> list[Any]:
     import ray
 
     return ray.get([getattr(engine, method).remote() for engine in engines])

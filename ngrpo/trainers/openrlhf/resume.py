@@ -7,9 +7,12 @@ and COPO's counts, stand in the checkpoint beside OpenRLHF's own states.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 
 _KEY, _ROUND = "ngrpo", "ngrpo_round"
 
@@ -41,7 +44,7 @@ def resuming_generator(plain: type) -> type:
     return ResumingGenerator
 
 
-def _state(trainer: Any) -> dict[str, Any]:
+def _state(trainer: BasePPOTrainer) -> dict[str, Any]:
     generator = getattr(trainer, "samples_generator", None)
     return {
         "rollout_round": getattr(generator, "rollout_round", 0),
@@ -49,7 +52,7 @@ def _state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _restore(trainer: Any, state: dict[str, Any]) -> None:
+def _restore(trainer: BasePPOTrainer, state: dict[str, Any]) -> None:
     generator = getattr(trainer, "samples_generator", None)
     if generator is not None:
         generator.rollout_round = state["rollout_round"]

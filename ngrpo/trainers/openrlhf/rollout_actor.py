@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextvars import ContextVar
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.rollout.records import check_installed, of_all_workers
@@ -30,6 +30,11 @@ from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
 from perturbations import registry, seeds
 from perturbations.base import Perturbation
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -79,7 +84,7 @@ def engine_spec(seed: int) -> dict[str, Any]:
     return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
 
 
-async def confirm(actor: Any, perturbation: Perturbation) -> None:
+async def confirm(actor: RolloutRayActor, perturbation: Perturbation) -> None:
     """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation and the schedule."""
     try:
         fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
@@ -96,7 +101,7 @@ class EngineProof:
     hybrid engine's KV cache is asleep.
     """
 
-    def __init__(self, llm: Any, perturbed: bool) -> None:
+    def __init__(self, llm: AsyncLLM, perturbed: bool) -> None:
         self._llm, self._perturbed = llm, perturbed
         self._asked: asyncio.Task[Any] | None = None
 
@@ -120,7 +125,7 @@ class EngineProof:
 class PickUps:
     """Takes records from an engine in batches: what is asked for while a call is on its way goes with the next one."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._asked: dict[str, asyncio.Future[Any]] = {}
         self._calling: asyncio.Task[None] | None = None
@@ -161,7 +166,9 @@ def _gone(name: str) -> RuntimeError:
     )
 
 
-async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures: Any = None) -> Any:
+async def generate(
+    actor: RolloutRayActor, prompt: list[int], sampling_params: SamplingParams, pictures: object = None
+) -> Any:
     """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
 
     Args:
@@ -207,7 +214,7 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     return output
 
 
-async def synced(actor: Any, update: Any, *args: object, empty_cache: bool, **kwargs: object) -> Any:
+async def synced(actor: RolloutRayActor, update: object, *args: object, empty_cache: bool, **kwargs: object) -> Any:
     """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
 
     So their memory is taken and given back before a hybrid engine wakes its KV cache.
@@ -246,7 +253,9 @@ def perturbed_engine(plain: type) -> type:
             self.perturbation_pick_ups = PickUps(self.llm)
             self.executor = RecordingExecutor(self.executor)
 
-        async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        async def generate(
+            self, prompt_token_ids: object, sampling_params: SamplingParams, multi_modal_data: object = None
+        ) -> Any:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 

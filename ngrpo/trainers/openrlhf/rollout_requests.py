@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from vllm import SamplingParams
 
 
 class _EngineWithArguments:
     """Stands for an engine's handle while samples are requested, and adds arguments to each request."""
 
-    def __init__(self, engine: Any, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, engine: ActorHandle, arguments: Mapping[str, Any]) -> None:
         self._engine, self._arguments = engine, arguments
         self.generate_responses = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def remote(self, *, sampling_params: Any, **kwargs: object) -> Any:
+    def remote(self, *, sampling_params: SamplingParams, **kwargs: object) -> Any:
         """``engine.generate_responses.remote`` with the arguments."""
         params = deepcopy(sampling_params)
         given = params.extra_args or {}

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.sampling_schedules.base import PastStep, Run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 from ngrpo.trainers.openrlhf.policy_noise import steps_of_run
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+    from openrlhf.trainer.ppo_utils.experience import Experience
 
 _PAST = "ngrpo_sampling_schedule"
 
@@ -34,7 +38,7 @@ def scheduled_trainer(plain: type) -> type:
             self.choose_temperature()
             return states
 
-        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+        def train_step(self, rollout_samples: list[Experience], global_step: int) -> Any:
             factor = self.samples_generator.temperature_factor
             status, global_step = super().train_step(rollout_samples, global_step)
             if current_run().sampling_schedule.follows_training:
@@ -52,15 +56,15 @@ def scheduled_trainer(plain: type) -> type:
     return ScheduledTrainer
 
 
-def _state(trainer: Any) -> list[tuple[float, ...]]:
+def _state(trainer: BasePPOTrainer) -> list[tuple[float, ...]]:
     return [astuple(each) for each in trainer.past]
 
 
-def _restore(trainer: Any, past: list[tuple[float, ...]]) -> None:
+def _restore(trainer: BasePPOTrainer, past: list[tuple[float, ...]]) -> None:
     trainer.past = tuple(PastStep(*each) for each in past)
 
 
-def run_of(trainer: Any) -> Run:
+def run_of(trainer: BasePPOTrainer) -> Run:
     """What a schedule knows of the run of OpenRLHF's trainer."""
     args = trainer.args
     steps = steps_of_run(args, len(trainer.prompts_dataloader))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.second_rounds.base import SecondRound
 from perturbations.replay import packing
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+    from ray.actor import ActorHandle
+    from transformers import PreTrainedTokenizerBase
+    from vllm import SamplingParams
 
 KEY = "second_round"
 """A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.trajectory_record`."""
@@ -133,7 +139,13 @@ def _moved(response: Mapping[str, Any], onto: Mapping[str, Any], with_log_probs:
 
 
 async def in_two_rounds(
-    actor: Any, *, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, **kwargs: Any
+    actor: RolloutRayActor,
+    *,
+    prompt: str,
+    sampling_params: SamplingParams,
+    max_length: int,
+    hf_tokenizer: PreTrainedTokenizerBase,
+    **kwargs: object,
 ) -> list[dict[str, Any]]:
     """The answers to one prompt, with a second round where all of them are wrong.
 
@@ -141,7 +153,7 @@ async def in_two_rounds(
     cut, has no second round: there is no room for another one.
     """
 
-    async def answers(asked: str, params: Any, length: int, **others: Any) -> list[dict[str, Any]]:
+    async def answers(asked: str, params: SamplingParams, length: int, **others: object) -> list[dict[str, Any]]:
         shared = {"sampling_params": params, "max_length": length, "hf_tokenizer": hf_tokenizer}
         return list(await actor.generate_responses(prompt=asked, **shared, **{**kwargs, **others}))
 
@@ -177,7 +189,7 @@ async def in_two_rounds(
 class _EngineOfTwoRounds:
     """Stands for an engine's handle while training samples are requested."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: ActorHandle) -> None:
         self._engine = engine
         self.generate_responses = engine.generate_in_two_rounds
 
@@ -192,14 +204,14 @@ def engine_of_two_rounds(plain: type) -> type:
     """`RolloutRayActor` that has room for the prompts of a second round, and the method that asks them."""
 
     class TwoRoundsRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: Any, **kwargs: Any) -> None:
+        async def __init__(self, *args: object, **kwargs: object) -> None:
             kwargs["max_model_len"] += current_run().second_round.room
             # Otherwise vLLM's log-probabilities are those before temperature and top-p: not of what was drawn.
             kwargs = {"logprobs_mode": "processed_logprobs", "max_logprobs": 1, **kwargs}
             await plain.__init__(self, *args, **kwargs)
             self.second_rounds_asked: Counter[str] = Counter()
 
-        async def generate_in_two_rounds(self, **kwargs: Any) -> Any:
+        async def generate_in_two_rounds(self, **kwargs: object) -> Any:
             return await in_two_rounds(self, **kwargs)
 
     return TwoRoundsRolloutRayActor
@@ -211,14 +223,14 @@ def requests_of_two_rounds(plain: type) -> type:
     class TwoRoundsSamplesGenerator(plain):  # type: ignore[misc, valid-type]
         _one_round = False
 
-        def generate_eval_samples(self, **kwargs: Any) -> Any:
+        def generate_eval_samples(self, **kwargs: object) -> Any:
             self._one_round = True
             try:
                 return super().generate_eval_samples(**kwargs)
             finally:
                 self._one_round = False
 
-        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
+        def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: object) -> Any:
             engines = self.vllm_engines
             if not self._one_round:
                 self.vllm_engines = [_EngineOfTwoRounds(engine) for engine in engines]

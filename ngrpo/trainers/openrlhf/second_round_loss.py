@@ -8,7 +8,7 @@ log π_old given the prompt that was asked, as the engine drew it, in the place 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from ngrpo.config.run import current_run
 from ngrpo.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 
 def advantages_of_all(
@@ -47,7 +52,7 @@ def advantages_of_all(
     return result
 
 
-def in_order(experiences: Sequence[Any]) -> list[TwoRounds | None]:
+def in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
     """What the samples of a step carry, in the order in which they were generated."""
     found = {}
     for experience in experiences:
@@ -84,7 +89,7 @@ def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[
 class TwoRoundsLoss:
     """The policy loss of one training step, in which answers of the second round have a ratio of their own."""
 
-    def __init__(self, method: SecondRound, loss_fn: Callable[..., Any], experience: Any) -> None:
+    def __init__(self, method: SecondRound, loss_fn: Callable[..., Any], experience: Experience) -> None:
         self._method, self._loss_fn = method, loss_fn
         carried = unpack(experience.mm_train_inputs, len(experience.action_mask))
         self._behavior, self._second = behavior(experience.action_mask, carried)
@@ -95,7 +100,7 @@ class TwoRoundsLoss:
         old_log_probs: Tensor,
         advantages: Tensor,
         rollout_log_probs: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """As OpenRLHF's ``PolicyLoss``, all (B, A).
 
@@ -116,7 +121,7 @@ class TwoRoundsLoss:
 def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss tells the rounds apart."""
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def training_step(self: ActorPPOTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
         loss_fn = self.actor_loss_fn
         self.actor_loss_fn = TwoRoundsLoss(current_run().second_round, loss_fn, experience)
         try:
@@ -130,7 +135,7 @@ def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., A
 def measured_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: what the second round brought."""
 
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+    def make_experience_batch(self: RemoteExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         note_measures(self, measures(experiences, current_run().second_round))
         return experiences
@@ -138,7 +143,7 @@ def measured_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_experience_batch
 
 
-def measures(experiences: Sequence[Any], method: SecondRound) -> dict[str, float]:
+def measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
     """What a step reports of its second round.
 
     Args:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainers.openrlhf.unperturbed import UnperturbedAnswer
 from perturbations.replay import ReplayRecord, packing
+
+if TYPE_CHECKING:
+    import torch
 
 _REPLAY, _LOG_PROBS, _MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
 _VERSION = 1  # of the bytes of log-probabilities and counts
@@ -95,19 +98,19 @@ def without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     """`merge_mm_train_inputs`: what a multimodal model's forward gets of a batch, without what is ours."""
 
     @wraps(original)
-    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: Any) -> Any:
+    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: torch.device) -> Any:
         return original([_theirs(entry) for entry in mm_train_inputs_list], device)
 
     return merge_mm_train_inputs
 
 
-def _theirs(entry: Any) -> Any:
+def _theirs(entry: object) -> Any:
     if isinstance(entry, list):
         return [_theirs(one) for one in entry]
     return {name: value for name, value in (entry or {}).items() if name not in _OURS} or None
 
 
-def _unpack_one(entry: Any) -> TrajectoryRecord | None:
+def _unpack_one(entry: object) -> TrajectoryRecord | None:
     if not entry or _REPLAY not in entry:
         return None
     log_probs, counts = (packing.unsealed(entry[name], _VERSION, name) for name in (_LOG_PROBS, _COUNTS))

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ngrpo.rollout.settings import KEY
 from perturbations.replay import packing
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+    from vllm import SamplingParams
 
 ANSWERS, _TOKENS = 4, 16  # of each engine in each round, and in the trainer's forward; tokens of each at most
 _LONGEST_PROMPT = 512  # the forward has logits for the whole vocabulary at each token
@@ -68,7 +73,7 @@ class Turns:
         return True
 
 
-async def ask(actor: Any, prompt: list[int], params: Any, seed: int) -> UnperturbedAnswer | None:
+async def ask(actor: RolloutRayActor, prompt: list[int], params: SamplingParams, seed: int) -> UnperturbedAnswer | None:
     """A short answer to a prompt, by the path of all rollouts, with the perturbation off.
 
     Args:
@@ -100,7 +105,7 @@ async def ask(actor: Any, prompt: list[int], params: Any, seed: int) -> Unpertur
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs[: len(tokens)])
 
 
-def gap_of(maker: Any, answers: Sequence[UnperturbedAnswer]) -> float | None:
+def gap_of(maker: RemoteExperienceMaker, answers: Sequence[UnperturbedAnswer]) -> float | None:
     """Mean |log π_trainer − log π_rollout| of the answers' tokens.
 
     Args:

@@ -17,9 +17,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+    from torch import nn
+
+    from ngrpo.rollout.vllm_objects import Worker
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -27,7 +33,7 @@ _SHARED_MEMORY = "/dev/shm"
 def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer._init_vllm_sync_group`: there is no group to open."""
 
-    def _init_vllm_sync_group(self: Any, backend: str) -> None:
+    def _init_vllm_sync_group(self: ActorPPOTrainer, backend: str) -> None:
         if backend == "nccl":
             raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
 
@@ -37,7 +43,7 @@ def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
 def hand_over_weights(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer.broadcast_to_vllm`: every rank takes part, rank 0 writes and calls the engines."""
 
-    def broadcast_to_vllm(self: Any) -> None:
+    def broadcast_to_vllm(self: ActorPPOTrainer) -> None:
         import ray
         import torch
 
@@ -68,7 +74,7 @@ def engine_with_file_sync(plain: type) -> type:
     return FileSyncRolloutRayActor
 
 
-def load_weights_file(worker: Any, path: str) -> int:
+def load_weights_file(worker: Worker, path: str) -> int:
     """Runs in a vLLM worker: reloads the model's weights from a safetensors file.
 
     `reload_weights` and not `load_weights`: on CPU vLLM repacks linear weights after loading, and only the
@@ -103,7 +109,7 @@ def load_weights_file(worker: Any, path: str) -> int:
     return len(names)
 
 
-def repack_tied_heads(model: Any) -> None:
+def repack_tied_heads(model: nn.Module) -> None:
     """Packs the output heads again, which `reload_weights` of vLLM 0.29 skips where they are tied.
 
     On CPU the head multiplies with a packed copy of its weight. A tied head appears in no checkpoint, so
@@ -117,7 +123,7 @@ def repack_tied_heads(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _gathered(trainer: Any, keep: bool) -> dict[str, Any]:
+def _gathered(trainer: ActorPPOTrainer, keep: bool) -> dict[str, Any]:
     """Returns the actor's parameters on rank 0 (`keep`), an empty dict on the other ranks."""
     import deepspeed
 
