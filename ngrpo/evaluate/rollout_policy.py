@@ -199,7 +199,11 @@ def _load(llm: LLM, loaded: PreTrainedModel) -> None:
     os.close(handle)
     try:
         save_file({name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}, path)
-        llm.llm_engine.collective_rpc(lambda worker: load_weights_file(worker, path))
+
+        def load(worker: Any) -> int:
+            return load_weights_file(worker, path)
+
+        llm.llm_engine.collective_rpc(load)
         llm.llm_engine.reset_prefix_cache()
     finally:
         os.unlink(path)

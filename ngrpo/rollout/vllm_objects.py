@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
@@ -27,6 +27,7 @@ class Worker(Protocol):
 
     perturbation: AttachedPerturbation
     vllm_config: VllmConfig
+    model_config: ModelConfig
     model_runner: Runner
     use_v2_model_runner: bool
     compile_or_warm_up_model: Callable[[], object]

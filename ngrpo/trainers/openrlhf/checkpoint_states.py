@@ -21,7 +21,7 @@ def keeping(plain: type, key: str, state: Callable[[Any], Any], restore: Callabl
 
     class KeepingTrainer(plain):  # type: ignore[misc, valid-type]
         def save_logs_and_checkpoints(
-            self, global_step: int, logs_dict: object = None, client_states: object = None
+            self, global_step: int, logs_dict: object = None, client_states: dict[str, Any] | None = None
         ) -> None:
             if client_states is not None:  # the best checkpoint is then saved with the same ones
                 client_states[key] = state(self)

@@ -16,10 +16,12 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import Credit, LossTokens
 from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
+from perturbations.errors import present
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -45,7 +47,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
     if tuple(shape) == (1, int(places[-1]) + 1):
         return places[row], sample
     raise RuntimeError(
-        f"--credit {current_run().credit.name}: {tuple(shape)} rows of logits for a batch of"
+        f"--credit {present(current_run().credit, '--credit').name}: {tuple(shape)} rows of logits for a batch of"
         f" {tuple(attention_mask.shape)}. It needs a row for each token: no sequence-parallel slices (ring attention)."
     )
 
@@ -94,8 +96,8 @@ class CreditInLoss:
 def training_step_with_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss asks the run's credit."""
 
-    def training_step(self: ActorPPOTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
-        loss_fn, credit = self.actor_loss_fn, current_run().credit
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
+        loss_fn, credit = self.actor_loss_fn, present(current_run().credit, "--credit")
         self.actor_loss_fn = ours = CreditInLoss(credit, loss_fn, experience)
         try:
             with replacing(ours.look, f"--credit {credit.name} did not come into effect", "Take that path out."):

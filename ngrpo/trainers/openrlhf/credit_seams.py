@@ -16,10 +16,12 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.metrics import kept_by_actors, note_measures
+from perturbations.errors import present
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
 
 
 def with_entropies(plain: type) -> type:
@@ -51,14 +53,15 @@ def with_entropies(plain: type) -> type:
     return EntropyKeepingActor
 
 
-def shared(maker: RemoteExperienceMaker, experiences: list[Experience]) -> None:
+def shared(maker: ExperienceMaker, experiences: list[Experience]) -> None:
     """Gives the tokens of a step the advantages of the run's credit, in place."""
     tokens, masks = of_step(maker, experiences), [experience.action_mask.bool() for experience in experiences]
     before = tokens.advantages
-    after = current_run().credit.formula(tokens)
+    credit = present(current_run().credit, "--credit")
+    after = credit.formula(tokens)
     if after.shape != before.shape:
         raise RuntimeError(
-            f"credit {current_run().credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
+            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
             " number for each is needed."
         )
     for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
@@ -66,7 +69,7 @@ def shared(maker: RemoteExperienceMaker, experiences: list[Experience]) -> None:
     note_measures(maker, measures(before, after, tokens.entropies))
 
 
-def of_step(maker: RemoteExperienceMaker, experiences: list[Experience]) -> StepTokens:
+def of_step(maker: ExperienceMaker, experiences: list[Experience]) -> StepTokens:
     """What a credit is told of the tokens of a step."""
     masks = [experience.action_mask.bool() for experience in experiences]
     entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
@@ -102,7 +105,7 @@ def measures(before: Tensor, after: Tensor, entropies: Tensor) -> dict[str, floa
 def own_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.compute_advantages_and_returns`, whose advantages are then shared among tokens anew."""
 
-    def compute_advantages_and_returns(self: RemoteExperienceMaker, experiences: list[Experience]) -> Any:
+    def compute_advantages_and_returns(self: ExperienceMaker, experiences: list[Experience]) -> Any:
         result = original(self, experiences)
         shared(self, result)
         return result

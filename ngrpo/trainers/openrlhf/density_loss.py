@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
 from perturbations.base import Replayed
+from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope, flat_rows
 
@@ -38,7 +39,8 @@ class Densities:
             temperature: by which the logits are divided.
             advantages: of the actions, (B, A), where this forward is for the loss.
         """
-        self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
+        self._perturbation = present(scope.perturbation, "the scope's perturbation")
+        self._scope, self._temperature = scope, temperature
         self._advantages = advantages
         self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
@@ -78,7 +80,7 @@ class Densities:
         if density is None:
             return log_probs
         score = density - density.detach()
-        return log_probs + self._scope.to_tokens(score, tuple(log_probs.shape)).to(log_probs.dtype)
+        return log_probs + self._scope.to_tokens(score, (log_probs.shape[0], log_probs.shape[1])).to(log_probs.dtype)
 
     @property
     def left(self) -> bool:

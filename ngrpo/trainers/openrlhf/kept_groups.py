@@ -20,12 +20,13 @@ from ngrpo.console.token_texts import fed, pieces
 from ngrpo.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.trajectory_record import unpack
+from perturbations.errors import present
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-    from transformers import PreTrainedTokenizerBase
+    from vllm.tokenizers import TokenizerLike
 
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
     from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 
 FILE = "groups.jsonl"
@@ -95,7 +96,7 @@ class KeptGroups:
 
 def of_step(
     experiences: Sequence[Experience],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TokenizerLike,
     *,
     size: int,
     groups: int,
@@ -184,7 +185,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _group(answers: Sequence[_Answer], tokenizer: PreTrainedTokenizerBase, gaps: bool) -> dict[str, Any]:
+def _group(answers: Sequence[_Answer], tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
     first = answers[0]
     prompt = first.experience.prompts[first.row] if first.experience.prompts else None
     shown = [_answer(answer, tokenizer, gaps) for answer in answers]
@@ -199,14 +200,15 @@ def _tokens(answer: _Answer) -> tuple[list[int], list[int]]:
     return answer.experience.sequences[answer.row].cpu()[positions].tolist(), positions
 
 
-def _answer(answer: _Answer, tokenizer: PreTrainedTokenizerBase, gaps: bool) -> dict[str, Any]:
+def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
     experience, row, kept = answer
     tokens, positions = _tokens(answer)
     mask = experience.action_mask[row].bool()
     advantages = [_figure(value) for value in experience.advantages[row][mask].float().tolist()]
+    finite = [value for value in advantages if value is not None]
     found: dict[str, Any] = {
         "reward": _figure(float(experience.rewards[row])),
-        "advantage": _figure(sum(advantages) / len(advantages)) if advantages else None,
+        "advantage": _figure(sum(finite) / len(finite)) if finite else None,
         "tokens": pieces(tokens[:LONGEST], tokenizer),
     }
     if len(set(advantages)) > 1:
@@ -242,7 +244,7 @@ def _figure(value: float, digits: int = 4) -> float | None:
 def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: keeps groups of the step for the report."""
 
-    def make_experience_batch(self: RemoteExperienceMaker, rollout_samples: list[Experience]) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         keep(self, experiences, current_run())
         return experiences
@@ -250,7 +252,7 @@ def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_experience_batch
 
 
-def keep(maker: RemoteExperienceMaker, experiences: Sequence[Experience], run: RunConfig) -> None:
+def keep(maker: ExperienceMaker, experiences: Sequence[Experience], run: RunConfig) -> None:
     """Keeps groups of the step at hand, if it is due.
 
     Args:
@@ -260,7 +262,7 @@ def keep(maker: RemoteExperienceMaker, experiences: Sequence[Experience], run: R
     """
     step, args = maker.training_step, maker.strategy.args
     if not hasattr(maker, "kept_groups"):
-        maker.kept_groups = KeptGroups(Path(run.run_dir), step)
+        maker.kept_groups = KeptGroups(Path(present(run.run_dir, "the run's folder")), step)
     perturbation = run.perturbation
     maker.kept_groups.add(
         step,

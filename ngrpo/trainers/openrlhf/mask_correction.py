@@ -21,11 +21,13 @@ from torch import Tensor
 from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
 from ngrpo.trainers.openrlhf.trajectory_record import unpack
+from perturbations.errors import present
 from perturbations.replay.scope import flat_rows
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 
 def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
@@ -107,8 +109,9 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     Raises:
         RuntimeError: where a sample has no mask, or no log-probabilities came through.
     """
-    masks = [None if record is None else record.mask for record in unpack(side_inputs)]
-    missing = len(attention_mask) - sum(mask is not None for mask in masks)
+    records = unpack(side_inputs)
+    masks = [record.mask for record in records if record is not None and record.mask is not None]
+    missing = len(attention_mask) - len(masks)
     if missing:
         raise RuntimeError(
             f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
@@ -128,9 +131,9 @@ def correcting_model(plain: type) -> type:
             sequences: Tensor,
             action_mask: Tensor | None = None,
             attention_mask: Tensor | None = None,
-            **kwargs: object,
+            **kwargs: Any,
         ) -> Any:
-            with corrected(kwargs.get("mm_train_inputs_list"), attention_mask):
+            with corrected(kwargs.get("mm_train_inputs_list"), present(attention_mask, "attention_mask")):
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
 
     return CorrectingModelActor
@@ -139,7 +142,7 @@ def correcting_model(plain: type) -> type:
 def correcting_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`: the forward that is differentiated is corrected too."""
 
-    def training_step(self: ActorPPOTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
         with corrected(experience.mm_train_inputs, experience.attention_mask):
             return original(self, experience, *args, **kwargs)
 

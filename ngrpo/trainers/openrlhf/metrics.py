@@ -19,7 +19,8 @@ from perturbations.step import Positions
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
 
 _MEANS = ("shift", "left_anchor")
 # Measures that travel as a sum and a count per sample.
@@ -103,7 +104,7 @@ def _turn_starts(log_probs: np.ndarray) -> np.ndarray:
 def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: measures right after the actor's forward."""
 
-    def make_experience_batch(self: RemoteExperienceMaker, rollout_samples: list[Experience]) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         refuse_non_finite(self.tokenizer, experiences)
         records, log_probs = [], []
@@ -128,7 +129,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_experience_batch
 
 
-def gap_scale(maker: RemoteExperienceMaker) -> GapScale:
+def gap_scale(maker: ExperienceMaker) -> GapScale:
     """The run's scale of gaps, kept with OpenRLHF's experience maker; a resumed run measures its own."""
     if not hasattr(maker, "gap_scale"):
         args, rollout = maker.strategy.args, maker.strategy.args.rollout
@@ -139,7 +140,7 @@ def gap_scale(maker: RemoteExperienceMaker) -> GapScale:
     return maker.gap_scale
 
 
-def _unperturbed_gap(maker: RemoteExperienceMaker, records: Sequence[TrajectoryRecord | None]) -> dict[str, float]:
+def _unperturbed_gap(maker: ExperienceMaker, records: Sequence[TrajectoryRecord | None]) -> dict[str, float]:
     """The gap of the step's unperturbed answers, where it is wanted and there are any."""
     if not gap_scale(maker).wanted:
         return {}
@@ -154,20 +155,21 @@ def measured_rollout_policy(original: Callable[..., Any]) -> Callable[..., Any]:
     sampling schedule may; None where the rollouts' log-probabilities are not asked for.
     """
 
-    def make_experience_batch(self: RemoteExperienceMaker, rollout_samples: list[Experience]) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         found = importance_measures(experiences, self.strategy.args)
         self.rollout_divergence = found.get("importance/divergence")
         self.rollout_entropy = rollout_entropy(experiences)
-        if current_run().sampling_schedule is not None and self.rollout_entropy is not None:
-            found["sampling/entropy"] = self.rollout_entropy
+        entropy = self.rollout_entropy
+        if current_run().sampling_schedule is not None and entropy is not None:
+            found["sampling/entropy"] = entropy
         note_measures(self, found)
         return experiences
 
     return make_experience_batch
 
 
-def _token_log_probs(maker: RemoteExperienceMaker, experiences: Sequence[Experience]) -> list[Any]:
+def _token_log_probs(maker: ExperienceMaker, experiences: Sequence[Experience]) -> list[Any]:
     """log π of the tokens in each batch; where a perturbation has a density, the actor kept them beside it."""
     own = [experience.action_log_probs for experience in experiences]
     perturbation = current_run().perturbation
@@ -176,7 +178,7 @@ def _token_log_probs(maker: RemoteExperienceMaker, experiences: Sequence[Experie
     return kept_by_actors(maker, "token_log_probs", own)
 
 
-def kept_by_actors(maker: RemoteExperienceMaker, method: str, own: Sequence[Any]) -> list[Any]:
+def kept_by_actors(maker: ExperienceMaker, method: str, own: Sequence[Any]) -> list[Any]:
     """What the actors kept beside the log-probabilities that they returned.
 
     Args:
@@ -201,7 +203,7 @@ def kept_by_actors(maker: RemoteExperienceMaker, method: str, own: Sequence[Any]
     return found
 
 
-def note_measures(maker: RemoteExperienceMaker, measures: dict[str, float]) -> None:
+def note_measures(maker: ExperienceMaker, measures: dict[str, float]) -> None:
     """Keeps measures of the step at hand with OpenRLHF's experience maker, for :func:`reporting_trainer`."""
     maker.step_measures = {**getattr(maker, "step_measures", {}), **measures}
 

@@ -21,13 +21,15 @@ from ngrpo.trainers.openrlhf.log_prob_replacement import nothing_replaced
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
 from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.base import Perturbation
+from perturbations.errors import present
 from perturbations.parameters import attached, freeze
 from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 _LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
 
@@ -43,8 +45,9 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            attach(self.model, current_run().perturbation, pretrain_or_model)
-            freeze(self.model, current_run().perturbation)
+            perturbation = present(current_run().perturbation, "--perturbation")
+            attach(self.model, perturbation, pretrain_or_model)
+            freeze(self.model, perturbation)
 
     return __init__
 
@@ -54,9 +57,10 @@ def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _get_model_parameters(self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
-        module, perturbation = attached(raw), current_run().perturbation
+        module = attached(raw)
         if module is None:
             return raw, groups
+        perturbation = present(current_run().perturbation, "--perturbation")
         rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
         if all(rate is None for rate in rates.values()):
             return raw, groups
@@ -125,18 +129,19 @@ def _replaying_forward(plain: type, attribute: str) -> type:
             sequences: Tensor,
             action_mask: Tensor | None = None,
             attention_mask: Tensor | None = None,
-            **kwargs: object,
+            **kwargs: Any,
         ) -> Any:
             records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, perturbation = getattr(self, attribute), current_run().perturbation
+            model, perturbation = getattr(self, attribute), present(current_run().perturbation, "--perturbation")
             if not getattr(self, "_proven", False):
                 prove(model_of(model), self.unperturbed_log_probs)
                 self._proven = True
             scope = replay_scope(model, perturbation, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            if perturbation.has_density and attribute == "actor":
-                kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
+            if ours is not None and attribute == "actor":
+                mask = present(attention_mask, "attention_mask")
+                kept = token_log_probs(log_probs, records, ours.tokens, mask)
                 self._tokens = [*getattr(self, "_tokens", ()), kept]
             return log_probs
 
@@ -160,16 +165,17 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(
-        self: ActorPPOTrainer, experience: Experience, kl_ctl: float, step: int, *args: object
+        self: ActorTrainer, experience: Experience, kl_ctl: float, step: int, *args: object
     ) -> dict[str, Any]:
         records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
         loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
         self.actor_loss_fn = ratios
         try:
             # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
-            scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
+            perturbation = present(current_run().perturbation, "--perturbation")
+            scope = replay_scope(self.actor, perturbation, look_up=_LOOK_UP if step == 0 else 0)
             replay = scope(records, experience.attention_mask)
-            advantages = experience.advantages if current_run().perturbation.has_density else None
+            advantages = experience.advantages if perturbation.has_density else None
             with replay as stats, densities(scope, self.actor.temperature, advantages) as ratios.densities:
                 result = original(self, experience, kl_ctl, step, *args)
         finally:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 from ngrpo.trainers.openrlhf.model_actors import model_of
+from perturbations.errors import present
 
 if TYPE_CHECKING:
     import argparse
 
-    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer, Trainer
 
 _CHOSEN = "ngrpo_policy_noise"
 
@@ -32,9 +33,12 @@ _CHOSEN = "ngrpo_policy_noise"
 def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer.broadcast_to_vllm`, while the parameters have the noise that the trainer asked for."""
 
-    def broadcast_to_vllm(self: ActorPPOTrainer) -> None:
+    def broadcast_to_vllm(self: ActorTrainer) -> None:
         scale, sync = getattr(self, "policy_noise", (0.0, 0))
-        parameters, noise = dict(model_of(self.actor).named_parameters()), current_run().policy_noise
+        parameters, noise = (
+            dict(model_of(self.actor).named_parameters()),
+            present(current_run().policy_noise, "--policy_noise"),
+        )
         with noise.added(parameters, scale, sync) if scale else nullcontext():
             original(self)
 
@@ -59,7 +63,8 @@ def noisy_trainer(plain: type) -> type:
 
     class NoisyTrainer(keeping(plain, _CHOSEN, attrgetter("chosen"), _restore)):  # type: ignore[misc]
         # The training step whose rollouts come next, and the step and σ that the engines' noise was last chosen for.
-        noise_step, chosen = 0, (-1, None)
+        noise_step = 0
+        chosen: tuple[int, float | None] = (-1, None)
 
         def init_checkpoint_states(self) -> Any:
             states = super().init_checkpoint_states()
@@ -79,7 +84,9 @@ def noisy_trainer(plain: type) -> type:
             if self.chosen[0] != self.noise_step:
                 divergence = getattr(self.experience_maker, "rollout_divergence", None)
                 total = steps_of_run(self.args, len(self.prompts_dataloader))
-                scale = current_run().policy_noise.scale(self.noise_step, total, self.chosen[1], divergence)
+                scale = present(current_run().policy_noise, "--policy_noise").scale(
+                    self.noise_step, total, self.chosen[1], divergence
+                )
                 self.chosen = (self.noise_step, scale)
             self._send(self.chosen[1])
 
@@ -90,7 +97,7 @@ def noisy_trainer(plain: type) -> type:
             finally:
                 self._send(self.chosen[1])
 
-        def _send(self, scale: float) -> None:
+        def _send(self, scale: float | None) -> None:
             import ray
 
             group = self.actor_model_group
@@ -100,7 +107,7 @@ def noisy_trainer(plain: type) -> type:
     return NoisyTrainer
 
 
-def _restore(trainer: BasePPOTrainer, chosen: object) -> None:
+def _restore(trainer: Trainer, chosen: tuple[int, float | None]) -> None:
     trainer.chosen = chosen
 
 

@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perturbations import seeds
+from perturbations.errors import present
 
 if TYPE_CHECKING:
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
     from ray.actor import ActorHandle
     from transformers import PreTrainedTokenizerBase
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 
@@ -36,7 +38,7 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(strategy.args.train.seed)
+            torch.manual_seed(present(strategy.args, "strategy.args").train.seed)
             return original(strategy, tokenizer)
 
     return prepare_datasets
@@ -45,7 +47,7 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
 def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.ppo_train`: how samples fall into micro-batches follows ``--train.seed`` and the step."""
 
-    def ppo_train(self: ActorPPOTrainer, *args: object, **kwargs: object) -> Any:
+    def ppo_train(self: ActorTrainer, *args: object, **kwargs: object) -> Any:
         import torch
 
         # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
@@ -62,7 +64,7 @@ def whole_batches(plain: type) -> type:
     """
 
     class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        def _dispatch_prompts_to_vllm(self, prompts: object, labels: object, **kwargs: object) -> Any:
+        def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs: Any) -> Any:
             if self.args.algo.dynamic_filtering_enable:
                 return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
             group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 
 if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+    from ngrpo.trainers.openrlhf.objects import Trainer
 
 _KEY, _ROUND = "ngrpo", "ngrpo_round"
 
@@ -44,7 +44,7 @@ def resuming_generator(plain: type) -> type:
     return ResumingGenerator
 
 
-def _state(trainer: BasePPOTrainer) -> dict[str, Any]:
+def _state(trainer: Trainer) -> dict[str, Any]:
     generator = getattr(trainer, "samples_generator", None)
     return {
         "rollout_round": getattr(generator, "rollout_round", 0),
@@ -52,7 +52,7 @@ def _state(trainer: BasePPOTrainer) -> dict[str, Any]:
     }
 
 
-def _restore(trainer: BasePPOTrainer, state: dict[str, Any]) -> None:
+def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     generator = getattr(trainer, "samples_generator", None)
     if generator is not None:
         generator.rollout_round = state["rollout_round"]

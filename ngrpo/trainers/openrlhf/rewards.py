@@ -108,7 +108,7 @@ def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> lis
     """The generated texts of a batch of OpenRLHF's experiences."""
     # Entry t of the mask is of token t + 1.
     pairs = zip(experience.sequences[:, 1:], experience.action_mask.bool())
-    return [tokenizer.decode(tokens[mask], skip_special_tokens=True) for tokens, mask in pairs]
+    return [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in pairs]
 
 
 def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experience]) -> None:

@@ -7,6 +7,7 @@ The functions at the end are rows of `seams.py`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,13 @@ from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
 from perturbations import registry, seeds
 from perturbations.base import Perturbation
+from perturbations.errors import present
 
 if TYPE_CHECKING:
-    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from ngrpo.trainers.openrlhf.objects import RolloutActor
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -50,7 +53,7 @@ class RecordingExecutor:
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
 
-    async def execute(self, **kwargs: object) -> dict[str, Any]:
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
         # Numbered before anything is awaited: answer i of a group has the same draws in every run.
         arguments = dict(request_arguments(kwargs.get("sampling_params")))
@@ -84,7 +87,7 @@ def engine_spec(seed: int) -> dict[str, Any]:
     return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
 
 
-async def confirm(actor: RolloutRayActor, perturbation: Perturbation) -> None:
+async def confirm(actor: RolloutActor, perturbation: Perturbation) -> None:
     """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation and the schedule."""
     try:
         fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
@@ -167,7 +170,7 @@ def _gone(name: str) -> RuntimeError:
 
 
 async def generate(
-    actor: RolloutRayActor, prompt: list[int], sampling_params: SamplingParams, pictures: object = None
+    actor: RolloutActor, prompt: list[int], sampling_params: SamplingParams, pictures: Mapping[str, Any] | None = None
 ) -> Any:
     """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
 
@@ -195,12 +198,11 @@ async def generate(
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        given = prompt_pictures.unexpanded(prompt, actor._mm_pad_token_ids)
+        given = prompt_pictures.unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
         request = TokensPrompt(prompt_token_ids=given, multi_modal_data=pictures)
-    async for partial in actor.llm.generate(request, params, request_id=name):
-        output = partial
+    output = await unperturbed.last_of(actor.llm.generate(request, params, request_id=name))
     if pictures:
-        prompt_pictures.check_places(prompt, output.prompt_token_ids)
+        prompt_pictures.check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
@@ -214,7 +216,9 @@ async def generate(
     return output
 
 
-async def synced(actor: RolloutRayActor, update: object, *args: object, empty_cache: bool, **kwargs: object) -> Any:
+async def synced(
+    actor: RolloutActor, update: Callable[..., Awaitable[Any]], *args: object, empty_cache: bool, **kwargs: Any
+) -> Any:
     """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
 
     So their memory is taken and given back before a hybrid engine wakes its KV cache.
@@ -226,14 +230,14 @@ async def synced(actor: RolloutRayActor, update: object, *args: object, empty_ca
     return result
 
 
-def perturbed_engine(plain: type) -> type:
+def perturbed_engine(plain: Any) -> type:
     """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
 
     Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
     """
 
-    class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: object, **kwargs: object) -> None:
+    class PerturbedRolloutRayActor(plain):
+        async def __init__(self, *args: object, **kwargs: Any) -> None:
             run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
                 KEY: spec,
@@ -254,7 +258,10 @@ def perturbed_engine(plain: type) -> type:
             self.executor = RecordingExecutor(self.executor)
 
         async def generate(
-            self, prompt_token_ids: object, sampling_params: SamplingParams, multi_modal_data: object = None
+            self,
+            prompt_token_ids: list[int],
+            sampling_params: SamplingParams,
+            multi_modal_data: Mapping[str, Any] | None = None,
         ) -> Any:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)

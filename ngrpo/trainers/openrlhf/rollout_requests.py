@@ -14,21 +14,20 @@ from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from vllm import SamplingParams
 
 
 class _EngineWithArguments:
     """Stands for an engine's handle while samples are requested, and adds arguments to each request."""
 
-    def __init__(self, engine: ActorHandle, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Any, arguments: Mapping[str, Any]) -> None:
         self._engine, self._arguments = engine, arguments
         self.generate_responses = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def remote(self, *, sampling_params: SamplingParams, **kwargs: object) -> Any:
+    def remote(self, *, sampling_params: SamplingParams, **kwargs: Any) -> Any:
         """``engine.generate_responses.remote`` with the arguments."""
         params = deepcopy(sampling_params)
         given = params.extra_args or {}
@@ -64,7 +63,7 @@ def numbered_requests(plain: type) -> type:
             self._in_round = False
             return super()._generate_vllm(*args, **kwargs)
 
-        def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: object) -> Any:
+        def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: Any) -> Any:
             # Prompts that take the place of filtered ones are of the same round.
             if not (self._in_round or self._evaluating):
                 self._in_round = True

@@ -19,11 +19,12 @@ from ngrpo.config.run import current_run
 from ngrpo.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack
+from perturbations.errors import present
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer, ExperienceMaker
 
 
 def advantages_of_all(
@@ -121,9 +122,9 @@ class TwoRoundsLoss:
 def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss tells the rounds apart."""
 
-    def training_step(self: ActorPPOTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
         loss_fn = self.actor_loss_fn
-        self.actor_loss_fn = TwoRoundsLoss(current_run().second_round, loss_fn, experience)
+        self.actor_loss_fn = TwoRoundsLoss(present(current_run().second_round, "--second_round"), loss_fn, experience)
         try:
             return original(self, experience, *args, **kwargs)
         finally:
@@ -135,9 +136,9 @@ def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., A
 def measured_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: what the second round brought."""
 
-    def make_experience_batch(self: RemoteExperienceMaker, rollout_samples: list[Experience]) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
-        note_measures(self, measures(experiences, current_run().second_round))
+        note_measures(self, measures(experiences, present(current_run().second_round, "--second_round")))
         return experiences
 
     return make_experience_batch

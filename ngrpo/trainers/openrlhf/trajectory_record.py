@@ -91,7 +91,7 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
             " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
             " returns."
         )
-    return [record.replay for record in found]
+    return [record.replay for record in found if record is not None]
 
 
 def without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,13 +104,13 @@ def without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     return merge_mm_train_inputs
 
 
-def _theirs(entry: object) -> Any:
+def _theirs(entry: Any) -> Any:
     if isinstance(entry, list):
         return [_theirs(one) for one in entry]
     return {name: value for name, value in (entry or {}).items() if name not in _OURS} or None
 
 
-def _unpack_one(entry: object) -> TrajectoryRecord | None:
+def _unpack_one(entry: Any) -> TrajectoryRecord | None:
     if not entry or _REPLAY not in entry:
         return None
     log_probs, counts = (packing.unsealed(entry[name], _VERSION, name) for name in (_LOG_PROBS, _COUNTS))
@@ -118,6 +118,8 @@ def _unpack_one(entry: object) -> TrajectoryRecord | None:
         ReplayRecord.from_bytes(entry[_REPLAY]),
         np.frombuffer(log_probs.rest(), "<f4").astype(np.float32),
         SamplingMask.from_bytes(entry[_MASK]) if _MASK in entry else None,
-        *(counts.varint() for _ in range(3)),
-        UnperturbedAnswer.unpack(entry[_UNPERTURBED]) if _UNPERTURBED in entry else None,
+        dropped=counts.varint(),
+        prompted=counts.varint(),
+        cached=counts.varint(),
+        unperturbed=UnperturbedAnswer.unpack(entry[_UNPERTURBED]) if _UNPERTURBED in entry else None,
     )

@@ -19,6 +19,7 @@ from ngrpo.rollout.records import parse, sampling_mask
 from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from ngrpo.trainers.openrlhf.unperturbed import UnperturbedAnswer
 from perturbations import seeds
+from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 
 
@@ -88,7 +89,11 @@ class Conversation:
             known, dropped = self.record.log_probs, self.record.dropped
             prompted, cached = prompted + self.record.prompted, cached + self.record.cached
             by_position[: len(known)] = known
-            mask = None if mask is None else self.record.mask.joined(mask, turn=start)
+            mask = (
+                None
+                if mask is None
+                else present(self.record.mask, "the mask of earlier turns").joined(mask, turn=start)
+            )
         # The engine may have computed further tokens before it knew of the stop.
         by_position[start:] = log_probs[: len(tokens)]
         mask = None if mask is None else mask.truncate(length)
@@ -99,7 +104,7 @@ class Conversation:
         """Drops what lies beyond the first ``length`` tokens."""
         if length >= len(self._tokens):
             return
-        before, self._tokens = self.record, self._tokens[:length]
+        before, self._tokens = present(self.record, "the record of earlier turns"), self._tokens[:length]
         mask = None if before.mask is None else before.mask.truncate(length)
         kept = before.replay.truncate(length)
         dropped = before.dropped + len(before.replay) - len(kept)
@@ -114,6 +119,6 @@ def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, 
     What its processor made of pictures stands there already.
     """
     conversation.go_on(response["observation_tokens"])
-    record = dataclasses.replace(conversation.record, unperturbed=conversation.unperturbed)
+    record = dataclasses.replace(present(conversation.record, "the record"), unperturbed=conversation.unperturbed)
     response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **record.pack()}
     return response

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
     from torch import nn
 
     from ngrpo.rollout.vllm_objects import Worker
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -33,7 +33,7 @@ _SHARED_MEMORY = "/dev/shm"
 def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer._init_vllm_sync_group`: there is no group to open."""
 
-    def _init_vllm_sync_group(self: ActorPPOTrainer, backend: str) -> None:
+    def _init_vllm_sync_group(self: ActorTrainer, backend: str) -> None:
         if backend == "nccl":
             raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
 
@@ -43,7 +43,7 @@ def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
 def hand_over_weights(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer.broadcast_to_vllm`: every rank takes part, rank 0 writes and calls the engines."""
 
-    def broadcast_to_vllm(self: ActorPPOTrainer) -> None:
+    def broadcast_to_vllm(self: ActorTrainer) -> None:
         import ray
         import torch
 
@@ -123,7 +123,7 @@ def repack_tied_heads(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _gathered(trainer: ActorPPOTrainer, keep: bool) -> dict[str, Any]:
+def _gathered(trainer: ActorTrainer, keep: bool) -> dict[str, Any]:
     """Returns the actor's parameters on rank 0 (`keep`), an empty dict on the other ranks."""
     import deepspeed
 
