@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import shapes
 from tests.tiny_folder import tiny_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 # Read once, when torch loads: threads that spin while they wait take a machine of two cores from the other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+shapes.check()
 
 
 @pytest.fixture(scope="session")

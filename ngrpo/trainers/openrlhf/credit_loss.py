@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.config.run import current_run
@@ -80,7 +81,13 @@ class CreditInLoss:
         self._found = full, scores
         return log_probs
 
-    def __call__(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **kwargs: object) -> Any:
+    def __call__(
+        self,
+        log_probs: Float[Tensor, "batch actions"],
+        old_log_probs: Float[Tensor, "batch actions"],
+        advantages: Float[Tensor, "batch actions"],
+        **kwargs: object,
+    ) -> Any:
         """The policy loss, with the credit's advantages and its term in the score."""
         if self._found is None:
             raise RuntimeError(

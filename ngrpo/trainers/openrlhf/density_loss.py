@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
@@ -45,7 +46,12 @@ class Densities:
         self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+    def replace(
+        self,
+        logits: Float[Tensor, "*forward vocabulary"],
+        labels: Int64[Tensor, "*forward"],
+        log_probs: Float[Tensor, "*forward"],
+    ) -> Float[Tensor, "*forward"]:
         """Log-probabilities with the density at perturbed positions.
 
         Args:
@@ -71,7 +77,7 @@ class Densities:
         padded = torch.cat([flat, flat.new_zeros(1)])
         return padded.index_copy(0, target, action.to(flat.dtype))[:-1].view_as(log_probs)
 
-    def for_policy_loss(self, log_probs: Tensor) -> Tensor:
+    def for_policy_loss(self, log_probs: Float[Tensor, "batch actions"]) -> Float[Tensor, "batch actions"]:
         """The forward's log-probabilities as the policy loss takes them, (B, A): of the last A tokens of each row.
 
         The same, except where a density counts by its score alone: then that is in them.

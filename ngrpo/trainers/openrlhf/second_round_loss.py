@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.advantages.base import Advantage
@@ -97,10 +98,10 @@ class TwoRoundsLoss:
 
     def __call__(
         self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        rollout_log_probs: Tensor | None = None,
+        log_probs: Float[Tensor, "batch actions"],
+        old_log_probs: Float[Tensor, "batch actions"],
+        advantages: Float[Tensor, "batch actions"],
+        rollout_log_probs: Float[Tensor, "batch actions"] | None = None,
         **kwargs: object,
     ) -> Any:
         """As OpenRLHF's ``PolicyLoss``, all (B, A).
