@@ -15,8 +15,8 @@ from perturbations.edit import InputEdit
 from tests.shapes import WrongShape
 
 ROOT = Path(__file__).resolve().parents[2]
-# Below these, most of what is left is arguments that are passed on to upstream's functions as they came.
-ANNOTATED, ANYWHERE = 80, 720
+# `: Any`, and the word at all. What is left is mostly JSON, and what is passed on to upstream's functions as it came.
+ANNOTATED, ANYWHERE = 80, 880
 
 
 def test_few_values_have_no_type() -> None:
