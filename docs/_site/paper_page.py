@@ -27,8 +27,8 @@ def page() -> str:
 
 def _row(paper: dict) -> str:
     number = paper["url"].rpartition("/")[2]
-    authors = [each["family-names"] for each in paper["authors"]]
-    named = f"{authors[0]} et al." if len(authors) > 2 else " and ".join(authors)
+    authors = [each.get("family-names") or each["name"] for each in paper["authors"]]
+    named = " and ".join(authors) if len(authors) < 3 and "and others" not in authors else f"{authors[0]} et al."
     where = ", ".join([*_registered(number), *_pages(number), *_published(paper)])
     return f"| [{paper['title']}]({paper['url']}) | {named}, {paper['year']} | {where} |"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.rollout.async_scheduling import EndedRequests
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.request_names import RequestNames
 from ngrpo.rollout.settings import request_arguments
@@ -15,14 +16,12 @@ from perturbations import seeds
 from perturbations.base import Perturbation
 from perturbations.errors import present
 from perturbations.replay import ReplayRecord
-from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
+from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-
-# The record, the log-probabilities, and the tokens that sampling left, empty where these are not recorded.
-Taken = tuple[bytes, bytes, bytes]
 
 
 class RunningRequests:
@@ -39,30 +38,28 @@ class RunningRequests:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
         self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
-        # Finished, with the number of notes that may hold something of them; their slots are not free yet.
-        self._finished: dict[str, int] = {}
+        self._ended = EndedRequests()
         # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
         self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
     @property
     def running(self) -> int:
         """Requests alive: those not told of as finished, except where their record has been handed over."""
-        return sum(name not in self._dropped and name not in self._finished for name in self._store.live)
+        return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._finished[name] = self._perturber.noted
+                self._ended.add(name, self._perturber.noted)
         self._settle()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
     def _settle(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
-        self._perturber.drain(until=max((self._finished.get(name, 0) for name in names), default=0))
-        for name in [name for name, noted in self._finished.items() if noted <= self._perturber.written]:
-            del self._finished[name]
+        self._perturber.drain(until=self._ended.notes_of(names))
+        for name in self._ended.settled(self._perturber.written):
             self._finish(name)
 
     def _open(self, new: NewRequestData) -> None:
@@ -105,9 +102,9 @@ class RunningRequests:
 
     def _extract(self, name: str) -> FinishedTrajectory:
         mask = self._perturber.sampling_mask(self._store.live[name].slot)
-        return FinishedTrajectory(*self._store.record(name), b"" if mask is None else mask.to_bytes())
+        return FinishedTrajectory(*self._store.record(name), mask)
 
-    def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, Taken]:
+    def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
         """Hands over records, once.
 
         Args:
@@ -115,18 +112,17 @@ class RunningRequests:
             unfinished: internal ids of requests still running, left alone.
 
         Returns:
-            Internal request id to the bytes of the record, of the rollout's log-probabilities (float32), and of its
-            :class:`SamplingMask`.
+            Internal request id to the bytes of its :class:`FinishedTrajectory`.
         """
         asked = None if names is None else list(self._names.matching(names))
-        self._settle(self._finished if asked is None else asked)
+        self._settle(self._ended if asked is None else asked)
         if asked is None:
             asked = [*self._buffer.names(), *self._store.live]
         running, taken = set(unfinished or ()), {}
         for name in dict.fromkeys(asked):
             finished = None if name in running else self._finished_or_ending(name)
             if finished is not None:
-                taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes(), finished.sampling_mask
+                taken[name] = finished.pack()
         return taken
 
     def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:

@@ -56,7 +56,9 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
     page = method_pages.page(kept, name)
     heads = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert page.startswith(f"# `{name}`\n\n") and "Options" in heads
-    assert f"`{FLAGS[kept]} {name}`" in page and ":class:" not in page and "``" not in page.replace("```", "")
+    assert f"`{FLAGS[kept]} {name}`" in page
+    assert ":class:" not in page
+    assert "``" not in page.replace("```", "")
     for field in catalogue.own_options(kept, kept.get(name)):
         assert f"`{FLAGS[kept]}.{field.name}`" in page
     if kept.kind in method_pages.FORMULAS:

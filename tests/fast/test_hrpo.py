@@ -21,7 +21,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.strategies.hrpo import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.recipes import words_of
-from tests.fast.test_replay import Embedder, small
+from tests.fast.replay_examples import Embedder, small
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
 

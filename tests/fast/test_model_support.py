@@ -70,7 +70,9 @@ def test_what_config_json_does_not_tell_is_said() -> None:
     remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
     remote["quantization_config"] = {"quant_method": "awq"}
     told = model_support.of_config(remote).told()
-    assert told.count("not known:") == 4 and "auto_map" in told and "quantization" in told
+    assert told.count("not known:") == 4
+    assert "auto_map" in told
+    assert "quantization" in told
 
 
 def test_particular_embeddings_and_layers_are_noted() -> None:

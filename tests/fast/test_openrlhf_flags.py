@@ -36,7 +36,9 @@ def test_flag_by_flag_is_every_word() -> None:
     flags = list(Flags(WORDS))
     assert [word for flag in flags for word in flag.words] == WORDS
     assert [flag.name for flag in flags] == ["", "--a", "--b", "--c", "--a", "--e", "--f", "--d"]
-    assert flags[4].values == ("2", "0.5") and flags[3].values == ("x",) and flags[2].values == ()
+    assert flags[4].values == ("2", "0.5")
+    assert flags[3].values == ("x",)
+    assert flags[2].values == ()
 
 
 def test_defaults_are_added_only_where_absent_and_told() -> None:

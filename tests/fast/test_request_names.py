@@ -14,7 +14,7 @@ from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import ReplayRecord, create, seeds
 from perturbations.registry import buffers
-from perturbations.replay.buffers.base import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory
 
 ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-12345678"]
 
@@ -66,7 +66,9 @@ def test_records_are_handed_over_once_and_dropped_with_all_samples() -> None:
     assert books.buffer.names() == [SAMPLES[0]] and len(books.requests._names) == 2
     books.requests.drop(["d-12345678"])
     books.end(SAMPLES[1])
-    assert not books.buffer.names() and not books.store.live and not books.requests._dropped
+    assert not books.buffer.names()
+    assert not books.store.live
+    assert not books.requests._dropped
     assert len(books.requests._names) == 0
 
 

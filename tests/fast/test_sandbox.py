@@ -39,7 +39,9 @@ def test_demonstrations_of_digit_sums() -> None:
         if way == "copy":
             assert said == ["3"]
         else:
-            assert way == "count" and said[:-1] == ["0", "1", "9", "4"] and said[-1] in ("6", "7")
+            assert way == "count"
+            assert said[:-1] == ["0", "1", "9", "4"]
+            assert said[-1] in ("6", "7")
             counted, right = counted + 1, right + (said[-1] == "6")
     assert abs(counted / 4000 - digit_sums.COUNTED) < 0.02 and abs(right / counted - digit_sums.SKILL) < 0.025
     late = digit_sums.demonstration(chance, digits, late=True).split()
@@ -69,7 +71,9 @@ def test_minimum_sum(numbers: list[int], best: int) -> None:
 
 def test_star() -> None:
     edges, path = star_graphs.problem(random.Random(0))
-    assert len(edges) == 12 and len(path) == 5 and sum(a == path[0] for a, _ in edges) == 3
+    assert len(edges) == 12
+    assert len(path) == 5
+    assert sum(a == path[0] for a, _ in edges) == 3
     assert all(edge in edges for edge in itertools.pairwise(path))
     assert path[-1] not in {a for a, _ in edges}  # the end of its arm
     assert len(star_graphs.NODES) ** -star_graphs.LENGTH < 1e-6  # the chance of a right answer

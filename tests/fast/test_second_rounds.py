@@ -182,7 +182,9 @@ def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pyt
     assert (first["prompt"], first["sampling_params"].logprobs, first["max_length"]) == ("What?", None, 50)
     assert len({each["prompt"] for each in others}) == 3
     for each in others:
-        assert each["sampling_params"].logprobs == 1 and each["num_samples"] == 2 and each["label"] == "4"
+        assert each["sampling_params"].logprobs == 1
+        assert each["num_samples"] == 2
+        assert each["label"] == "4"
         assert each["max_length"] - 50 == len(each["prompt"]) - len("What?"), "answers have the same room"
     carried = second_round.unpack([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0, 0, 0, 0, 0, 1, 0, 1, 0]] * 3

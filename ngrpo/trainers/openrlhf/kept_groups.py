@@ -19,7 +19,7 @@ from ngrpo.config.run import RunConfig, current_run
 from ngrpo.console.token_texts import fed, pieces
 from ngrpo.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
-from ngrpo.trainers.openrlhf.trajectory_record import unpack
+from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations.errors import present
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
     from ngrpo.trainers.openrlhf.objects import ExperienceMaker
-    from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
+    from perturbations.replay.trajectory import FinishedTrajectory
 
 FILE = "groups.jsonl"
 STEPS = 12
@@ -44,7 +44,7 @@ class _Answer(NamedTuple):
 
     experience: Experience
     row: int
-    record: TrajectoryRecord | None
+    record: FinishedTrajectory | None
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -206,6 +206,7 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
     mask = experience.action_mask[row].bool()
     advantages = [_figure(value) for value in experience.advantages[row][mask].float().tolist()]
     finite = [value for value in advantages if value is not None]
+    finite = [value for value in advantages if value is not None]
     found: dict[str, Any] = {
         "reward": _figure(float(experience.rewards[row])),
         "advantage": _figure(sum(finite) / len(finite)) if finite else None,
@@ -221,8 +222,8 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
         found["gaps"] = [_figure(abs(a - b), 2) for a, b in zip(trainer[:LONGEST], rollout)]
     if kept is not None:
         place = {position: i for i, position in enumerate(positions[:LONGEST])}
-        at = enumerate(kept.replay.positions.tolist())
-        found["fed"] = [[place[p], fed(kept.replay, i, tokenizer)] for i, p in at if p in place]
+        at = enumerate(kept.record.positions.tolist())
+        found["fed"] = [[place[p], fed(kept.record, i, tokenizer)] for i, p in at if p in place]
     return found
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.storage.parameters_file import attach
-from ngrpo.trainers.openrlhf import trajectory_record
-from ngrpo.trainers.openrlhf.density_loss import Densities, densities, token_log_probs
-from ngrpo.trainers.openrlhf.log_prob_replacement import nothing_replaced
+from ngrpo.trainers.openrlhf import side_inputs
+from ngrpo.trainers.openrlhf.density_loss import Densities, densities
+from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
 from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.base import Perturbation
@@ -131,7 +131,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
             attention_mask: Tensor | None = None,
             **kwargs: Any,
         ) -> Any:
-            records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, perturbation = getattr(self, attribute), present(current_run().perturbation, "--perturbation")
             if not getattr(self, "_proven", False):
                 prove(model_of(model), self.unperturbed_log_probs)
@@ -139,10 +139,8 @@ def _replaying_forward(plain: type, attribute: str) -> type:
             scope = replay_scope(model, perturbation, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            if ours is not None and attribute == "actor":
-                mask = present(attention_mask, "attention_mask")
-                kept = token_log_probs(log_probs, records, ours.tokens, mask)
-                self._tokens = [*getattr(self, "_tokens", ()), kept]
+                if ours is not None and attribute == "actor":
+                    self._tokens = [*getattr(self, "_tokens", ()), ours.token_log_probs(log_probs)]
             return log_probs
 
         def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
@@ -167,19 +165,15 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def training_step(
         self: ActorTrainer, experience: Experience, kl_ctl: float, step: int, *args: object
     ) -> dict[str, Any]:
-        records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
-        loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
-        self.actor_loss_fn = ratios
-        try:
-            # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
-            perturbation = present(current_run().perturbation, "--perturbation")
-            scope = replay_scope(self.actor, perturbation, look_up=_LOOK_UP if step == 0 else 0)
-            replay = scope(records, experience.attention_mask)
-            advantages = experience.advantages if perturbation.has_density else None
-            with replay as stats, densities(scope, self.actor.temperature, advantages) as ratios.densities:
-                result = original(self, experience, kl_ctl, step, *args)
-        finally:
-            self.actor_loss_fn = loss_fn
+        records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
+        # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
+        perturbation = present(current_run().perturbation, "--perturbation")
+        scope = replay_scope(self.actor, perturbation, look_up=_LOOK_UP if step == 0 else 0)
+        replay = scope(records, experience.attention_mask)
+        advantages = experience.advantages if perturbation.has_density else None
+        in_log_probs = densities(scope, self.actor.temperature, advantages)
+        with policy_loss(self, _RatioProbe) as ratios, replay as stats, in_log_probs as ratios.densities:
+            result = original(self, experience, kl_ctl, step, *args)
         result["metrics"]["perturbation/ratio_mean"] = ratios.mean
         result["weights"]["perturbation/ratio_mean"] = "token"
         # Sums per sample, which OpenRLHF averages over samples: a quotient of two of them is a mean over positions,
@@ -210,7 +204,7 @@ class _RatioProbe:
         self.mean = torch.tensor(1.0)
 
     def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, *args: object, action_mask: Tensor, **kwargs: object
+        self, log_probs: Tensor, old_log_probs: Tensor, *args: object, action_mask: Tensor, **kwargs: Any
     ) -> Any:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()

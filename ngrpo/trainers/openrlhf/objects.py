@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import argparse
+
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
     from ray.actor import ActorHandle
@@ -51,7 +53,7 @@ class ActorTrainer(Protocol):
     """``ActorPPOTrainer``, whose loss the seams may take the place of."""
 
     actor: Any
-    args: Any
+    args: argparse.Namespace
     strategy: Any
     vllm_engines: list[ActorHandle]
     actor_loss_fn: Callable[..., Any]

@@ -7,7 +7,7 @@ The functions at the end are rows of `seams.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ngrpo.rollout.settings import (
 from ngrpo.trainers.openrlhf import prompt_pictures, unperturbed
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
+from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
 from perturbations import registry, seeds
 from perturbations.base import Perturbation
 from perturbations.errors import present
@@ -73,7 +74,7 @@ class RecordingExecutor:
         if self._reward is not None:
             self._reward.raise_failure()
         run = current_run()
-        if conversation.record is not None and (run.perturbation is not None or run.sampling.correct_mask):
+        if conversation.trajectory is not None and (run.perturbation is not None or run.sampling.correct_mask):
             return finished(conversation, response)
         return response
 
@@ -216,27 +217,13 @@ async def generate(
     return output
 
 
-async def synced(
-    actor: RolloutActor, update: Callable[..., Awaitable[Any]], *args: object, empty_cache: bool, **kwargs: Any
-) -> Any:
-    """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
-
-    So their memory is taken and given back before a hybrid engine wakes its KV cache.
-    """
-    result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
-    if empty_cache:
-        await actor.llm.collective_rpc("perturbation_prepare")
-        actor.perturbation_proof.weights_synced()
-    return result
-
-
 def perturbed_engine(plain: Any) -> type:
     """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
 
     Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
     """
 
-    class PerturbedRolloutRayActor(plain):
+    class PerturbedRolloutRayActor(prepared_engine(plain)):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: object, **kwargs: Any) -> None:
             run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
@@ -265,16 +252,6 @@ def perturbed_engine(plain: Any) -> type:
         ) -> Any:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
-
-        async def update_weight(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
-            return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
-
-        async def update_weight_cuda_ipc(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
-            return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
-
-        async def load_weights_file(self, path: str) -> None:
-            await plain.load_weights_file(self, path)
-            self.perturbation_proof.weights_synced()
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""

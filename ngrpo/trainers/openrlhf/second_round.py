@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ngrpo.trainers.openrlhf.objects import RolloutActor
 
 KEY = "second_round"
-"""A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.trajectory_record`."""
+"""A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.side_inputs`."""
 _VERSION = 1
 
 
@@ -224,7 +224,7 @@ def requests_of_two_rounds(plain: type) -> type:
     class TwoRoundsSamplesGenerator(plain):  # type: ignore[misc, valid-type]
         _one_round = False
 
-        def generate_eval_samples(self, **kwargs: object) -> Any:
+        def generate_eval_samples(self, **kwargs: Any) -> Any:
             self._one_round = True
             try:
                 return super().generate_eval_samples(**kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ngrpo.advantages.base import Advantage
 from ngrpo.config.run import current_run
 from ngrpo.second_rounds.base import SecondRound
+from ngrpo.trainers.openrlhf.loss import policy_loss
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack
 from perturbations.errors import present
@@ -123,13 +124,12 @@ class TwoRoundsLoss:
 def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss tells the rounds apart."""
 
-    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
-        loss_fn = self.actor_loss_fn
-        self.actor_loss_fn = TwoRoundsLoss(present(current_run().second_round, "--second_round"), loss_fn, experience)
-        try:
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: Any) -> dict[str, Any]:
+        with policy_loss(
+            self,
+            lambda loss_fn: TwoRoundsLoss(present(current_run().second_round, "--second_round"), loss_fn, experience),
+        ):
             return original(self, experience, *args, **kwargs)
-        finally:
-            self.actor_loss_fn = loss_fn
 
     return training_step
 

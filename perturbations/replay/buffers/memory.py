@@ -9,7 +9,8 @@ from functools import cached_property
 
 from perturbations.options import option
 from perturbations.registry import register_buffer
-from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
+from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 logger = logging.getLogger(__name__)
 
