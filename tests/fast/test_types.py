@@ -31,7 +31,7 @@ def test_an_edit_of_two_sizes_is_seen() -> None:
     InputEdit(ids, weights, torch.zeros(2))
     with pytest.raises(WrongShape, match=r"sigma is torch.float32 \(3,\)"):
         InputEdit(ids, weights, torch.zeros(3))
-    with pytest.raises(WrongShape, match="ids is torch.int32"):
+    with pytest.raises(WrongShape, match=r"ids is torch\.int32"):
         InputEdit(ids.int(), weights)
 
 
