@@ -31,6 +31,7 @@ OPENRLHF_NEEDS = [
 ]
 HNSW = ["faiss-cpu>=1.12,<2"]  # --perturbation.index hnsw
 MODELS = ["gguf", "safetensors"]  # `ngrpo model`: packaged GGUF weights to a Hugging Face folder
+LINT = ["ruff", "pyrefly", "pre-commit"]  # `make lint`
 ANSWERS = ["math-verify", "reasoning-gym"]  # `ngrpo eval`: answer checking, procedural tasks
 
 setup(
@@ -61,7 +62,7 @@ setup(
         "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyrefly", "pre-commit", "matplotlib", "pyarrow", *HNSW],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "pyarrow", *LINT, *HNSW],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

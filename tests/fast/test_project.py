@@ -36,8 +36,8 @@ def test_entry_points_exist() -> None:
     assert callable(import_module("ngrpo.cli").console)
 
 
-def test_core_needs_five_packages_only() -> None:
-    assert ast.literal_eval(keyword("install_requires")) == ["torch", "numpy", "scipy", "PyYAML", "jinja2"]
+def test_core_needs_six_packages_only() -> None:
+    assert ast.literal_eval(keyword("install_requires")) == ["torch", "numpy", "scipy", "PyYAML", "jinja2", "jaxtyping"]
 
 
 def extras() -> dict[str, list[str]]:
