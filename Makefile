@@ -9,6 +9,7 @@
 # make models is the replay exact on tiny models of every type? docs/models.md; it goes on where it was stopped
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
 # make study  the study of docs/study.md, hours on a CPU: it goes on where it was stopped
+# make study2 the study of docs/study2.md, likewise
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +33,7 @@ JOBS ?= 2
 FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study gpu docs dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
 ifndef AT_ONCE
 .NOTPARALLEL:
@@ -123,6 +124,9 @@ models: $(READY) vision
 
 study: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/study/run.sh
+
+study2: $(READY)
+	@PATH="$(BIN):$$PATH" bash examples/study2/run.sh
 
 # On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.
 ifdef REHEARSE

@@ -93,7 +93,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--rates", default="0.1,1")
-    parser.add_argument("--perturbations", "--operators", default=None, help="separated by commas; all by default")
+    parser.add_argument(
+        "--perturbations", "--operators", default=None, help="by commas; neighbor:variant=released; all by default"
+    )
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
     parser.add_argument("--cpu-seconds", action="store_true", help="CPU seconds of one thread instead of the clock")
     options = parser.parse_args()
@@ -111,13 +113,16 @@ def main() -> None:
     clock, used = (time.process_time, ", CPU seconds of one thread") if options.cpu_seconds else (time.perf_counter, "")
     print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}{used}")
     print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
-    for name in names:
+    for each in names:
+        name, *given = each.split(":")
+        words = dict(word.split("=") for word in given)
+        label = words.get("variant", name)
         for rate in (float(r) for r in options.rates.split(",")):
-            set_perturbation(perturbed, name, rate=rate)
+            set_perturbation(perturbed, name, rate=rate, **words)
             for batch in batches:
                 found = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
                 print(
-                    f"{name:10s} {rate:5g} {batch:5d} {found['stock']:12.1f} {found['ratio']:7.3f}"
+                    f"{label:10s} {rate:5g} {batch:5d} {found['stock']:12.1f} {found['ratio']:7.3f}"
                     f"  {found['lowest']:.3f}-{found['highest']:.3f}",
                     flush=True,
                 )

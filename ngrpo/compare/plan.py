@@ -38,7 +38,7 @@ class Plan:
         evaluation: words for ``ngrpo eval`` but model and folder, the same for every trained model; None where there
             is nothing to evaluate on.
         diagnosis: words for ``ngrpo diagnose``, or None.
-        above: the score above which the report counts each strategy's runs, or None.
+        threshold: the score above which the report counts each strategy's runs, or None.
     """
 
     arms: tuple[Arm, ...]
@@ -51,7 +51,7 @@ class Plan:
     keep_models: bool = True
     evaluation: tuple[str, ...] | None = None
     diagnosis: tuple[str, ...] | None = None
-    above: float | None = None
+    threshold: float | None = None
 
     def runs(self) -> list[Run]:
         """Seed by seed, so that a comparison cut short has whole seeds."""

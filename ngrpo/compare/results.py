@@ -60,7 +60,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "strategies": [_strategy(arm) for arm in plan.arms],
         "runs": runs,
         "untrained": folder.read("untrained/evaluation.json"),
-        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.above),
+        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
     # NaN and infinity have no place in JSON.
@@ -77,7 +77,7 @@ def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
 
 
 def summarise(
-    runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str, above: float | None = None
+    runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str, threshold: float | None = None
 ) -> list[dict[str, Any]]:
     """One row per strategy: means with intervals, paired differences to the baseline, costs.
 
@@ -88,7 +88,7 @@ def summarise(
         runs: as in ``results.json``.
         arms: ids of the strategies.
         baseline: the id of one of them.
-        above: the Mean@n above which runs are counted; see :mod:`ngrpo.compare.shares`.
+        threshold: the Mean@n above which runs are counted; see :mod:`ngrpo.compare.shares`.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
     failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
@@ -103,12 +103,12 @@ def summarise(
         row["verdict"] = verdicts.verdict(main, f"Mean@{row['n']}", baseline, shared)
         if row["strategy"] == baseline:
             row["verdict"] = "the baseline"
-    if above is not None:
+    if threshold is not None:
         reached = {
             arm: {seed: run["evaluation"]["mean_at_n"] for seed, run in of.items() if run["evaluation"]}
             for arm, of in done.items()
         }
-        shares.add(rows, reached, baseline, above)
+        shares.add(rows, reached, baseline, threshold)
     return rows
 
 

@@ -16,7 +16,7 @@ from perturbations.errors import UsageError
 
 
 def threshold(text: str) -> float:
-    """The value of ``--above``.
+    """The value of ``--threshold``.
 
     Raises:
         UsageError: unless it is a number in [0, 1).
@@ -26,7 +26,7 @@ def threshold(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 <= value < 1.0:
-        raise UsageError(f"--above {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1.")
+        raise UsageError(f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1.")
     return value
 
 

@@ -143,7 +143,7 @@ ROWS = (
         registry=policy_noises.registry,
         flag="--policy_noise",
         about="noise on the weights that roll out",
-        page="docs/policy_noise.md",
+        page="docs/exploration.md",
         picture=f"{_PICTURES}policy_noise",
         in_rollouts=True,
     ),
@@ -151,7 +151,7 @@ ROWS = (
         registry=sampling_schedules.registry,
         flag="--sampling.schedule",
         about="temperatures that change within an answer or over a run",
-        page="docs/sampling_schedule.md",
+        page="docs/exploration.md",
         picture=f"{_PICTURES}sampling_schedule",
         in_rollouts=True,
     ),
@@ -159,7 +159,7 @@ ROWS = (
         registry=second_rounds.registry,
         flag="--second_round",
         about="what is asked where all answers to a prompt are wrong",
-        page="docs/second_round.md",
+        page="docs/exploration.md",
     ),
 )
 

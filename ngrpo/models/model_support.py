@@ -136,6 +136,7 @@ def of_config(config: Mapping[str, Any]) -> Support:
         notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
     if _is_recurrent(text):
         notes.append("it has recurrent layers")
+    _compare_formulas(model_type, text, refused, unknown)
     verdict, told = _measured(model_type)
     if verdict == "unknown" and not refused:
         unknown.append(f"the gap of this type: {told}")
@@ -144,6 +145,19 @@ def of_config(config: Mapping[str, Any]) -> Support:
     elif verdict != "unknown":
         notes.append(f"a tiny model of this type: {told}" + " (docs/models.md)" * (verdict == "doubtful"))
     return Support(model_type, architecture, engine, trainer or "", tuple(refused), tuple(unknown), tuple(notes))
+
+
+def _compare_formulas(model_type: str, text: Mapping[str, Any], refused: list[str], unknown: list[str]) -> None:
+    """Where vLLM 0.29 and transformers 5.15 make different models of the same config.json."""
+    if model_type == "cohere2_vision" and text.get("logit_scale", 0.0625) != 1.0:
+        refused.append("vLLM multiplies logits by its logit_scale and transformers' class does not (docs/models.md)")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaled = "mscale" in rope and "mscale_all_dim" in rope and rope.get("apply_yarn_scaling", True)
+    if text.get("model_type") == "ministral3" and scaled:
+        unknown.append(
+            "whether vLLM scales its rotary embedding as transformers does: from config.json it does not, and"
+            ' "apply_yarn_scaling": false in rope_parameters corrects it (docs/models.md)'
+        )
 
 
 def check(name: str) -> None:

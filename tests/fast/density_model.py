@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations.base import Perturbation, Step
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
@@ -99,4 +100,5 @@ def run(
         if packed:
             result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
         result = torch.cat([ours.for_policy_loss(result[:, :-1]), result[:, -1:]], dim=1)
-    return result, ours
+        seen = SimpleNamespace(tokens=ours.tokens, own=ours.token_log_probs(result[:, 4:-1].detach()))
+    return result, seen

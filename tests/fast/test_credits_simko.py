@@ -17,7 +17,7 @@ from ngrpo.config import parse, rules
 from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.credits.simko import quantiles
 from ngrpo.trainers.openrlhf import credit_loss
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with

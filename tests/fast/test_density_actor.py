@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_reference, replaying_training_step
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
+from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.strategies.gumbel import Gumbel
 from tests.fast.density_model import batch, log_probs_of, perturbed, run
 from tests.fast.density_steps import generator
@@ -65,7 +65,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, lis
     records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    rides = [TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
+    rides = [FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
     inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
     return inputs, mask, records
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.openrlhf.density_loss import densities, token_log_probs
+from ngrpo.trainers.openrlhf.density_loss import densities
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit
@@ -73,7 +73,7 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, ours = run(model, perturbation, tokens, mask, records, packed)
+    got, seen = run(model, perturbation, tokens, mask, records, packed)
     with ReplayScope(model.embedding)(records, mask):
         logits = model(tokens)
     want = log_probs_of(logits, torch.roll(tokens, -1, 1))
@@ -98,9 +98,8 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
     changed = (got - plain).abs() > 1e-6
     assert changed[mask.bool()].sum() == 0 if perturbation.draws_token else changed[mask.bool()].sum() >= 6
-    own = token_log_probs(got[:, 4:-1].detach(), records, ours.tokens, mask)
     answers = mask[:, 5:].bool()
-    torch.testing.assert_close(own[answers], plain[:, 4:-1].detach()[answers])
+    torch.testing.assert_close(seen.own[answers], plain[:, 4:-1].detach()[answers])
 
 
 @pytest.mark.parametrize("perturbation", EVERY[:-1], ids=name_of)
@@ -142,9 +141,9 @@ def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Pertur
     """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, ours = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
+    got, seen = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
     assert torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
-    assert ours.tokens.shape == (0,)
+    assert seen.tokens.shape == (0,)
     calls, seen = [], []
 
     def count(_module: nn.Module, _inputs: Any, output: Tensor) -> None:

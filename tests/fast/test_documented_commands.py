@@ -39,6 +39,7 @@ ELSEWHERE = {
     r"make test-fast": ("is what runs this", ".github/workflows/ci.yml"),
     r"make study": ("takes hours", "tests/fast/test_study.py"),
     r"(nohup )?bash examples/study/run\.sh.*": ("takes hours", "tests/fast/test_study.py"),
+    r"(make study2|PILOT=1 bash examples/study2/run\.sh)": ("takes hours", "tests/fast/test_study2_files.py"),
     r"make matrix RELEASES=\S+": (NETWORK, "tests/fast/test_matrix.py"),
     r"make gpu( STAGE=\w)?": (GPU, "tests/stack/test_gpu_script.py"),
     r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),

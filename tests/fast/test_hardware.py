@@ -268,6 +268,7 @@ def test_worker_environment(monkeypatch) -> None:
     env = worker_env(CPU)
     assert env["NCCL_DEBUG"] == "INFO" and env["OMP_NUM_THREADS"] == "7", "what the user exported wins"
     assert env["DS_ACCELERATOR"] == "cpu"
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "an engine of one rank is one process"
 
 
 def test_importing_is_light() -> None:

@@ -208,7 +208,7 @@ def test_learning_rates_make_groups() -> None:
 @register("scaled")
 @dataclass(frozen=True, kw_only=True)
 class Scaled(Perturbation):
-    """The perturbation with parameters of docs/hrpo.md."""
+    """The perturbation with parameters of docs/own_perturbation.md."""
 
     def propose(self, step: Step) -> Proposal:
         values, ids = step.logits.topk(8, dim=-1)

@@ -99,6 +99,21 @@ def test_what_the_table_tells_of_a_type_is_told_as_it_stands_there(monkeypatch: 
         assert any(told in line for line in found.unknown) == (verdict == "unknown")
 
 
+def test_of_which_engine_and_trainer_make_different_models() -> None:
+    vision = config("Cohere2VisionForConditionalGeneration", "cohere2_vision", vision_config={})
+    assert any("logit_scale" in reason for reason in model_support.of_config(vision).refused)
+    assert not model_support.of_config({**vision, "text_config": {"logit_scale": 1.0}}).refused
+    rope = {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    for corrected in ({}, {"apply_yarn_scaling": False}):
+        text = {"model_type": "ministral3", "rope_parameters": {**rope, **corrected}}
+        for given in (
+            config("Ministral3ForCausalLM", **text),
+            config("Mistral3ForConditionalGeneration", "mistral3", text_config=text),
+        ):
+            told = " ".join(model_support.of_config(given).unknown)
+            assert ("apply_yarn_scaling" in told) == (not corrected)
+
+
 def test_a_model_that_is_not_here_is_not_known() -> None:
     assert model_support.of_model("no-such-owner/no-such-model") is None
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import cases
+from benchmarks.models.rollouts import short
 from benchmarks.models.table import PAGE, RESULT, table, verdicts
 
 
@@ -20,7 +21,7 @@ def row(verdict: str, dtype: str = "bfloat16", under: str = "", means: tuple[flo
 
 def test_the_page_and_the_packaged_copy_are_those_of_the_measured_rows() -> None:
     rows = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
-    packaged = files("ngrpo").joinpath("measured_models.json").read_text(encoding="utf-8")
+    packaged = files("ngrpo.models").joinpath("measured_models.json").read_text(encoding="utf-8")
     assert json.loads(packaged) == verdicts(rows)
     assert table(rows) in PAGE.read_text(encoding="utf-8")
 
@@ -58,3 +59,16 @@ def test_what_did_not_run_in_either_dtype_says_both() -> None:
     told = {"type": "jamba", "dtype": "float32", "compiled": False, "runner": "V1", "under": "", "impl": "auto"}
     line = table([{**told, "verdict": "not run by vLLM", "message": "no kernel", "bfloat16": "no mixer"}])
     assert "no kernel; in bfloat16: no mixer" in line
+
+
+def test_an_error_is_told_in_a_line_that_says_what_is_wrong() -> None:
+    try:
+        assert RESULT is None
+    except AssertionError as error:
+        error.args = ()
+        assert short(error).startswith("AssertionError: assert RESULT is None (fast/test_models_table.py:")
+    assert short(ValueError("no such kernel\nat a place")) == "ValueError: no such kernel"
+    report = "It is not fed. Mean:\n  rows before: off by 0.2, at most 0.1\n  behind: off by 0.3, at most 0.1"
+    assert short(ValueError(report)) == (
+        "ValueError: rows before: off by 0.2, at most 0.1; behind: off by 0.3, at most 0.1"
+    )

@@ -14,7 +14,7 @@ from torch import nn
 
 from ngrpo import policy_noises
 from ngrpo.config import parse, preflight, rules
-from ngrpo.trainers.openrlhf import policy_noise
+from ngrpo.trainers.openrlhf import policy_noise, weight_sync
 from ngrpo.trainers.openrlhf.importance import importance_measures
 from ngrpo.trainers.openrlhf.seams import active
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -195,7 +195,7 @@ class Actors:
             def plain(self) -> None:
                 sent.append(self.actor.model.module.input_layernorm.weight.detach().clone())
 
-            broadcast_to_vllm = policy_noise.sent_with_noise(plain)
+            broadcast_to_vllm = weight_sync.sent_with_noise(plain)
 
         class Plain:
             trainer = Trainer()
@@ -203,7 +203,7 @@ class Actors:
             def broadcast_to_vllm(self) -> None:
                 self.trainer.broadcast_to_vllm()
 
-        self.actor = policy_noise.told_of_noise(Plain)()
+        self.actor = weight_sync.told_of_noise(Plain)()
 
     def async_run_method(self, method_name: str, **kwargs: Any) -> None:
         getattr(self.actor, method_name)(**kwargs)

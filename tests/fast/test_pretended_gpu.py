@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
 from benchmarks.exactness import in_tree
+from ngrpo.rollout.async_scheduling import Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.notes import Notes
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import create, registry
 from perturbations.strategies.soft import Soft
@@ -34,7 +34,7 @@ CASES = [
     for i, name in enumerate(NAMES)
 ]
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
-MAY_WAIT = ("/rollout/notes.py", "/gates/default.py")
+MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py")
 
 
 def made(name: str, **options: Any) -> Any:

@@ -17,8 +17,8 @@ import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, ReplayBuffer, UsageError, registry, replaying
-from perturbations.replay.buffers.base import OVERHEAD
 from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.trajectory import OVERHEAD
 from perturbations.streams import Stream, keys, normal
 from tests.fast.replay_examples import Embedder, a_record, small
 
@@ -104,8 +104,7 @@ def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
     """With 100,000 trajectories held, each further one cost the worker's step a millisecond and a half."""
     buffer, one = registry.buffers.create("memory"), finished(1)
     held = Counted({str(i): one for i in range(1000)})
-    object.__setattr__(buffer, "_held", held)
-    object.__setattr__(buffer, "_bytes", 1000 * one.size)
+    buffer._content.held, buffer._content.size = held, 1000 * one.size
     buffer.add("new", one)
     buffer.add("7", one)
     buffer.drop(["8", "never there"])
@@ -113,7 +112,7 @@ def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
     assert held.walks == 0
     assert len(buffer) == 999
     assert buffer.names()[-2:] == ["new", "7"]
-    assert buffer._bytes == 999 * one.size
+    assert buffer._content.size == 999 * one.size
 
 
 def test_dropping_asks_a_users_buffer_for_the_names_alone() -> None:

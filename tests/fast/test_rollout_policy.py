@@ -17,7 +17,7 @@ from ngrpo.compare import arguments, results
 from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose.policies import policy_of
-from ngrpo.evaluate import engine
+from ngrpo.evaluate import engine, outcome
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
 from perturbations.errors import UsageError
@@ -173,3 +173,17 @@ def test_a_comparison_diagnoses_its_arms_as_they_roll_out() -> None:
     rows = [{"name": "none sampling.schedule=ead"}, {"name": "none"}]
     named = results._named({"strategies": rows, "samples": []}, arms)
     assert [row["name"] for row in named["strategies"]] == ["none sampling.schedule=ead base=gspo", "none"]
+
+
+def test_a_result_says_what_its_answers_were_drawn_with() -> None:
+    problem = SimpleNamespace(id="p", scorer="exact")
+    settings = {"model": "m", "dataset": "d", "scorer": "exact", "n": 1, "perturbation": None}
+    settings["sampling"] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0}
+    sample = {"problem": "p", "correct": True, "tokens": 3, "reward": 1.0, "parsed": True, "finish": "stop"}
+    words = ["--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02"]
+    asked = policy(*words, step=7).described()
+    for told in (asked, {}):
+        result = outcome.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
+        assert told.items() <= result.items() and ("sigma" in result) == bool(told)
+        line = "drawn with    sampling schedule ead, policy noise psn, σ 0.02, of training step 7\n"
+        assert (line in outcome.table(result, "f")) == bool(told)

@@ -115,9 +115,9 @@ def test_the_share_of_easy_problems() -> None:
 
 def test_what_is_logged_beside_the_reward() -> None:
     counted = shortcut.reward_func([" copy 3", " count 0 1 9 4 6"], ["", ""], ["6", "6"])
-    assert counted["extra_logs"]["counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
+    assert counted["extra_logs"]["task/counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
     high = two_peaks.reward_func([" 41", " 74", " -3", ""], [""] * 4, ["40"] * 4)
-    assert high["extra_logs"]["near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert high["extra_logs"]["task/near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert high["rewards"].tolist()[2:] == [0.0, 0.0]
     assert minimum_sum.score("-3 0 2 2", "2") == 1.0
 

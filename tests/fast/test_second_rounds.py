@@ -57,7 +57,7 @@ def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
         assert 20 - max(map(len, WORDS)) - 1 < len(nonsense) <= 40
         assert len(asked) - len("What?") <= method.room
         drawn.add(nonsense)
-    assert len(drawn) == 60
+    assert len(drawn) == 60 and min(map(len, drawn)) < 23 and max(map(len, drawn)) > 37
     assert method.prompt("What?", Tokenizer(), Random(1)) == method.prompt("What?", Tokenizer(), Random(1))
     assert len(set(WORDS)) == len(WORDS) == 63
 
@@ -106,6 +106,7 @@ def test_right_answers_take_places_and_a_wrong_one_stays() -> None:
     assert second_rounds.create("lope", wrong=0.2).is_needed([0.1, 0.2])
     assert LOPE.kept([0.0, 1.0, 0.0, 0.5], 4, Random(0)) == [1, 3]
     assert LOPE.kept([0.0, 0.0], 4, Random(0)) == []
+    assert len(LOPE.kept([1.0] * 4, 4, Random(0))) == 3
     chosen = {tuple(LOPE.kept([1.0] * 5, 4, Random(seed))) for seed in range(60)}
     assert all(len(set(each)) == 3 for each in chosen) and len(chosen) == 10
 
@@ -277,9 +278,11 @@ def test_advantages_of_both_rounds_by_hand() -> None:
     found = second_round_loss.advantages_of_all(advantage, rewards, of_kept, carried)
     assert found[0].tolist() == pytest.approx([2.474874, *[-0.353553] * 3], abs=1e-6)
     assert torch.equal(found[1], of_kept[1])
-    penalised = torch.tensor([[0.5, 0.0, 0.0, 0.0]])  # by OpenRLHF: the whole group has the penalty too
+    penalised = torch.tensor(
+        [[0.5, 0.0, 0.0, -0.5]]
+    )  # by OpenRLHF, which knows of these four alone: deviation √(0.5/7)
     found = second_round_loss.advantages_of_all(advantage, penalised, advantage.compute(penalised), carried[:4])
-    assert found[0, 0].item() == pytest.approx(2.474874, abs=1e-6)
+    assert found[0].tolist() == pytest.approx([1.870829, 0.0, 0.0, -1.870829], abs=1e-6)
 
 
 def test_samples_are_in_the_order_of_their_generation() -> None:

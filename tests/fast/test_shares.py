@@ -75,9 +75,9 @@ def test_a_summary_with_shares() -> None:
 
 def test_the_threshold_is_read() -> None:
     words = ["--perturbations", "none", "--model", "m", "--task", "arithmetic"]
-    assert arguments.parse([*words, "--above", "0.8"])[0].above == 0.8
+    assert arguments.parse([*words, "--threshold", "0.8"])[0].threshold == 0.8
     plan = arguments.parse(words)[0]
-    assert plan.above is None and plan.common() == arguments.parse([*words, "--above", "0.8"])[0].common()
+    assert plan.threshold is None and plan.common() == arguments.parse([*words, "--threshold", "0.8"])[0].common()
     for bad in ("1", "-0.1", "much", "nan"):
-        with pytest.raises(UsageError, match="--above"):
-            arguments.parse([*words, "--above", bad])
+        with pytest.raises(UsageError, match="--threshold"):
+            arguments.parse([*words, "--threshold", bad])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the middle of a real run: each ends it with a message that says what happened (docs/faults.md)."""
+"""Faults in the middle of a real run: each ends it with a message that says what happened (docs/troubleshooting.md)."""
 
 from __future__ import annotations
 

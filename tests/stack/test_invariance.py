@@ -11,6 +11,7 @@ import torch
 
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.openrlhf.turns import Conversation
+from perturbations import FinishedTrajectory
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
 from tests.stack.same_rollouts import assert_same
 
@@ -160,24 +161,24 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
         if turn == 2:
             del prompt[first_prompt + 8 : first_prompt + 16]
         conversation.go_on(prompt)
-        before = None if conversation.record is None else conversation.record.replay
+        before = None if conversation.trajectory is None else conversation.trajectory.record
         given = [{"record": before.to_bytes()}] if before is not None else None
         (rollout,) = sample(plain_engine, [prompt], given, max_tokens=16)
-        conversation.add((rollout.record.to_bytes(), rollout.log_probs.tobytes(), b""), prompt, rollout.tokens)
+        conversation.add(FinishedTrajectory(rollout.record, rollout.log_probs).pack(), prompt, rollout.tokens)
         assert gaps(hf_model, [rollout]).max() <= 1e-4
         if turn == 0:
             first = rollout.record
         elif turn == 1:
             kept = rollout.record.truncate(first_prompt + 16)
-            assert kept.positions.tolist() == first.positions.tolist() and not conversation.record.dropped
+            assert kept.positions.tolist() == first.positions.tolist() and not conversation.trajectory.dropped
             second = rollout.record
         prompt = rollout.sequence + encode("\nThe tool says 7. Go on.")
-    record = conversation.record
+    record = conversation.trajectory.record
     early = second.truncate(first_prompt + 8)
-    assert len(early) and record.dropped == len(second) - len(early) > 0
-    assert record.replay.positions[: len(early)].tolist() == early.positions.tolist()
-    assert record.replay.positions[len(early)] >= len(rollout.prompt)
-    everything = Rollout(rollout.prompt, rollout.tokens, record.replay, rollout.log_probs, [])
+    assert len(early) and conversation.trajectory.dropped == len(second) - len(early) > 0
+    assert record.positions[: len(early)].tolist() == early.positions.tolist()
+    assert record.positions[len(early)] >= len(rollout.prompt)
+    everything = Rollout(rollout.prompt, rollout.tokens, record, rollout.log_probs, [])
     assert gaps(hf_model, [everything]).max() <= 1e-4
 
 

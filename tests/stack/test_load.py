@@ -286,11 +286,11 @@ def test_memory_stays_flat(crowded: Any, taken: bool) -> None:
             done = run(crowded, prompts, max_tokens=2)
             if taken:
                 assert len(take_trajectories(crowded)) == len(done) == 2
-            assert buffer._bytes <= 40_000
+            assert buffer._content.size <= 40_000
             if round_ == 50:
                 before = resident()
         assert resident() - before < 20 << 20
-        assert taken or buffer._bytes > 20_000, "nothing was left: the test shows nothing"
+        assert taken or buffer._content.size > 20_000, "nothing was left: the test shows nothing"
     finally:
         object.__setattr__(buffer, "max_bytes", bound)
         take_trajectories(crowded)

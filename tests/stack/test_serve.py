@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server with a perturbation: docs/serve.md's client, exact records, errors. Slow: `make test-all`."""
+"""A real server with a perturbation: docs/integrations.md's client, exact records, errors. Slow: `make test-all`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def client(address: str) -> Any:
 
 
 def test_the_client_of_the_docs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serve.md").read_text(), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "integrations.md").read_text(), re.DOTALL)
+    (program,) = [each for each in programs if "import openai" in each]
     assert program.strip().count("\n") == 10
     exec(program.replace("http://localhost:8000/v1", address), {})
     count = re.search(r"\((\d+) perturbed inputs\)", capsys.readouterr().out)

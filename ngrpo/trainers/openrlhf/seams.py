@@ -130,7 +130,7 @@ SEAMS: tuple[Seam, ...] = (
         "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
     _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes those parameters to a file of their own"),
-    _seam(_MODEL, "log_probs_from_logits", "log_prob_replacement:with_replacements",
+    _seam(_MODEL, "log_probs_from_logits", "loss:with_replacements",
         "perturbation or sampling_mask or credit_in_loss", "import",
         "log-probabilities are among the tokens that sampling left; a density takes the token's place; a credit sees"
         " the logits"),
@@ -161,7 +161,7 @@ SEAMS: tuple[Seam, ...] = (
     _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response"),
-    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "trajectory_record:without_ours",
+    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "side_inputs:without_ours",
         "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
     _seam("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"
@@ -180,9 +180,9 @@ SEAMS: tuple[Seam, ...] = (
     _seam(_ACTOR, "PolicyModelActor", "credit_seams:with_entropies", "credit", "sha:8d664f8c8592",
         "its forward keeps the entropy at each token"),
     # ---- --policy_noise (after the rows of weight sync and report) --------------------------------
-    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "policy_noise:sent_with_noise", "policy_noise",
+    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "weight_sync:sent_with_noise", "policy_noise",
         "sha:a7ed79f664d6", "engines are sent weights with noise"),
-    _seam(_ACTOR, "PolicyModelActor", "policy_noise:told_of_noise", "policy_noise", "sha:8d664f8c8592",
+    _seam(_ACTOR, "PolicyModelActor", "weight_sync:told_of_noise", "policy_noise", "sha:8d664f8c8592",
         "is told the noise of the next weight sync"),
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "metrics:measured_rollout_policy",
         "policy_noise or sampling_schedule", "sha:b5693a55753f", "measures the policy that rolled out"),

@@ -24,7 +24,7 @@ from ngrpo.second_rounds.base import SecondRound
 from perturbations.replay import packing
 
 KEY = "second_round"
-"""A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.trajectory_record`."""
+"""A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.side_inputs`."""
 _VERSION = 1
 
 

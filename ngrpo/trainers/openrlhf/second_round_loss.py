@@ -17,6 +17,7 @@ from torch import Tensor
 from ngrpo.advantages.base import Advantage
 from ngrpo.config.run import current_run
 from ngrpo.second_rounds.base import SecondRound
+from ngrpo.trainers.openrlhf.loss import policy_loss
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack
 
@@ -117,12 +118,8 @@ def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., A
     """`ActorPPOTrainer.training_step`, whose loss tells the rounds apart."""
 
     def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        loss_fn = self.actor_loss_fn
-        self.actor_loss_fn = TwoRoundsLoss(current_run().second_round, loss_fn, experience)
-        try:
+        with policy_loss(self, lambda loss_fn: TwoRoundsLoss(current_run().second_round, loss_fn, experience)):
             return original(self, experience, *args, **kwargs)
-        finally:
-            self.actor_loss_fn = loss_fn
 
     return training_step
 

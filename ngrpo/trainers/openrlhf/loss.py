@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place in OpenRLHF 0.11.2 where logits become log-probabilities, and what stands in for these.
+"""Where OpenRLHF's loss is met: two places in OpenRLHF 0.11.2, through which everything of ours reaches it.
 
-``Actor.forward`` takes them from temperature-scaled logits by ``log_probs_from_logits``, in a padded batch as in a
-packed one. So whatever replaces some of them there is in the old, the new and the reference log-probabilities, and with
-them in the ratio, the clip and the KL term.
+- ``log_probs_from_logits``, by which ``Actor.forward`` takes log-probabilities from temperature-scaled logits, in a
+  padded batch as in a packed one. What :func:`replacing` puts there is in the old, the new and the reference
+  log-probabilities, and with them in the ratio, the clip and the KL term: a density (`density_loss.py`), log π among
+  the tokens that sampling left (`mask_correction.py`).
+- ``actor_loss_fn``, the policy loss alone. What :func:`policy_loss` puts there changes neither the KL term nor the old
+  log-probabilities: the score of a density (`model_actors.py`), of a credit (`credit_loss.py`), the ratio of another
+  prompt (`second_round_loss.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
 Replace = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Replace, ...]] = ContextVar("log_prob_replacements", default=())
 
@@ -70,3 +75,19 @@ def with_replacements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return log_probs
 
     return log_probs_from_logits
+
+
+@contextmanager
+def policy_loss(trainer: Any, make: Callable[[Callable[..., Any]], _Loss]) -> Iterator[_Loss]:
+    """Has the training step in this context call another policy loss.
+
+    Args:
+        trainer: OpenRLHF's ``ActorPPOTrainer``.
+        make: gives the loss for the one that is called now, which it calls in turn.
+    """
+    plain = trainer.actor_loss_fn
+    trainer.actor_loss_fn = made = make(plain)
+    try:
+        yield made
+    finally:
+        trainer.actor_loss_fn = plain

@@ -13,7 +13,6 @@ import numpy as np
 
 from perturbations.replay import packing
 
-_VERSION = 2
 # A word of this value stands for so many tokens skipped, and for none that is named.
 _SKIP = 0xFFFF
 
@@ -71,6 +70,11 @@ class SamplingMask:
     lengths: np.ndarray
     words: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.positions.nbytes + self.cut.nbytes + self.lengths.nbytes + self.words.nbytes
+
     @classmethod
     def of(cls, size: int, left: dict[int, tuple[bool, np.ndarray]]) -> SamplingMask:
         """From each position's ``cut`` and ids."""
@@ -119,9 +123,8 @@ class SamplingMask:
         return SamplingMask(later.size, *(np.concatenate([getattr(part, name) for part in both]) for name in names))
 
     def to_bytes(self) -> bytes:
-        """Serialises without loss: two bytes an id, at most V bytes a position, and a checksum at the end."""
-        head = [np.array([self.size, len(self)]), np.diff(self.positions, prepend=0), 2 * self.lengths + self.cut]
-        return packing.sealed([_varints(np.concatenate(head)), self.words.astype("<u2").tobytes()], _VERSION)
+        """As bytes, without loss: see :func:`perturbations.replay.packing.mask_bytes`."""
+        return packing.mask_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SamplingMask:
@@ -130,35 +133,4 @@ class SamplingMask:
         Raises:
             ValueError: where the bytes were cut or altered.
         """
-        reader = packing.unsealed(data, _VERSION, "sampling mask")
-        size, n = reader.varint(), reader.varint()
-        rest = reader.rest()
-        # A number takes four bytes at most, so no more are read as numbers than there can be.
-        raw = np.frombuffer(rest[: 8 * n], dtype=np.uint8)
-        ends = np.flatnonzero(raw < 0x80)[: 2 * n]
-        if len(ends) < 2 * n:
-            raise ValueError(f"sampling mask is cut short: {len(ends)} of {2 * n} numbers.")
-        used = int(ends[-1]) + 1 if n else 0
-        numbers = _from_varints(rest[:used])
-        gaps, packed = numbers[:n], numbers[n:]
-        words, lengths = rest[used:], packed // 2
-        if len(words) != 2 * lengths.sum():
-            raise ValueError(f"sampling mask is cut short: {2 * lengths.sum()} bytes wanted, {len(words)} there.")
-        return cls(size, np.cumsum(gaps), packed % 2 == 1, lengths, np.frombuffer(words, "<u2").astype(np.uint16))
-
-
-def _varints(values: np.ndarray) -> bytes:
-    """Seven bits a byte, the lowest first; the high bit says that more follow. Values below 2^28."""
-    width = 1 + sum((values >= 1 << bits).astype(np.int64) for bits in (7, 14, 21))
-    place = np.arange(4)
-    data = (values[:, None] >> 7 * place & 0x7F) | (place < width[:, None] - 1) * 0x80
-    return data[place < width[:, None]].astype(np.uint8).tobytes()
-
-
-def _from_varints(data: bytes) -> np.ndarray:
-    raw = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
-    if not len(raw):
-        return raw
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(raw < 0x80) + 1])[:-1]
-    place = np.arange(len(raw)) - np.repeat(starts, np.diff(starts, append=len(raw)))
-    return np.add.reduceat((raw & 0x7F) << 7 * place, starts)
+        return cls(**packing.mask_fields(data))
