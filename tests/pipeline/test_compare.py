@@ -137,7 +137,9 @@ def test_the_report_has_groups_of_both_strategies(compared: tuple[Path, dict[str
     folder, _, _, _ = compared
     kept = [path.read_text().splitlines() for path in sorted(folder.glob("runs/*/groups.jsonl"))]
     none, twin = ([json.loads(line)["rewards"] for line in lines] for lines in kept)
-    assert none == twin and len(none) == 2 and all(len(rewards) == 16 for rewards in none)
+    assert none == twin
+    assert len(none) == 2
+    assert all(len(rewards) == 16 for rewards in none)
     section = (folder / "report.html").read_text().partition('id="groups"')[2].partition("</section>")[0]
     assert section.count('<h3 class="who">') == 2 and "neighbor rate=0" in section
 
