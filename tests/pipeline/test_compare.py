@@ -19,7 +19,18 @@ from tests.pipeline.harness import ROOT, SMALL
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 # Random answers are never right: a reward in which they differ shows whether two runs are equal.
 LETTERS = ROOT / "tests" / "pipeline" / "user_files" / "first_letters.py"
-EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
+EXTRA = [
+    "--reward.remote_url",
+    str(LETTERS),
+    "--eval.n",
+    "4",
+    "--eval.k",
+    "1,4",
+    "--eval.limit",
+    "8",
+    "--eval.max-tokens",
+    "12",
+]
 EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5", "--eval.steps", "2"]
 EXTRA += ["--report.groups", "1"]
 
