@@ -106,6 +106,7 @@ vision: $(READY)
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

@@ -36,13 +36,13 @@ DENSITIES = [
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
         ("self.tau * edit.weights.clamp_min", "edit.weights.clamp_min", "gumbel: τ is missing where y comes back"),
-        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
+        (".log() + normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
     ),
     *of_file(
         "perturbations/strategies/dirichlet.py",
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "dirichlet: ids that top-p cut take part"),
-        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
+        (".log() + normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
     ),
     *of_file(
         "perturbations/strategies/normal.py",
