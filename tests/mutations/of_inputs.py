@@ -280,6 +280,20 @@ MIXTURES = [
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ),
     *of_file(
+        "perturbations/gates/verdict.py",
+        "test_verdict.py",
+        ("gate.selects(at) & wanted", "gate.selects(at)", "verdict: whoever asks is perturbed"),
+        ("    opened = allowed\n", "    opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
+        ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
+        ("opened & gate.open(slots, step, prompts)", "opened", "verdict: thinking never ends"),
+        (
+            "opened & gate.feeds(proposal.tokens, gate.ending(slots, step.positions))",
+            "opened",
+            "verdict: protected is fed",
+        ),
+        ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
+    ),
+    *of_file(
         "perturbations/gates/first.py",
         _MIXTURES,
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
