@@ -203,10 +203,8 @@ class ReplayScope:
     def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
         # Not of the weight, which is empty between forwards under ZeRO-3.
         vocabulary, hidden = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
-        if vocabulary is None or hidden is None:
-            return
         for record in records:
-            if record is not None:
+            if record is not None and vocabulary is not None and hidden is not None:
                 record.check_model(vocabulary, hidden)
 
     def replayed(

@@ -11,7 +11,7 @@ GRADIENTS = [
         "test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
         (
             "densities.gaussian(drawn, mean - mean.detach(), sigma)",
-            "densities.gaussian(realise(edit, lookup, replayed.noise_keys).float().detach(), mean, edit.sigma)",
+            "densities.gaussian(realise(edit, lookup, keys).float().detach(), mean, sigma)",
             "gaussian: the noise is a difference of what rollout and trainer computed",
         ),
     ),

@@ -93,7 +93,7 @@ SCHEDULES = [
         "test_sampling_schedules_run.py",
         ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
         (
-            "batch.next_positions - self._store.prompts[batch.slots]",
+            "np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)",
             "batch.next_positions",
             "the prompt's tokens count as generated",
         ),
