@@ -76,5 +76,6 @@ setup(
     entry_points={
         "console_scripts": ["ngrpo = ngrpo.cli:console"],
         "vllm.general_plugins": ["ngrpo_perturbation = ngrpo.rollout.plugin:register"],
+        "verl.plugins": ["ngrpo_perturbation = ngrpo.trainers.verl.entry_point"],
     },
 )

@@ -150,6 +150,7 @@ class ReplayScope:
         module: nn.Module | None = None,
         perturbation: Perturbation | None = None,
         look_up: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
@@ -159,12 +160,15 @@ class ReplayScope:
             perturbation: the perturbation of the records, needed where it has a density.
             look_up: of how many inputs of each forward, at most, the nearest token is looked up; they are evenly
                 spaced over the recorded positions. None where the embedding's matrix is not whole here (ZeRO-3).
+            device: where the forward runs; None for where the embedding's parameters are between forwards, which a
+                sharding that offloads them moves, or leaves none of (FSDP).
         """
         self._embedding = embedding
         self._module = module
         self.perturbation = perturbation
         self._measure = measure
         self._look_up = look_up
+        self._device = device
         self._shape: torch.Size | None = None
         self._bypassed = False
         self.stats = ReplayStats()
@@ -178,11 +182,11 @@ class ReplayScope:
             RuntimeError: at the end, where there were records and no forward went through the embedding.
         """
         self._check_model(records)
-        weight = next(self._embedding.parameters())
+        device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
-        self._flat = _flatten(records, weight.device)
+        self._flat = _flatten(records, device)
         self._records, self._shape, self.stats = records, None, ReplayStats()
-        self._mask = None if attention_mask is None else attention_mask.to(weight.device)
+        self._mask = None if attention_mask is None else attention_mask.to(device)
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
