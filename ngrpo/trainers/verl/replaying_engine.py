@@ -8,17 +8,19 @@ batch is to be replayed is the batch itself: the trainer puts the perturbation's
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.trainers.openrlhf.density_loss import Densities
@@ -113,7 +115,13 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         own = result["log_probs"]
         result[TOKEN_LOG_PROBS] = own.detach()
         if self._densities is not None:
+            # A density may look embeddings up. FSDP2 has taken a tied matrix apart by now; backward does so again.
+            sharded = isinstance(self.module, FSDPModule)
+            if sharded:
+                self.module.unshard()
             result["log_probs"] = self._with_densities(own, output.logits, float(micro_batch["temperature"]))
+            if sharded and not torch.is_grad_enabled():
+                self.module.reshard()
         return result
 
     def _with_densities(self, own: Tensor, logits: Tensor, temperature: float) -> Tensor:
@@ -183,5 +191,17 @@ EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cuda", "nvidia")(R
 EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(ReplayingCPUEngine)
 
 
+class ReplayingTrainingWorker(TrainingWorker):
+    """verl's worker of one model; without an accelerator its process group is gloo's alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if get_device_name() == "cpu" and not torch.distributed.is_initialized():
+            # verl 0.9.1 would ask for "cpu:gloo,cpu:gloo", which torch refuses. Address and rank are in the environment.
+            torch.distributed.init_process_group("gloo", init_method=os.environ.get("DIST_INIT_METHOD"))
+        super().__init__(*args, **kwargs)
+
+
 class PerturbedWorker(ActorRolloutRefWorker):
     """verl's worker. In its process this module is imported, and with it the engine registered."""
+
+    actor_worker_cls = ref_worker_cls = ReplayingTrainingWorker

@@ -22,6 +22,15 @@ def _row(module: str, attribute: str, upstream: str, why: str) -> Seam:
     return Seam(f"verl.{module}", attribute, None, "verl", f"sha:{upstream}", CHECKED, why)
 
 
+TRAINER = Seam(
+    f"verl.{_SYNC}",
+    "PPOTrainerSync",
+    "ngrpo.trainers.verl.entry_point:registered",
+    "verl",
+    "sha:3a7430396064",
+    CHECKED,
+    "stays as it is; ours is registered beside it. No request runs while weights change",
+)
 # fmt: off
 SEAMS: tuple[Seam, ...] = (
     _row(_TRAINER, "PPOTrainer._init_resource_pool_mgr", "493680a47259", "ours puts our workers in"),
@@ -30,7 +39,7 @@ SEAMS: tuple[Seam, ...] = (
     _row(_TRAINER, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and asks for the answer"),
     _row(_TRAINER, "PPOTrainer._step_once", "0555717c3378", "the order of these"),
     _row(_TRAINER, "register_trainer", "39c894aab481", "the trainer's mode"),
-    _row(_SYNC, "PPOTrainerSync", "3a7430396064", "no request runs while weights change"),
+    TRAINER,
     _row("trainer.main_ppo", "TaskRunnerV1.init_agent_loop_manager", "db9691ea6fc9",
         "the manager's class is the configuration's"),
     _row("utils.transferqueue_utils", "_async_meta_to_realdata", "4e3fcdf17e9a",
