@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ngrpo.config.verl_lines import MODE
 from ngrpo.trainers.openrlhf.install import place
 from ngrpo.trainers.verl import cpu_platform
-from ngrpo.trainers.verl.overrides import MODE
 from ngrpo.trainers.verl.verl_seams import TRAINER
 
 

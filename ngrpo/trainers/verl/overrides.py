@@ -3,41 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from ngrpo.config.verl_lines import MODE
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
-MODE = "perturbed"
 MANAGER = "ngrpo.trainers.verl.agent_loops.PerturbedAgentLoopManager"
 _ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 _GAP_LIMIT = 10.0
-
-
-def lines(spec: Mapping[str, Any]) -> list[str]:
-    """The overrides of verl's command line for a perturbation.
-
-    Args:
-        spec: as :func:`perturbations.create` takes it; what is not said has its default.
-    """
-    given = [f"+{KEY}.{name}={_hydra(value)}" for name, value in spec.items()]
-    return [f"trainer.v1.trainer_mode={MODE}", *given]
-
-
-def _hydra(value: Any) -> str:
-    """A value in the grammar of Hydra's overrides, where a string may need quotes."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_hydra, value))}]"
-    text = str(value)
-    plain = text and all(c.isalnum() or c in "_./-" for c in text) and text.lower() not in ("true", "false", "null")
-    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def prepare(config: Any) -> tuple[Perturbation, float, bool]:

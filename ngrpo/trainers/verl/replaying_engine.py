@@ -196,7 +196,7 @@ class ReplayingTrainingWorker(TrainingWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if get_device_name() == "cpu" and not torch.distributed.is_initialized():
-            # verl 0.9.1 would ask for "cpu:gloo,cpu:gloo", which torch refuses. Address and rank are in the environment.
+            # verl 0.9.1 asks for "cpu:gloo,cpu:gloo", which torch refuses. Address and rank are in the environment.
             torch.distributed.init_process_group("gloo", init_method=os.environ.get("DIST_INIT_METHOD"))
         super().__init__(*args, **kwargs)
 
