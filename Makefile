@@ -1,6 +1,7 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
-# make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
-# make test-all adds what is marked slow, and the mutations of formulas (make mutations).
+# make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 15 minutes
+# make test-more all others but the slow ones: further options, seams, recipes, pictures, the report in a browser
+# make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
@@ -9,6 +10,7 @@
 # make models is the replay exact on tiny models of every type? docs/models.md; it goes on where it was stopped
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
 # make study  the study of docs/study.md, hours on a CPU: it goes on where it was stopped
+# make study2 the study of docs/study2.md, likewise
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -36,7 +38,7 @@ JOBS ?= 2
 FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline test-verl $(FILES) matrix browser vision lint format bench models study gpu docs dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-stack test-pipeline test-verl $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
 ifndef AT_ONCE
 .NOTPARALLEL:
@@ -45,14 +47,22 @@ endif
 demo: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
-test: $(READY) browser vision test-fast
+test: $(READY) test-fast
 	@echo "== stack tests: vLLM and Hugging Face in one process, a new one for each file, $(JOBS) at once; each shows its"
 	@echo "   result when it has ended"
-	@$(call files,not slow,$(FILES))
+	@$(call files,not more and not slow,$$($(BIN)/python -m tests.claims stack))
 	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
-	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
+	@$(BIN)/python -m pytest $$($(BIN)/python -m tests.claims pipeline) -m "not more and not slow"
 
-test-all: test
+test-more: $(READY) browser vision
+	@echo "== further fast tests"
+	@$(BIN)/python -m pytest tests/fast -m "more and not slow" --numprocesses=$(JOBS) --dist=loadfile
+	@echo "== further stack tests"
+	@$(call files,more and not slow,$(FILES))
+	@echo "== further pipeline tests"
+	@$(BIN)/python -m pytest tests/pipeline -m "more and not slow"
+
+test-all: test test-more
 	@$(PIP) --no-deps $(TRL)
 	@$(PIP) $(VERIFIERS) 2>/dev/null && $(PIP) --no-deps $(ENVIRONMENTS) || echo "   no verifiers: its tests are skipped"
 	@echo "== slow tests"
@@ -67,7 +77,7 @@ mutations: $(READY)
 
 test-fast: $(READY)
 	@echo "== fast tests"
-	@$(BIN)/python -m pytest tests/fast -m "not slow" --numprocesses=$(JOBS) --dist=loadfile
+	@$(BIN)/python -m pytest tests/fast -m "not more and not slow" --numprocesses=$(JOBS) --dist=loadfile
 
 test-stack: $(READY) vision
 	@$(call files,not slow,$(FILES))
@@ -131,6 +141,9 @@ models: $(READY) vision
 
 study: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/study/run.sh
+
+study2: $(READY)
+	@PATH="$(BIN):$$PATH" bash examples/study2/run.sh
 
 # On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.
 ifdef REHEARSE

@@ -147,7 +147,7 @@ def table() -> None:
 def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs: Tensor) -> Tensor:
     """The gradient of Σ A · entry over the rollouts, all parameters in one vector, float64."""
     from ngrpo.trainers.openrlhf.density_loss import densities
-    from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+    from ngrpo.trainers.openrlhf.loss import with_replacements
     from perturbations.replay.scope import ReplayScope
 
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,17 +7,35 @@
 # Killed, or with runs that failed, the same command goes on: what has finished is kept. TASKS="shortcut two_peaks" runs
 # some of the tasks; RATE=4e-4 another learning rate than the sandbox's own, which needs another FOLDER.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+here=$(cd "$(dirname "$0")" && pwd)
+cd "$here/../.."
 
 out=${1:-runs/study2${PILOT:+-pilot}}
 shift || true
-config=examples/study2/study.yaml tasks=${TASKS:-shortcut shortcut:late two_peaks minimum_sum star_graph}
-if [ -n "${PILOT:-}" ]; then
-  config=examples/study2/pilot.yaml tasks=${TASKS:-shortcut shortcut:late shortcut:late-plain}
-fi
 status=0
-for task in $tasks; do  # A failed run (1) does not keep the next task waiting.
-  ngrpo compare --config "$config" --out "$out/${task//:/-}" --task "$task" ${RATE:+--actor.adam.lr "$RATE"} "$@" ||
+
+run() {  # CONFIG TASK [more words]: a failed run (1) does not keep the next task waiting.
+  ngrpo compare --config "$1" --out "$out/${2//:/-}" --task "$2" ${RATE:+--actor.adam.lr "$RATE"} "${@:3}" ||
     { status=$?; [ $status = 1 ] || exit $status; }
+}
+
+up_to() {  # GROUP FILE: the file with its groups of arms up to one; it ends with them.
+  awk -v last="$1" '/^  # group [0-9]+:/ {over = $3 + 0 > last} !over' "$2"
+}
+
+if [ -n "${PILOT:-}" ]; then
+  for task in ${TASKS:-shortcut:late shortcut}; do run "$here/pilot.yaml" "$task" "$@"; done
+  run "$here/rate.yaml" shortcut:late-plain "$@"
+  exit $status
+fi
+mkdir -p "$out"
+for group in 1 2 3 4; do
+  for task in ${TASKS:-shortcut:late shortcut two_peaks minimum_sum star_graph}; do
+    file=$here/study.yaml
+    [ "$task" != two_peaks ] || file=$here/two_peaks.yaml
+    grep -q "^  # group $group:" "$file" || continue
+    up_to $group "$file" > "$out/$(basename "$file" .yaml)-$group.yaml"
+    run "$out/$(basename "$file" .yaml)-$group.yaml" "$task" "$@"
+  done
 done
 exit $status

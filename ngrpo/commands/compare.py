@@ -19,6 +19,9 @@ What has finished is kept: the same command goes on where it stopped.
   --seeds 0,1,2             seeds [0]
   --baseline ID             what the others are held against [none, or the first
                             strategy]
+  --threshold SCORE         count the runs whose Mean@n ends above it, and test
+                            the counts: for tasks that a run either finds the
+                            way in or does not
   --config FILE             YAML with the same words as keys (see
                             examples/ablation.yaml); a flag overrides it
   --out DIR                 the comparison's folder [runs/compare]

@@ -33,7 +33,7 @@ examples
   ngrpo diagnose --model smollm2-135m --task arithmetic --strategy none \\
       --strategy 'none sampling.schedule=ead' --strategy 'none policy_noise=psn'
 
-What each number is: docs/diagnose.md."""
+What each number is: docs/compare.md."""
 _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 

@@ -25,7 +25,7 @@ perturbation of the rollouts
                             warn once where log-probabilities of rollout and
                             trainer differ more than X times as much after
                             perturbed inputs as at plain positions [10];
-                            docs/metrics.md
+                            docs/troubleshooting.md
   --perturbation.strict     end the run there instead
 
 algorithm

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ngrpo.compare import shares
 from ngrpo.compare.plan import BASELINE, Plan
 from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
@@ -33,7 +34,7 @@ _SET_BY_US = {
 _SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
 _REPEATED = ("strategy", "sweep")
 _SWITCHES = ("stock", "discard-models")
-_OURS = ("perturbations", "base", "seeds", "baseline", "out", "config", *_SWITCHES, *_REPEATED)
+_OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", *_SWITCHES, *_REPEATED)
 # The beginning of a flag for another command, and the flags of OpenRLHF that begin so too.
 _GROUPS = {
     "eval": ("--eval.dataset", "--eval.split", "--eval.steps", "--eval.temperature_", "--eval.n_samples"),
@@ -82,6 +83,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
         keep_models=single.get("discard-models", "false") == "false",
         evaluation=evaluation,
         diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
+        threshold=shares.threshold(single["threshold"]) if "threshold" in single else None,
     )
     return plan, Path(single.get("out", "runs/compare")).expanduser()
 

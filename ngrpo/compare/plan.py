@@ -38,6 +38,7 @@ class Plan:
         evaluation: words for ``ngrpo eval`` but model and folder, the same for every trained model; None where there
             is nothing to evaluate on.
         diagnosis: words for ``ngrpo diagnose``, or None.
+        threshold: the score above which the report counts each strategy's runs, or None.
     """
 
     arms: tuple[Arm, ...]
@@ -50,6 +51,7 @@ class Plan:
     keep_models: bool = True
     evaluation: tuple[str, ...] | None = None
     diagnosis: tuple[str, ...] | None = None
+    threshold: float | None = None
 
     def runs(self) -> list[Run]:
         """Seed by seed, so that a comparison cut short has whole seeds."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.compare import verdicts
+from ngrpo.compare import shares, verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
@@ -60,7 +60,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "strategies": [_strategy(arm) for arm in plan.arms],
         "runs": runs,
         "untrained": folder.read("untrained/evaluation.json"),
-        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline),
+        "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
     # NaN and infinity have no place in JSON.
@@ -76,7 +76,9 @@ def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
     write_report(dict(results), folder.path / "report.html")
 
 
-def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str) -> list[dict[str, Any]]:
+def summarise(
+    runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str, threshold: float | None = None
+) -> list[dict[str, Any]]:
     """One row per strategy: means with intervals, paired differences to the baseline, costs.
 
     Differences are of evaluations alone: rewards while training are of rollouts that each strategy draws in its own
@@ -86,6 +88,7 @@ def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: 
         runs: as in ``results.json``.
         arms: ids of the strategies.
         baseline: the id of one of them.
+        threshold: the Mean@n above which runs are counted; see :mod:`ngrpo.compare.shares`.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
     failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
@@ -100,6 +103,12 @@ def summarise(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: 
         row["verdict"] = verdicts.verdict(main, f"Mean@{row['n']}", baseline, shared)
         if row["strategy"] == baseline:
             row["verdict"] = "the baseline"
+    if threshold is not None:
+        reached = {
+            arm: {seed: run["evaluation"]["mean_at_n"] for seed, run in of.items() if run["evaluation"]}
+            for arm, of in done.items()
+        }
+        shares.add(rows, reached, baseline, threshold)
     return rows
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ngrpo.credits.base import Credit
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
+    from ngrpo.second_rounds.base import SecondRound
     from perturbations.base import Perturbation
 
 FILE = "run.yaml"
@@ -113,6 +114,11 @@ class RunConfig:
     def sampling_schedule(self) -> SamplingSchedule | None:
         """The schedule of temperatures; None for one temperature throughout."""
         return self.part("sampling_schedule")
+
+    @property
+    def second_round(self) -> SecondRound | None:
+        """What is asked where all answers to a prompt are wrong; None for nothing."""
+        return self.part("second_round")
 
     @property
     def spec(self) -> Mapping[str, Any] | None:

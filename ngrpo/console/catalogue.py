@@ -115,7 +115,7 @@ def _mean_of_score(cls: type[Perturbation]) -> str:
                 centred[made.zero_mean_score].append(density)
     told = {True: "0 with density", False: "not 0 with density"}
     found = [f"{told[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
-    return f"mean of the score of its entry in the loss (docs/choosing.md): {'; '.join(found)}"
+    return f"mean of the score of its entry in the loss (docs/loss.md): {'; '.join(found)}"
 
 
 def own_options(kept: Registry, cls: type) -> list[dataclasses.Field]:

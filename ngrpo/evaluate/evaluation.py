@@ -22,7 +22,7 @@ from ngrpo.scoring.problem import Problem, digest
 from ngrpo.storage.datafiles import contents
 from ngrpo.storage.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import of_problem
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
@@ -210,7 +210,7 @@ def _generate(
     progress.runner = model_runner(llm) if reproducible else None
     progress.start()
     # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
-    seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
+    seeds = {key: of_problem(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     perturbed, step = spec is not None, policy.step
     # A schedule may give each of a problem's answers a temperature of its own.

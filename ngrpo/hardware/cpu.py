@@ -97,6 +97,9 @@ def _env() -> dict[str, str]:
         # "auto" of vLLM 0.29 keeps one core for itself, half of a two-core machine. Binding is off too:
         # bound threads would fight with the trainer's for the same core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # An engine of one rank in one process. vLLM 0.29 on a CPU otherwise has three, a front end, a core and a
+        # worker: ten seconds of imports each, and messages between them at every token.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # GiB of KV cache: 46,000 tokens of SmolLM2-135M. A fraction of the memory (OpenRLHF's default is
         # 0.95 of it) would take what the trainer, on the same machine, needs.
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -136,14 +136,28 @@ def of_config(config: Mapping[str, Any]) -> Support:
         notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
     if _is_recurrent(text):
         notes.append("it has recurrent layers")
-    measured = _measured(model_type)
-    if measured is None and not refused:
-        unknown.append("the gap of this type, which docs/models.md does not list: python -m benchmarks.models measures")
-    elif measured is not None:
-        notes.append(f"a tiny model of this type: {measured}")
-        if measured == "wrong":
-            refused.append("the replay is not exact on a tiny model of this type (docs/models.md)")
+    _compare_formulas(model_type, text, refused, unknown)
+    verdict, told = _measured(model_type)
+    if verdict == "unknown" and not refused:
+        unknown.append(f"the gap of this type: {told}")
+    elif verdict == "wrong":
+        refused.append(f"on a tiny model of this type {told} (docs/models.md)")
+    elif verdict != "unknown":
+        notes.append(f"a tiny model of this type: {told}" + " (docs/models.md)" * (verdict == "doubtful"))
     return Support(model_type, architecture, engine, trainer or "", tuple(refused), tuple(unknown), tuple(notes))
+
+
+def _compare_formulas(model_type: str, text: Mapping[str, Any], refused: list[str], unknown: list[str]) -> None:
+    """Where vLLM 0.29 and transformers 5.15 make different models of the same config.json."""
+    if model_type == "cohere2_vision" and text.get("logit_scale", 0.0625) != 1.0:
+        refused.append("vLLM multiplies logits by its logit_scale and transformers' class does not (docs/models.md)")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaled = "mscale" in rope and "mscale_all_dim" in rope and rope.get("apply_yarn_scaling", True)
+    if text.get("model_type") == "ministral3" and scaled:
+        unknown.append(
+            "whether vLLM scales its rotary embedding as transformers does: from config.json it does not, and"
+            ' "apply_yarn_scaling": false in rope_parameters corrects it (docs/models.md)'
+        )
 
 
 def check(name: str) -> None:
@@ -239,7 +253,9 @@ def _is_recurrent(text: Mapping[str, Any]) -> bool:
     )
 
 
-def _measured(model_type: str) -> str | None:
-    """The verdict on a tiny model of this type, as `make models` found it."""
+def _measured(model_type: str) -> tuple[str, str]:
+    """The verdict on a tiny model of this type, as `make models` found it, and words for it."""
     table = json.loads(files("ngrpo.models").joinpath("measured_models.json").read_text(encoding="utf-8"))
-    return table.get(model_type)
+    unlisted = ("unknown", "docs/models.md does not list it; python -m benchmarks.models measures it")
+    verdict, told = table.get(model_type, unlisted)
+    return verdict, told

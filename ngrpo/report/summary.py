@@ -28,7 +28,7 @@ RUNNERS = "model_runner"
 FORMAT = 1
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "rubric/", "sampling/")
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "rubric/", "sampling/", "second_round/", "task/")
 _ROWS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -109,6 +109,8 @@ def steps(scalars: Series) -> list[dict[str, float]]:
         seconds = at.get("timing/generation", 0.0)
         if seconds > 0.0 and "rollout/response_length_mean" in at and "rollout/num_samples" in at:
             row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
+        if "group_reward_std" in at:  # OpenRLHF's mean over groups: 0 where none has anything to learn from
+            row["group_reward_std"] = at["group_reward_std"]
         if "timing/step_total" in at:
             row["step_seconds"] = at["timing/step_total"]
         rows.append(row)

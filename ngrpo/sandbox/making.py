@@ -80,12 +80,26 @@ def make(
 ) -> None:
     """Trains the model and writes it.
 
+    On one thread: of a model this small the sums are too short to share, and how many share them changes their
+    rounding, and with it what the model has learnt after hundreds of steps.
+
     Args:
         folder: where config, float32 weights, tokenizer and generation config go.
         steps: optimizer steps; fewer give a model that has not learnt its tasks, for tests.
         seed: of the weights and the demonstrations.
         report: called with a line of text now and then.
     """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _make(folder, steps, seed, report)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _make(folder: Path, steps: int, seed: int, report: Callable[[str], None]) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.scoring.procedural import INSTRUCTION, datasets, label_of, score
+from ngrpo.scoring.procedural import final_answer as final_answer  # a task's
 from ngrpo.tasks import flags, rewards, write
 from ngrpo.upstream.openrlhf_flags import Default
 from perturbations.errors import UsageError

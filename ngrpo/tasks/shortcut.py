@@ -88,4 +88,4 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         ``rewards`` and ``scores``, (N,) float32 in {0, 1}, and in ``extra_logs`` whether the answer counted, which is
         the way that plain GRPO seldom tries.
     """
-    return rewards(queries, prompts, labels, lambda a, b: (score(a, b), digit_sums.COUNT in a.split()), "counted")
+    return rewards(queries, prompts, labels, lambda a, b: (score(a, b), digit_sums.COUNT in a.split()), "task/counted")

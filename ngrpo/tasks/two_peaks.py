@@ -69,4 +69,4 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         found = final_answer(answer)
         return found is not None and int(found) < (peaks.HIGH + peaks.LOW) / 2
 
-    return rewards(queries, prompts, labels, lambda a, b: (score(a, b), high(a)), "near_high_peak")
+    return rewards(queries, prompts, labels, lambda a, b: (score(a, b), high(a)), "task/near_high_peak")

@@ -6,7 +6,7 @@
     trainer = PerturbedGRPOTrainer(model, rewards, args=GRPOConfig(use_vllm=True, ...), train_dataset=prompts,
                                    perturbation={"name": "neighbor", "rate": 0.1})
 
-Needs ``pip install --no-deps trl==1.16.0`` beside this project; docs/trl.md says what is and is not covered.
+Needs ``pip install --no-deps trl==1.16.0`` beside this project; docs/integrations.md says what is and is not covered.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import streams
 from perturbations.base import Perturbation, Step
 from perturbations.edit import realise

@@ -176,7 +176,9 @@ class TestMain:
     def test_bad_input_is_one_line_and_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["train", "--perturbation", "nieghbor"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("ngrpo: error: ") and "Traceback" not in error and error.count("\n") == 1
+        assert error.startswith("ngrpo: error: ")
+        assert "Traceback" not in error
+        assert error.count("\n") == 1
 
     def test_a_bug_shows_as_a_bug(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """Also where it is a ValueError, which bad input was once told by."""
@@ -187,7 +189,9 @@ class TestMain:
         monkeypatch.setattr(train, "run", broken)
         assert cli.main(["train"]) == 1
         error = capsys.readouterr().err
-        assert "Traceback" in error and "in broken" in error and "shapes (2, 3)" in error
+        assert "Traceback" in error
+        assert "in broken" in error
+        assert "shapes (2, 3)" in error
         assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
         assert "ngrpo: error:" not in error
 
@@ -199,6 +203,7 @@ class TestMain:
         assert cli.main(["train", "--perturbation", "divides:Mine"]) == 2
         assert "cannot load 'divides:Mine' (division by zero)" in capsys.readouterr().err
 
+    @pytest.mark.more
     def test_output_that_nobody_reads_to_the_end_is_no_bug(self) -> None:
         line = f"{sys.executable} -m ngrpo.cli train --help | head -1"
         done = subprocess.run(line, shell=True, capture_output=True, text=True)
@@ -232,6 +237,7 @@ class TestMain:
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
         assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
 
+    @pytest.mark.more
     def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
         """In a process of its own: other tests register names and sources of any length."""
         calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
@@ -276,7 +282,9 @@ class TestMain:
             "in [0, 1]",
         ):
             assert part in text
-        assert "--openrlhf-help" in text and "smollm2-135m" in text and "arithmetic" in text
+        assert "--openrlhf-help" in text
+        assert "smollm2-135m" in text
+        assert "arithmetic" in text
 
     def test_help_names_every_command_and_preset(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["--help"]) == 0

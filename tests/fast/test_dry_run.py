@@ -295,7 +295,9 @@ class TestCommand:
     def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--task arithmetic --model some/model --rollout.top_p 0.9 --perturbation.rate 1"
         text = self.run(line, capsys)
-        assert text.count("warning: ") == 2 and "--sampling.correct_mask" in text and "greedy" in text
+        assert text.count("warning: ") == 2
+        assert "--sampling.correct_mask" in text
+        assert "greedy" in text
 
     def test_a_task_that_cannot_be_made_is_a_check_that_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--task math:none.jsonl --model some/model", capsys, code=1)

@@ -57,7 +57,9 @@ def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
 
 def test_real_verl_parquet(shared_data: Path) -> None:
     aime = load_problems(str(shared_data / "aime2025.parquet"))
-    assert len(aime) == 30 and aime[0].answer == "70" and {p.scorer for p in aime} == {"math"}
+    assert len(aime) == 30
+    assert aime[0].answer == "70"
+    assert {p.scorer for p in aime} == {"math"}
     assert aime[0].question.startswith("Find the sum of all integer bases")
     test = load_problems(str(shared_data / "math_test.parquet"))
     # Row 3527 has lost its target; its solution has the answer in its box.

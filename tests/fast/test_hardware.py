@@ -180,6 +180,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
     assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
 
 
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
@@ -267,6 +268,7 @@ def test_worker_environment(monkeypatch) -> None:
     env = worker_env(CPU)
     assert env["NCCL_DEBUG"] == "INFO" and env["OMP_NUM_THREADS"] == "7", "what the user exported wins"
     assert env["DS_ACCELERATOR"] == "cpu"
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "an engine of one rank is one process"
 
 
 def test_importing_is_light() -> None:

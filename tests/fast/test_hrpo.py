@@ -21,7 +21,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.strategies.hrpo import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.recipes import words_of
-from tests.fast.test_replay import Embedder, small
+from tests.fast.replay_examples import Embedder, small
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
 
@@ -208,7 +208,7 @@ def test_learning_rates_make_groups() -> None:
 @register("scaled")
 @dataclass(frozen=True, kw_only=True)
 class Scaled(Perturbation):
-    """The perturbation with parameters of docs/hrpo.md."""
+    """The perturbation with parameters of docs/own_perturbation.md."""
 
     def propose(self, step: Step) -> Proposal:
         values, ids = step.logits.topk(8, dim=-1)

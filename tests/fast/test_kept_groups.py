@@ -17,9 +17,9 @@ from ngrpo.config import parse
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
 from ngrpo.trainers.openrlhf.seams import active
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.run import run_of, run_with
 
 
@@ -56,7 +56,7 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
         rollout = np.full(2 + length, -1.0, np.float32)
         rollout[:2] = np.nan
         rollout[2] = -1.5
-        side.append(TrajectoryRecord(record(3), rollout).pack() if perturbed and place % 2 else None)
+        side.append(FinishedTrajectory(record(3), rollout).pack() if perturbed and place % 2 else None)
     return [
         SimpleNamespace(
             sequences=sequences,

@@ -25,7 +25,7 @@ FLOORS = (
     ("perturbations",),
     ("ngrpo", "ngrpo.upstream", "ngrpo.storage", "ngrpo.statistics", "ngrpo.sandbox"),
     ("ngrpo.models",),
-    ("ngrpo.advantages", "ngrpo.credits", "ngrpo.policy_noises", "ngrpo.sampling_schedules"),
+    ("ngrpo.advantages", "ngrpo.credits", "ngrpo.policy_noises", "ngrpo.sampling_schedules", "ngrpo.second_rounds"),
     ("ngrpo.config",),
     ("ngrpo.hardware", "ngrpo.rollout", "ngrpo.environments", "ngrpo.scoring"),
     ("ngrpo.console",),

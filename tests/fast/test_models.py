@@ -36,7 +36,9 @@ def test_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) 
     made: list[Path] = []
     monkeypatch.setattr(packaged, "_convert", lambda s, m, target: (made.append(target), convert(s, m, target)))
     first, second = packaged.resolve(NAME), packaged.resolve(NAME)
-    assert first == second and Path(first).parent == cache and len(made) == 1
+    assert first == second
+    assert Path(first).parent == cache
+    assert len(made) == 1
     assert [entry.name for entry in cache.iterdir()] == [Path(first).name]
 
 

@@ -34,7 +34,9 @@ LEAST = ["--actor.model_name_or_path", "m", "--reward.remote_url", "reward.py"]
 def test_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         openrlhf_parser.check([*LEAST, *words.split()])
-    assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_accepted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,9 +74,9 @@ COMPARE += " --rollout.n_samples_per_prompt 2"
     ("command", "words", "sign", "code"),
     [
         ("compare", COMPARE, signal.SIGTERM, 143),
-        ("compare", COMPARE, signal.SIGKILL, -9),
-        ("eval", PROBLEMS, signal.SIGTERM, 143),
-        ("diagnose", f"{PROBLEMS} --prompts 1", signal.SIGINT, 130),
+        pytest.param("compare", COMPARE, signal.SIGKILL, -9, marks=pytest.mark.more),
+        pytest.param("eval", PROBLEMS, signal.SIGTERM, 143, marks=pytest.mark.more),
+        pytest.param("diagnose", f"{PROBLEMS} --prompts 1", signal.SIGINT, 130, marks=pytest.mark.more),
     ],
 )
 def test_a_command_ends_with_all_that_it_started(

@@ -23,7 +23,7 @@ from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversati
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
-from tests.fast.test_sampling_schedules_run import Generator, Step
+from tests.fast.schedule_doubles import Generator, Step
 
 
 def of_answers(logits: torch.Tensor, answers: list[int], counts: list[int]) -> NextTokens:

@@ -39,7 +39,9 @@ def test_demonstrations_of_digit_sums() -> None:
         if way == "copy":
             assert said == ["3"]
         else:
-            assert way == "count" and said[:-1] == ["0", "1", "9", "4"] and said[-1] in ("6", "7")
+            assert way == "count"
+            assert said[:-1] == ["0", "1", "9", "4"]
+            assert said[-1] in ("6", "7")
             counted, right = counted + 1, right + (said[-1] == "6")
     assert abs(counted / 4000 - digit_sums.COUNTED) < 0.02 and abs(right / counted - digit_sums.SKILL) < 0.025
     late = digit_sums.demonstration(chance, digits, late=True).split()
@@ -69,7 +71,9 @@ def test_minimum_sum(numbers: list[int], best: int) -> None:
 
 def test_star() -> None:
     edges, path = star_graphs.problem(random.Random(0))
-    assert len(edges) == 12 and len(path) == 5 and sum(a == path[0] for a, _ in edges) == 3
+    assert len(edges) == 12
+    assert len(path) == 5
+    assert sum(a == path[0] for a, _ in edges) == 3
     assert all(edge in edges for edge in itertools.pairwise(path))
     assert path[-1] not in {a for a, _ in edges}  # the end of its arm
     assert len(star_graphs.NODES) ** -star_graphs.LENGTH < 1e-6  # the chance of a right answer
@@ -111,9 +115,9 @@ def test_the_share_of_easy_problems() -> None:
 
 def test_what_is_logged_beside_the_reward() -> None:
     counted = shortcut.reward_func([" copy 3", " count 0 1 9 4 6"], ["", ""], ["6", "6"])
-    assert counted["extra_logs"]["counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
+    assert counted["extra_logs"]["task/counted"].tolist() == [0.0, 1.0] == counted["rewards"].tolist()
     high = two_peaks.reward_func([" 41", " 74", " -3", ""], [""] * 4, ["40"] * 4)
-    assert high["extra_logs"]["near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert high["extra_logs"]["task/near_high_peak"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert high["rewards"].tolist()[2:] == [0.0, 0.0]
     assert minimum_sum.score("-3 0 2 2", "2") == 1.0
 
@@ -136,7 +140,13 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder = Path(packaged.resolve("sandbox", report=said.append))
     assert folder == packaged.folder_of("sandbox") == Path(packaged.resolve("sandbox", report=said.append))
     assert len(said) == 1 and "sandbox" in said[0]
-    making.make(tmp_path / "again", steps=2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))  # one where there were several, two where there was one
+        making.make(tmp_path / "again", steps=2)
+        assert torch.get_num_threads() == 3 - min(threads, 2)
+    finally:
+        torch.set_num_threads(threads)
     making.make(tmp_path / "other", steps=2, seed=1)
     one, same, other = (
         (place / "model.safetensors").read_bytes() for place in (folder, tmp_path / "again", tmp_path / "other")

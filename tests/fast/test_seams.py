@@ -60,7 +60,9 @@ def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> No
         check(("cpu",), [row, broken])
     message = str(error.value)
     assert message.startswith("1 of 2 seams")
-    assert broken.target in message and state in message and row.checked.replace(" ", "==") in message
+    assert broken.target in message
+    assert state in message
+    assert row.checked.replace(" ", "==") in message
     assert "ngrpo/trainers/openrlhf/seams.py" in message
 
 

@@ -346,8 +346,12 @@ NOISES = [
             "the trainer keeps the noise",
         ),
         ("+ scale * self._drawn", "+ self._drawn", "noise without its scale"),
-        ("self.seed, sync, name", "self.seed, name", "the same noise in every sync"),
-        ("self.seed, sync, name", "self.seed, sync", "the same noise in every parameter"),
+    ),
+    *of_file(
+        "perturbations/seeds.py",
+        "test_policy_noises.py",
+        ('"policy noise", noise, sync, parameter', '"policy noise", noise, parameter', "the same noise in every sync"),
+        ('"policy noise", noise, sync, parameter', '"policy noise", noise, sync', "the same noise in every parameter"),
     ),
     *of_file(
         "ngrpo/trainers/openrlhf/policy_noise.py",

@@ -104,7 +104,7 @@ DENSITIES = [
     ),
 ]
 
-_LOSS, _STORE = "ngrpo/trainers/openrlhf/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_LOSS, _STORE = "ngrpo/trainers/openrlhf/mask_correction.py", "perturbations/replay/sampling_mask.py"
 _LEFT = "ngrpo/rollout/tokens_left.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 

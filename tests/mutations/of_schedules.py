@@ -34,7 +34,7 @@ SCHEDULES = [
     *of_file(
         "ngrpo/trainers/openrlhf/rollout_actor.py",
         _LADDER,
-        ("% MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
+        ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
     ),
     *of_file(
         "ngrpo/trainers/openrlhf/rollout_requests.py",

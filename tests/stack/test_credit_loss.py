@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ngrpo.trainers.openrlhf.credit_loss import training_step_with_credit
-from ngrpo.trainers.openrlhf.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from tests.fast.run import run_with
-from tests.fast.test_credits_simko import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
+from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
 
 pytestmark = pytest.mark.stack
 

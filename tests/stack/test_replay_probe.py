@@ -110,6 +110,8 @@ def test_the_texts_of_a_probe(vocabulary: int) -> None:
     assert all(0 <= token < vocabulary for token in tokens)
     assert texts.other != texts.text[texts.row] and len(texts.text) == len(texts.first) == 10
     if vocabulary >= 512:
-        assert len(tokens) == 31 and min(tokens) >= vocabulary // 20 and max(tokens) < vocabulary // 2
+        assert len(tokens) == 31
+        assert min(tokens) >= vocabulary // 20
+        assert max(tokens) < vocabulary // 2
     with pytest.raises(UsageError, match="at least 7 tokens, not 6"):
         text_of_probe(vocabulary, 3)

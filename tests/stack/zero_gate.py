@@ -28,7 +28,7 @@ def train(stage: int) -> None:
     from ngrpo.storage import parameters_file
     from ngrpo.trainers.openrlhf.model_actors import replay_scope, separate
     from perturbations import create, parameters
-    from tests.fast.test_replay import small
+    from tests.fast.replay_examples import small
 
     config = {
         "train_micro_batch_size_per_gpu": 1,

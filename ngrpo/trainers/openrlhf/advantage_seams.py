@@ -20,6 +20,7 @@ from ngrpo.advantages.base import Advantage
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
+from ngrpo.trainers.openrlhf.second_round_loss import advantages_of_all, in_order
 from ngrpo.trainers.openrlhf.visits import Visits
 
 
@@ -62,6 +63,8 @@ class _Batch:
         if self._advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
         advantages = self._advantage.compute(rewards, counts, overlong)
+        if (second_round := current_run().second_round) is not None and second_round.group == "all":
+            advantages = advantages_of_all(self._advantage, rewards, advantages, in_order(experiences))
         self.metrics = measures(rewards, advantages, counts)
         if overlong is not None:
             self.metrics["advantage/overlong"] = overlong.float().mean().item()

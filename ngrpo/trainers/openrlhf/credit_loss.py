@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import Credit, LossTokens
-from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
+from ngrpo.trainers.openrlhf.loss import policy_loss, replacing
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class CreditInLoss:
         self.share = torch.tensor(0.0)
 
     def look(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
-        """Asks the credit, and leaves the log-probabilities as they are: a `log_prob_replacement.Replace`."""
+        """Asks the credit, and leaves the log-probabilities as they are: a `loss.Replace`."""
         experience = self._experience
         mask = experience.action_mask.bool().to(logits.device)
         rows, answers = rows_of_tokens(mask, experience.attention_mask.to(logits.device), tuple(labels.shape))
@@ -91,13 +91,13 @@ def training_step_with_credit(original: Callable[..., Any]) -> Callable[..., Any
     """`ActorPPOTrainer.training_step`, whose loss asks the run's credit."""
 
     def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        loss_fn, credit = self.actor_loss_fn, current_run().credit
-        self.actor_loss_fn = ours = CreditInLoss(credit, loss_fn, experience)
-        try:
-            with replacing(ours.look, f"--credit {credit.name} did not come into effect", "Take that path out."):
-                result = original(self, experience, *args, **kwargs)
-        finally:
-            self.actor_loss_fn = loss_fn
+        credit = current_run().credit
+        failed = f"--credit {credit.name} did not come into effect"
+        with (
+            policy_loss(self, lambda loss_fn: CreditInLoss(credit, loss_fn, experience)) as ours,
+            replacing(ours.look, failed, "Take that path out."),
+        ):
+            result = original(self, experience, *args, **kwargs)
         result["metrics"]["credit/in_loss"] = ours.share
         result["weights"]["credit/in_loss"] = "token"
         return result

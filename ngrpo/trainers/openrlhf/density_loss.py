@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities in OpenRLHF's loss: at perturbed positions log π of the action takes the place of the token's log π.
 
-By `log_prob_replacement.py`, so the old, the new and the reference log-probabilities are all of the same.
+By `loss.py`, so the old, the new and the reference log-probabilities are all of the same.
 
 A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; that of the fed
 vector itself is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
@@ -12,16 +12,15 @@ value and gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
+from ngrpo.trainers.openrlhf.loss import replacing
 from perturbations.base import Replayed
-from perturbations.replay import ReplayRecord
-from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.scope import ReplayScope
 
 
 class Densities:
@@ -80,6 +79,22 @@ class Densities:
         score = density - density.detach()
         return log_probs + self._scope.to_tokens(score, tuple(log_probs.shape)).to(log_probs.dtype)
 
+    def token_log_probs(self, log_probs: Tensor) -> Tensor:
+        """The tokens' own log-probabilities of the forward, while it is replayed: what the rollout's are compared with.
+
+        Args:
+            log_probs: what the forward returned, densities included, (B, A): of the last A tokens of each row.
+
+        Returns:
+            (B, A), on the CPU.
+        """
+        if self.tokens is None:
+            return log_probs.cpu()
+        shape = (log_probs.shape[0], log_probs.shape[1])
+        parts = self.tokens.float(), torch.ones_like(self.tokens)
+        own, there = (self._scope.to_tokens(part, shape).cpu() for part in parts)
+        return torch.where(there > 0, own, log_probs.cpu())
+
     @property
     def left(self) -> bool:
         """Whether a density that counts by its score was computed and not taken: the score would be lost."""
@@ -137,31 +152,3 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
             " Densities.for_policy_loss. Take out what replaces the actor's loss function, or add"
             " --perturbation.density token."
         )
-
-
-def token_log_probs(
-    log_probs: Tensor, records: Sequence[ReplayRecord | None], tokens: Tensor | None, attention_mask: Tensor
-) -> Tensor:
-    """The tokens' own log-probabilities of a forward: what the rollout's are compared with.
-
-    Args:
-        log_probs: what the forward returned, densities included, (B, A): of the last A tokens of each row.
-        records: of the batch.
-        tokens: :attr:`Densities.tokens`, or None where nothing was replaced.
-        attention_mask: (B, T).
-
-    Returns:
-        (B, A), on the CPU.
-    """
-    log_probs = log_probs.cpu()
-    if tokens is None:
-        return log_probs
-    present = [(i, r) for i, r in enumerate(records) if r is not None]
-    sample = torch.cat([torch.full((len(r),), i) for i, r in present])
-    position = torch.cat([torch.from_numpy(r.positions).long() for _, r in present])
-    mask = attention_mask.cpu()
-    rows, inside = flat_rows(sample, position, tuple(mask.shape), mask)
-    full = torch.zeros(mask.shape)
-    full[:, mask.shape[1] - log_probs.shape[1] :] = log_probs
-    full.view(-1)[rows[inside]] = tokens.cpu().float()[inside]
-    return full[:, mask.shape[1] - log_probs.shape[1] :]

@@ -19,7 +19,7 @@ from ngrpo.config.run import RunConfig, current_run
 from ngrpo.console.token_texts import fed, pieces
 from ngrpo.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
-from ngrpo.trainers.openrlhf.trajectory_record import unpack
+from ngrpo.trainers.openrlhf.side_inputs import unpack
 
 FILE = "groups.jsonl"
 STEPS = 12
@@ -206,8 +206,8 @@ def _answer(answer: _Answer, tokenizer: Any, gaps: bool) -> dict[str, Any]:
         found["gaps"] = [_figure(abs(a - b), 2) for a, b in zip(trainer[:LONGEST], rollout)]
     if kept is not None:
         place = {position: i for i, position in enumerate(positions[:LONGEST])}
-        at = enumerate(kept.replay.positions.tolist())
-        found["fed"] = [[place[p], fed(kept.replay, i, tokenizer)] for i, p in at if p in place]
+        at = enumerate(kept.record.positions.tolist())
+        found["fed"] = [[place[p], fed(kept.record, i, tokenizer)] for i, p in at if p in place]
     return found
 
 

@@ -3,7 +3,7 @@
 
 With top-p, top-k or min-p the rollout draws from π_S, the policy renormalised over the set S of tokens left, while a
 trainer scores π. Here the old, the new and the reference log-probabilities are all log π_S(x) = z_x − log Σ_{v ∈ S}
-exp z_v, with S as recorded at the rollout (`ngrpo.rollout.sampling_mask`) and gradient to every z_v in S. The
+exp z_v, with S as recorded at the rollout (`perturbations.replay.sampling_mask`) and gradient to every z_v in S. The
 functions at the end are the ``sampling_mask`` rows of `seams.py`. A density, whose context is inside
 of this one, takes the place of what stands here at perturbed positions.
 """
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.rollout.sampling_mask import SamplingMask
-from ngrpo.trainers.openrlhf.log_prob_replacement import replacing
-from ngrpo.trainers.openrlhf.trajectory_record import unpack
+from ngrpo.trainers.openrlhf.loss import replacing
+from ngrpo.trainers.openrlhf.side_inputs import unpack
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import flat_rows
 
 
@@ -103,7 +103,7 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     Raises:
         RuntimeError: where a sample has no mask, or no log-probabilities came through.
     """
-    masks = [None if record is None else record.mask for record in unpack(side_inputs)]
+    masks = [None if each is None else each.sampling_mask for each in unpack(side_inputs)]
     missing = len(attention_mask) - sum(mask is not None for mask in masks)
     if missing:
         raise RuntimeError(

@@ -13,8 +13,9 @@ from ngrpo.trainers.openrlhf import unperturbed
 from ngrpo.trainers.openrlhf.gap import GapScale, check_gap
 from ngrpo.trainers.openrlhf.importance import importance_measures, rollout_entropy
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, unpack
+from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations.base import Perturbation
+from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.step import Positions
 
 _MEANS = ("shift", "left_anchor")
@@ -23,7 +24,7 @@ QUOTIENTS = {f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation
 
 
 def step_metrics(
-    records: Sequence[TrajectoryRecord | None],
+    records: Sequence[FinishedTrajectory | None],
     log_probs: Sequence[np.ndarray],
     perturbation: Perturbation | None = None,
 ) -> dict[str, float]:
@@ -52,7 +53,7 @@ def step_metrics(
         if kept is None:
             continue
         dropped, prompted, cached = dropped + kept.dropped, prompted + kept.prompted, cached + kept.cached
-        record, rollout = kept.replay.truncate(len(trainer)), kept.log_probs[: len(trainer)]
+        record, rollout = kept.record.truncate(len(trainer)), kept.log_probs[: len(trainer)]
         tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
         follows = np.isin(tokens - 1, record.positions)
@@ -135,7 +136,7 @@ def gap_scale(maker: Any) -> GapScale:
     return maker.gap_scale
 
 
-def _unperturbed_gap(maker: Any, records: Sequence[TrajectoryRecord | None]) -> dict[str, float]:
+def _unperturbed_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> dict[str, float]:
     """The gap of the step's unperturbed answers, where it is wanted and there are any."""
     if not gap_scale(maker).wanted:
         return {}

@@ -14,9 +14,9 @@ import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.storage.parameters_file import attach
-from ngrpo.trainers.openrlhf import trajectory_record
-from ngrpo.trainers.openrlhf.density_loss import Densities, densities, token_log_probs
-from ngrpo.trainers.openrlhf.log_prob_replacement import nothing_replaced
+from ngrpo.trainers.openrlhf import side_inputs
+from ngrpo.trainers.openrlhf.density_loss import Densities, densities
+from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
 from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.base import Perturbation
@@ -115,7 +115,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-            records = trajectory_record.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
             model, perturbation = getattr(self, attribute), current_run().perturbation
             if not getattr(self, "_proven", False):
                 prove(model_of(model), self.unperturbed_log_probs)
@@ -123,9 +123,8 @@ def _replaying_forward(plain: type, attribute: str) -> type:
             scope = replay_scope(model, perturbation, measure=False)
             with scope(records, attention_mask), densities(scope, model.temperature) as ours:
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            if perturbation.has_density and attribute == "actor":
-                kept = token_log_probs(log_probs, records, ours.tokens, attention_mask)
-                self._tokens = [*getattr(self, "_tokens", ()), kept]
+                if ours is not None and attribute == "actor":
+                    self._tokens = [*getattr(self, "_tokens", ()), ours.token_log_probs(log_probs)]
             return log_probs
 
         def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
@@ -148,18 +147,14 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: Any) -> dict[str, Any]:
-        records = trajectory_record.records(experience.mm_train_inputs, len(experience.sequences))
-        loss_fn, ratios = self.actor_loss_fn, _RatioProbe(self.actor_loss_fn)
-        self.actor_loss_fn = ratios
-        try:
-            # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
-            scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
-            replay = scope(records, experience.attention_mask)
-            advantages = experience.advantages if current_run().perturbation.has_density else None
-            with replay as stats, densities(scope, self.actor.temperature, advantages) as ratios.densities:
-                result = original(self, experience, kl_ctl, step, *args)
-        finally:
-            self.actor_loss_fn = loss_fn
+        records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
+        # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
+        scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
+        replay = scope(records, experience.attention_mask)
+        advantages = experience.advantages if current_run().perturbation.has_density else None
+        in_log_probs = densities(scope, self.actor.temperature, advantages)
+        with policy_loss(self, _RatioProbe) as ratios, replay as stats, in_log_probs as ratios.densities:
+            result = original(self, experience, kl_ctl, step, *args)
         result["metrics"]["perturbation/ratio_mean"] = ratios.mean
         result["weights"]["perturbation/ratio_mean"] = "token"
         # Sums per sample, which OpenRLHF averages over samples: a quotient of two of them is a mean over positions,

@@ -1,47 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--policy_noise``: engines roll out with noisy weights. The functions are rows of `seams.py`.
+"""``--policy_noise``: how noisy the weights are that engines roll out with. A row of `seams.py`.
 
-The noise is added to the trainer's parameters while these are sent to the engines, and taken off again to the bit. So
-whatever way the weights go (NCCL, CUDA IPC, a file), every engine and every tensor-parallel rank gets the same noisy
-weights, vLLM needs to know nothing of it, and the trainer's own are clean. For an evaluation the engines are sent the
-clean weights, and the noisy ones again after it.
+The noise is added while weights are sent (`weight_sync.py`), whatever way they go (NCCL, CUDA IPC, a file). For an
+evaluation the engines are sent the clean weights, and the noisy ones again after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from math import ceil
 from operator import attrgetter
 from typing import Any
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
-from ngrpo.trainers.openrlhf.model_actors import model_of
 
 _CHOSEN = "ngrpo_policy_noise"
-
-
-def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
-    """`ActorPPOTrainer.broadcast_to_vllm`, while the parameters have the noise that the trainer asked for."""
-
-    def broadcast_to_vllm(self: Any) -> None:
-        scale, sync = getattr(self, "policy_noise", (0.0, 0))
-        parameters, noise = dict(model_of(self.actor).named_parameters()), current_run().policy_noise
-        with noise.added(parameters, scale, sync) if scale else nullcontext():
-            original(self)
-
-    return broadcast_to_vllm
-
-
-def told_of_noise(plain: type) -> type:
-    """`PolicyModelActor`: is told the noise of the next weight sync."""
-
-    class NoisyModelActor(plain):  # type: ignore[misc, valid-type]
-        def set_policy_noise(self, scale: float, sync: int) -> None:
-            self.trainer.policy_noise = (scale, sync)
-
-    return NoisyModelActor
 
 
 def noisy_trainer(plain: type) -> type:

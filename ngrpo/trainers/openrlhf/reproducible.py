@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from perturbations.streams import trajectory_seed
+from perturbations import seeds
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 
@@ -43,7 +43,7 @@ def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
-        torch.manual_seed(trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
+        torch.manual_seed(seeds.of_training_order(self.args.train.seed, self.actor.model.global_steps))
         return original(self, *args, **kwargs)
 
     return ppo_train

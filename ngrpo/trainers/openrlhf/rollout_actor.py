@@ -11,8 +11,6 @@ from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
-
 from ngrpo.config.run import current_run
 from ngrpo.rollout.records import check_installed, of_all_workers
 from ngrpo.rollout.request_names import external_id
@@ -29,11 +27,10 @@ from ngrpo.rollout.settings import (
 )
 from ngrpo.trainers.openrlhf import prompt_pictures, unperturbed
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
-from ngrpo.trainers.openrlhf.rollout_requests import MOST_ANSWERS, AnswerNumbers
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
-from perturbations import registry
+from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
+from perturbations import registry, seeds
 from perturbations.base import Perturbation
-from perturbations.streams import trajectory_seed
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -44,7 +41,7 @@ class RecordingExecutor:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._numbers, self._followed = AnswerNumbers(), unperturbed.Turns()
+        self._numbers, self._followed = seeds.AnswerNumbers(), unperturbed.Turns()
         self._reward: CheckedReward | None = None
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
@@ -59,7 +56,7 @@ class RecordingExecutor:
         perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
         if "answers" in arguments:
             # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
-            arguments["answer"] = number % MOST_ANSWERS % arguments["answers"]
+            arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
         conversation = Conversation({"sample": number, **arguments}, self._followed.next(round_, perturbed))
         token = _conversation.set(conversation)
         try:
@@ -69,7 +66,7 @@ class RecordingExecutor:
         if self._reward is not None:
             self._reward.raise_failure()
         run = current_run()
-        if conversation.record is not None and (run.perturbation is not None or run.sampling.correct_mask):
+        if conversation.trajectory is not None and (run.perturbation is not None or run.sampling.correct_mask):
             return finished(conversation, response)
         return response
 
@@ -80,7 +77,7 @@ def engine_spec(seed: int) -> dict[str, Any]:
     Under ``--reproducible`` an unperturbed run has them too, for its token draws.
     """
     spec = current_run().spec or registry.create("none").spec()
-    return {**spec, "seed": trajectory_seed(spec.get("seed", 0), seed) & 0x7FFFFFFF}
+    return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
 
 
 async def confirm(actor: Any, perturbation: Perturbation) -> None:
@@ -183,8 +180,8 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     arguments.pop("round", None)
     if conversation is not None:
         # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
-        told = [np.asarray(prompt).tobytes(), prompt_pictures.identity((pictures or {}).get("image"))]
-        arguments = {"seed": trajectory_seed(*filter(None, told)), **arguments, **conversation.arguments}
+        seed = seeds.of_prompt(prompt, prompt_pictures.identity((pictures or {}).get("image")))
+        arguments = {"seed": seed, **arguments, **conversation.arguments}
         conversation.go_on(prompt)
         earlier = conversation.earlier(prompt)
         if earlier is not None:
@@ -203,24 +200,12 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
-            seed = trajectory_seed(arguments["seed"], arguments["sample"])
+            seed = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])
             # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
             # stand out from it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
             conversation.unperturbed = await unperturbed.ask(actor, text, sampling_params, seed)
     return output
-
-
-async def synced(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
-    """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
-
-    So their memory is taken and given back before a hybrid engine wakes its KV cache.
-    """
-    result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
-    if empty_cache:
-        await actor.llm.collective_rpc("perturbation_prepare")
-        actor.perturbation_proof.weights_synced()
-    return result
 
 
 def perturbed_engine(plain: type) -> type:
@@ -229,7 +214,7 @@ def perturbed_engine(plain: type) -> type:
     Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
     """
 
-    class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
+    class PerturbedRolloutRayActor(prepared_engine(plain)):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
             run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
@@ -253,16 +238,6 @@ def perturbed_engine(plain: type) -> type:
         async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
-
-        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
-            return await synced(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
-
-        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
-            return await synced(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
-
-        async def load_weights_file(self, path: str) -> None:
-            await plain.load_weights_file(self, path)
-            self.perturbation_proof.weights_synced()
 
         async def perturbation_drift(self) -> Any:
             """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""

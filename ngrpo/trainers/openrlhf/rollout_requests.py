@@ -6,16 +6,12 @@ Rows of `seams.py`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
-
-# Answers to one prompt in one round; the next round's numbers follow.
-MOST_ANSWERS = 1 << 20
 
 
 class _EngineWithArguments:
@@ -93,19 +89,3 @@ def numbered_requests(plain: type) -> type:
             return max(self.rollout_round - 1, 0) * max(steps, 1)
 
     return NumberedSamplesGenerator
-
-
-class AnswerNumbers:
-    """Numbers the answers to each prompt: the same ones in every run, resumed or not."""
-
-    def __init__(self) -> None:
-        self._round = 0
-        self._asked: Counter[str] = Counter()
-
-    def next(self, prompt: str, round_: int) -> int:
-        """The number of the next answer to a prompt in a round."""
-        if round_ != self._round:
-            self._round, self._asked = round_, Counter()
-        number = self._asked[prompt]
-        self._asked[prompt] += 1
-        return round_ * MOST_ANSWERS + number

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.rollout.records import parse, sampling_mask
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
-from ngrpo.trainers.openrlhf.unperturbed import UnperturbedAnswer
+from ngrpo.rollout.async_scheduling import cut_to_answer
+from perturbations import seeds
 from perturbations.replay import ReplayRecord
-from perturbations.streams import trajectory_seed
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 
 class Conversation:
@@ -27,7 +26,7 @@ class Conversation:
 
     Attributes:
         arguments: what each of its requests says to the engine.
-        record: of all turns so far; None before the first.
+        trajectory: of all turns so far; None before the first.
         followed: whether an unperturbed answer is still to be asked for.
         unperturbed: that answer.
     """
@@ -35,7 +34,7 @@ class Conversation:
     def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
         self.arguments, self.followed = arguments, followed
         self.unperturbed: UnperturbedAnswer | None = None
-        self.record: TrajectoryRecord | None = None
+        self.trajectory: FinishedTrajectory | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
         self._asked: Counter[bytes] = Counter()
 
@@ -45,7 +44,7 @@ class Conversation:
         Args:
             tokens: of the next turn's prompt, or of the whole conversation at its end.
         """
-        if self.record is None:
+        if self.trajectory is None:
             return
         now = np.asarray(tokens, dtype=np.int64)
         both = min(len(now), len(self._tokens))
@@ -64,48 +63,42 @@ class Conversation:
         asked = np.asarray(prompt, dtype=np.int64).tobytes()
         again = self._asked[asked]
         self._asked[asked] += 1
-        if self.record is None:
+        if self.trajectory is None:
             return None
-        kept = self.record.replay
+        kept = self.trajectory.record
         if again and (kept.sigma is None or not len(kept)):
-            return dataclasses.replace(kept, seed=trajectory_seed(kept.seed, again))
+            return dataclasses.replace(kept, seed=seeds.of_repeated_turn(kept.seed, again))
         return kept
 
-    def add(self, taken: Sequence[bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
+    def add(self, taken: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Takes in a turn; :meth:`go_on` was told its prompt.
 
         Args:
-            taken: the turn's record, log-probabilities and sampling mask, as the worker sent them.
+            taken: the turn, as the worker sent it.
             prompt: token ids that the turn began with.
             tokens: token ids that it generated.
             cached: how many of the prompt's tokens the engine found in its prefix cache.
         """
-        (record, log_probs), mask = parse(taken), sampling_mask(taken)
-        start, length = len(prompt), len(prompt) + len(tokens)
-        by_position = np.full(length, np.nan, dtype=np.float32)
+        turn = cut_to_answer(FinishedTrajectory.unpack(taken), len(tokens))
+        start, mask = len(prompt), turn.sampling_mask
+        by_position = np.full(start + len(tokens), np.nan, dtype=np.float32)
         dropped, prompted = 0, start
-        if self.record is not None:
-            known, dropped = self.record.log_probs, self.record.dropped
-            prompted, cached = prompted + self.record.prompted, cached + self.record.cached
-            by_position[: len(known)] = known
-            mask = None if mask is None else self.record.mask.joined(mask, turn=start)
-        # The engine may have computed further tokens before it knew of the stop.
-        by_position[start:] = log_probs[: len(tokens)]
-        mask = None if mask is None else mask.truncate(length)
-        self.record = TrajectoryRecord(record.truncate(length), by_position, mask, dropped, prompted, cached)
+        if self.trajectory is not None:
+            before = self.trajectory
+            dropped, prompted, cached = before.dropped, prompted + before.prompted, cached + before.cached
+            by_position[: len(before.log_probs)] = before.log_probs
+            mask = None if mask is None else before.sampling_mask.joined(mask, turn=start)
+        by_position[start:] = turn.log_probs
+        self.trajectory = FinishedTrajectory(turn.record, by_position, mask, dropped, prompted, cached)
         self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
 
     def _keep(self, length: int) -> None:
         """Drops what lies beyond the first ``length`` tokens."""
         if length >= len(self._tokens):
             return
-        before, self._tokens = self.record, self._tokens[:length]
-        mask = None if before.mask is None else before.mask.truncate(length)
-        kept = before.replay.truncate(length)
-        dropped = before.dropped + len(before.replay) - len(kept)
-        self.record = dataclasses.replace(
-            before, replay=kept, log_probs=before.log_probs[:length], mask=mask, dropped=dropped
-        )
+        before, self._tokens = self.trajectory, self._tokens[:length]
+        kept = before.truncate(length)
+        self.trajectory = dataclasses.replace(kept, dropped=kept.dropped + len(before.record) - len(kept.record))
 
 
 def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +107,6 @@ def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, 
     What its processor made of pictures stands there already.
     """
     conversation.go_on(response["observation_tokens"])
-    record = dataclasses.replace(conversation.record, unperturbed=conversation.unperturbed)
-    response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **record.pack()}
+    trajectory = dataclasses.replace(conversation.trajectory, unperturbed=conversation.unperturbed)
+    response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **trajectory.pack()}
     return response

@@ -9,47 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.settings import KEY
-from perturbations.replay import packing
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 ANSWERS, _TOKENS = 4, 16  # of each engine in each round, and in the trainer's forward; tokens of each at most
 _LONGEST_PROMPT = 512  # the forward has logits for the whole vocabulary at each token
-_VERSION = 1
-
-
-@dataclass(frozen=True)
-class UnperturbedAnswer:
-    """A short answer without a perturbation.
-
-    Attributes:
-        tokens: prompt and answer, (T,) int32.
-        log_probs: log π of the answer's tokens at the rollout, (A,) float32.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
-
-    def pack(self) -> bytes:
-        """As bytes with a checksum."""
-        count = packing.varint(len(self.tokens))
-        parts = [count, self.tokens.astype("<i4").tobytes(), packing.floats(self.log_probs)]
-        return packing.sealed(parts, _VERSION)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> UnperturbedAnswer:
-        """The answer that :meth:`pack` made bytes of.
-
-        Raises:
-            ValueError: where they were cut or altered.
-        """
-        reader = packing.unsealed(data, _VERSION, "unperturbed answer")
-        tokens = np.frombuffer(reader.take(4 * reader.varint()), "<i4")
-        return cls(tokens.astype(np.int32), np.frombuffer(reader.rest(), "<f4").astype(np.float32))
 
 
 class Turns:
@@ -83,8 +52,6 @@ async def ask(actor: Any, prompt: list[int], params: Any, seed: int) -> Unpertur
     from vllm.inputs import TokensPrompt
     from vllm.utils import random_uuid
 
-    from ngrpo.rollout.records import parse
-
     if len(prompt) > _LONGEST_PROMPT:
         return None
     short, name = deepcopy(params), random_uuid()
@@ -96,8 +63,9 @@ async def ask(actor: Any, prompt: list[int], params: Any, seed: int) -> Unpertur
     async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), short, request_id=name):
         output = partial
     tokens = list(output.outputs[0].token_ids)
-    _, log_probs = parse(await actor.perturbation_pick_ups.take(name))
-    return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs[: len(tokens)])
+    taken = FinishedTrajectory.unpack(await actor.perturbation_pick_ups.take(name))
+    log_probs = cut_to_answer(taken, len(tokens)).log_probs
+    return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs)
 
 
 def gap_of(maker: Any, answers: Sequence[UnperturbedAnswer]) -> float | None:

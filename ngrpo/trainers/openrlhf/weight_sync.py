@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sync without NCCL: the trainer's rank 0 hands its weights to the engines through a file in memory.
+"""Where the weight sync is changed, on the trainer's side and in the rollout actor; in order, what happens to weights:
 
-Used by the CPU profile. OpenRLHF 0.11.2 broadcasts parameter by parameter over NCCL, which CPU has not.
-Here rank 0 gathers the state dict (under ZeRO-3 parameter by parameter), writes one safetensors file to
-/dev/shm, and each engine's workers map it and reload. Trainer and engines must share a machine.
+1. They get their noise (``--policy_noise``) while they are sent, and lose it again to the bit, so that every engine and
+   every tensor-parallel rank gets the same noisy ones, and vLLM needs to know nothing of it: :func:`sent_with_noise`.
+   `policy_noise.py` chooses how much.
+2. Without NCCL (the CPU profile) the trainer's rank 0 hands them to the engines through a file in memory:
+   :func:`hand_over_weights`. Trainer and engines must share a machine.
+3. A rollout actor has neighbors computed anew at the end, and its engine prove itself again: :func:`prepared_engine`.
 
-A perturbation's learned parameters are submodule parameters of the actor and so are in that file (and in
-OpenRLHF's own broadcast, with CUDA); `ngrpo.rollout.attach` takes them out again before vLLM loads the rest.
-
-The three functions with `original` are rows of `seams.py`.
+What a vLLM worker does with them (a perturbation's own parameters, which travel with the policy's, go to its module;
+sleep and waking) is `ngrpo/rollout/new_weights.py`. Functions with ``original`` or ``plain`` are rows of `seams.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,42 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+from ngrpo.config.run import current_run
+from ngrpo.trainers.openrlhf.model_actors import model_of
 from perturbations.errors import UsageError
 
 _SHARED_MEMORY = "/dev/shm"
+
+
+# --- with noise ---------------------------------------------------------------------------------------------------
+
+
+def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
+    """`ActorPPOTrainer.broadcast_to_vllm`, while the parameters have the noise that the trainer asked for."""
+
+    def broadcast_to_vllm(self: Any) -> None:
+        scale, sync = getattr(self, "policy_noise", (0.0, 0))
+        parameters, noise = dict(model_of(self.actor).named_parameters()), current_run().policy_noise
+        with noise.added(parameters, scale, sync) if scale else nullcontext():
+            original(self)
+
+    return broadcast_to_vllm
+
+
+def told_of_noise(plain: type) -> type:
+    """`PolicyModelActor`: is told the noise of the next weight sync."""
+
+    class NoisyModelActor(plain):  # type: ignore[misc, valid-type]
+        def set_policy_noise(self, scale: float, sync: int) -> None:
+            self.trainer.policy_noise = (scale, sync)
+
+    return NoisyModelActor
+
+
+# --- by a file ----------------------------------------------------------------------------------------------------
 
 
 def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
@@ -115,6 +147,44 @@ def repack_tied_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+
+
+# --- at the end ---------------------------------------------------------------------------------------------------
+
+
+async def _then_prepared(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
+    """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
+
+    So their memory is taken and given back before a hybrid engine wakes its KV cache.
+    """
+    result = await update(actor, *args, empty_cache=empty_cache, **kwargs)
+    if empty_cache:
+        await actor.llm.collective_rpc("perturbation_prepare")
+        actor.perturbation_proof.weights_synced()
+    return result
+
+
+def prepared_engine(plain: type) -> type:
+    """`RolloutRayActor`, whose perturbation is ready for new weights when a sync has ended.
+
+    Ray pickles this class by value, so its methods only call the function above.
+    """
+
+    class PreparedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
+        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+            return await _then_prepared(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
+
+        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+            return await _then_prepared(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
+
+        async def load_weights_file(self, path: str) -> None:
+            await plain.load_weights_file(self, path)
+            self.perturbation_proof.weights_synced()
+
+    return PreparedRolloutRayActor
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
 
 
 def _gathered(trainer: Any, keep: bool) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of comparisons on the sandbox's tasks, from results made by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import trap_results
+from ngrpo.compare import results
+
+
+def comparison(counted: dict[str, float]) -> dict:
+    """Two strategies, three seeds, six steps; a strategy tries the better way by a constant of its own."""
+    correct = {"none": (60, 60, 61), "away": (90, 95, 70)}
+    runs = [
+        {
+            "id": f"{name}-seed{seed}", "strategy": name, "seed": seed, "status": "done", "seconds": 60.0,
+            "peak_memory_bytes": None,
+            "steps": [{"step": n, "reward": 0.5, "task_counted": counted[name] * n} for n in range(1, 7)],
+            "evaluation": {
+                "problems": [{"id": "a", "n": 100, "correct": right}], "mean_at_n": right / 100, "pass_at_k": {},
+            },
+        }
+        for name, ends in correct.items()
+        for seed, right in enumerate(ends)
+    ]  # fmt: skip
+    return {
+        "created": "then", "baseline": "none", "machine": {"cores": 2, "cpu": "X"}, "runs": runs,
+        "untrained": {"mean_at_n": 0.25}, "strategies": [{"id": "none"}, {"id": "away"}],
+        "summary": results.summarise(runs, ["none", "away"], "none", 0.8),
+    }  # fmt: skip
+
+
+def test_tables() -> None:
+    found = comparison({"none": 0.01, "away": 0.1})
+    none, away = trap_results.ends(found)
+    assert none == ["`none`", "0.600 0.600 0.610", "0 of 3", "0.603", "–", "–"]
+    # 0.30, 0.35 and 0.09 more; 2 of 3 against 0 of 3: of C(6, 2) = 15 tables 3 at each end, so p = 6 / 15.
+    assert away[1:4] == ["0.900 0.950 0.700", "2 of 3", "0.850"] and away[4].startswith("+0.247 [")
+    assert away[5] == "0.4 (0.4)"
+    head, rows = trap_results.tried(found)
+    assert head == ["1 to 1", "2 to 2", "3 to 3", "4 to 4", "5 to 5", "6 to 6"]
+    assert rows[1] == ["`away`", "0.100", "0.200", "0.300", "0.400", "0.500", "0.600"]
+
+
+def test_only_whole_comparisons_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("report")
+    monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out)])
+    whole = comparison({"none": 0.0, "away": 0.0})
+    (folder / "results.json").write_text(
+        json.dumps({**whole, "runs": [*whole["runs"][1:], {"id": "x", "status": "pending"}]})
+    )
+    with pytest.raises(SystemExit):
+        trap_results.main()
+    assert "1 runs are not finished: x" in capsys.readouterr().err and not out.exists()
+    (folder / "results.json").write_text(json.dumps(whole))
+    trap_results.main()
+    assert (out / "shortcut" / "report.html").read_text() == "report"
+    text = (out / "tables.md").read_text()
+    assert "6 of 6 runs, 6 minutes" in text and "Before training: 0.250." in text
