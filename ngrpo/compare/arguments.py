@@ -83,7 +83,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
         keep_models=single.get("discard-models", "false") == "false",
         evaluation=evaluation,
         diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
-        threshold=shares.threshold(single["threshold"]) if "threshold" in single else None,
+        threshold=_threshold(single.get("threshold"), evaluation),
     )
     return plan, Path(single.get("out", "runs/compare")).expanduser()
 
@@ -184,6 +184,17 @@ def _baseline(wanted: str | None, arms: Sequence[Arm]) -> str:
     if wanted not in ids:
         raise UsageError(f"--baseline {wanted!r} is none of the strategies.{nearest(wanted, ids)} They are: {ids}.")
     return wanted
+
+
+def _threshold(text: str | None, evaluation: Sequence[str] | None) -> float | None:
+    if text is None:
+        return None
+    value = shares.threshold(text)
+    if evaluation is None:
+        raise UsageError(
+            f"--threshold {text} counts evaluated runs, and nothing is evaluated: give --eval.data or --task."
+        )
+    return value
 
 
 def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:

@@ -81,3 +81,5 @@ def test_the_threshold_is_read() -> None:
     for bad in ("1", "-0.1", "much", "nan"):
         with pytest.raises(UsageError, match="--threshold"):
             arguments.parse([*words, "--threshold", bad])
+    with pytest.raises(UsageError, match=r"--threshold 0\.8 counts evaluated runs"):
+        arguments.parse([*words, "--threshold", "0.8", "--eval.data", "none"])
