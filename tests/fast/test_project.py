@@ -29,15 +29,15 @@ def keyword(name: str) -> str:
 
 def test_entry_points_exist() -> None:
     points = ast.literal_eval(keyword("entry_points"))
-    assert set(points) == {"console_scripts", "vllm.general_plugins"}
-    for declared in (points["console_scripts"], points["vllm.general_plugins"]):
+    assert set(points) == {"console_scripts", "vllm.general_plugins", "verl.plugins"}
+    for declared in points.values():
         module, _, _ = declared[0].partition(" = ")[2].partition(":")
         assert find_spec(module) is not None, f"{declared[0]}: no module {module}"
     assert callable(import_module("ngrpo.cli").console)
 
 
-def test_core_needs_five_packages_only() -> None:
-    assert ast.literal_eval(keyword("install_requires")) == ["torch", "numpy", "scipy", "PyYAML", "jinja2"]
+def test_core_needs_six_packages_only() -> None:
+    assert ast.literal_eval(keyword("install_requires")) == ["torch", "numpy", "scipy", "PyYAML", "jinja2", "jaxtyping"]
 
 
 def extras() -> dict[str, list[str]]:
@@ -56,7 +56,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
-    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "verifiers", "test", "docs", "dist"}
+    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "verl", "verifiers", "test", "docs", "dist"}
     assert names(found["test"]).isdisjoint(names(found["docs"] + found["dist"])), (
         "make test sets up no more than it runs"
     )
@@ -119,6 +119,7 @@ TARGETS = [
     "test",
     "test-fast",
     "test-stack",
+    "test-verl",
     "lint",
     "clean",
     "bench",

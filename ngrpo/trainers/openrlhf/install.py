@@ -44,8 +44,12 @@ def install_in_worker(conditions: Sequence[str]) -> None:
 
 
 def install(conditions: Iterable[str]) -> None:
-    """Puts the active rows in place, now for modules already imported and on import for the others."""
-    seams = active(conditions)
+    """Puts the active rows in place."""
+    place(active(conditions))
+
+
+def place(seams: Iterable[Seam]) -> None:
+    """Puts rows in place, now for modules already imported and on import for the others."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         raise RuntimeError("The seams are already in place in this process; install() runs once.")
     by_module: dict[str, list[Seam]] = {}

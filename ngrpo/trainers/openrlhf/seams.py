@@ -242,8 +242,12 @@ def active(conditions: Iterable[str]) -> tuple[Seam, ...]:
     return tuple(seam for seam in SEAMS if not held.isdisjoint(seam.when.split(" or ")))
 
 
-def check(conditions: Iterable[str], seams: Iterable[Seam] | None = None) -> None:
-    """Compares every active row with the installed sources, without importing them.
+def check(
+    conditions: Iterable[str],
+    seams: Iterable[Seam] | None = None,
+    table: str = "ngrpo/trainers/openrlhf/seams.py",
+) -> None:
+    """Compares every active row, or these of the table in another file, with the installed sources, without importing.
 
     Raises:
         SeamMismatch: One error that lists every row that does not match, expected and found.
@@ -262,8 +266,7 @@ def check(conditions: Iterable[str], seams: Iterable[Seam] | None = None) -> Non
             f"{len(wrong)} of {len(rows)} seams do not match the installed packages:\n"
             + "\n".join(lines)
             + f"\nInstall the checked release ({', '.join(releases)}), or read the new source, adapt ours "
-            "and enter the new state in ngrpo/trainers/openrlhf/seams.py, as python -m ngrpo.trainers.openrlhf.seams"
-            " prints it."
+            f"and enter the new state in {table}, as python -m {table.removesuffix('.py').replace('/', '.')} prints it."
         )
 
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as overrides of verl's command line: `ngrpo train … --print verl`.
+
+What OpenRLHF and verl both have under another name is translated; what else OpenRLHF's flags say is named beside it and
+has verl's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ngrpo.config.run import RunConfig
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations import registry
+from perturbations.errors import UsageError
+
+MODE = "perturbed"
+"""Name of our trainer among verl's (trainer.v1.trainer_mode)."""
+_KEY = "perturbation"
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+# Flag of OpenRLHF to key of verl, where the value is the same.
+_SAME = {
+    "--actor.model_name_or_path": "actor_rollout_ref.model.path",
+    "--rollout.n_samples_per_prompt": f"{_ROLLOUT}.n",
+    "--rollout.batch_size": "data.train_batch_size",
+    "--rollout.max_new_tokens": "data.max_response_length",
+    "--rollout.temperature": f"{_ROLLOUT}.temperature",
+    "--rollout.top_p": f"{_ROLLOUT}.top_p",
+    "--actor.adam.lr": f"{_ACTOR}.optim.lr",
+    "--train.max_epochs": f"{_ACTOR}.ppo_epochs",
+    "--train.num_episodes": "trainer.total_epochs",
+    "--actor.loss_agg_mode": f"{_ACTOR}.loss_agg_mode",
+    "--vllm.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+}
+_TRANSLATED = {
+    *_SAME,
+    "--algo.advantage.estimator",
+    "--actor.policy_loss_type",
+    "--algo.kl.init_coef",
+    "--algo.kl.use_loss",
+    "--algo.kl.estimator",
+    "--actor.eps_clip",
+    "--actor.eps_clip_low_high",
+    "--train.batch_size",
+}
+_OWN = ("--ckpt.", "--logger.")  # of each trainer
+_LOSSES = {"ppo": "vanilla", "gspo": "gspo"}
+_KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+
+
+def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
+    """The overrides of a run, and the flags that have none.
+
+    Args:
+        run: what is asked for.
+        flags: OpenRLHF's, the preset's among them.
+
+    Raises:
+        UsageError: for what only OpenRLHF's trainer has, and for an estimator or a loss that verl has not.
+    """
+    for part in ("credit", "policy_noise", "sampling_schedule"):
+        if part in run.specs:
+            raise UsageError(f"--print verl: --{part} is of OpenRLHF's trainer. Leave it out.")
+    if run.sampling.correct_mask:
+        raise UsageError("--print verl: --sampling.correct_mask is of OpenRLHF's trainer. Leave it out.")
+    found = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
+    found["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
+    loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
+    if loss != "vanilla":
+        found[f"{_ACTOR}.policy_loss.loss_mode"] = loss
+    if flags.has("--train.batch_size"):  # OpenRLHF counts answers, verl prompts
+        answers, each = (int(flags.value(f) or 1) for f in ("--train.batch_size", "--rollout.n_samples_per_prompt"))
+        found[f"{_ACTOR}.ppo_mini_batch_size"] = max(answers // each, 1)
+    low, high = _clip(flags)
+    if low is not None:
+        found |= {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
+    coefficient = float(flags.value("--algo.kl.init_coef") or 0.0)
+    if coefficient:
+        kind = _one_of(flags, "--algo.kl.estimator", _KL, "kl")
+        as_loss = flags.has("--algo.kl.use_loss")
+        keys = (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")
+        in_reward = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
+        found |= dict(zip(keys if as_loss else in_reward, (True, coefficient, kind)))
+    lines = [f"{key}={hydra(value)}" for key, value in found.items()]
+    if run.advantage is not None:
+        spec = dict(run.specs["advantage"])
+        lines = [line for line in lines if not line.startswith("algorithm.adv_estimator=")]
+        lines += [f"algorithm.adv_estimator={spec.pop('name')}"]
+        lines += [f"+advantage.{name}={hydra(value)}" for name, value in spec.items()]
+    if run.spec is not None:
+        usual = registry.create(run.spec["name"]).spec()
+        own = {name: value for name, value in run.spec.items() if name == "name" or usual.get(name) != value}
+        settings = {"gap_limit": (run.gap_limit, RunConfig.gap_limit), "strict": (run.strict, RunConfig.strict)}
+        own |= {name: value for name, (value, default) in settings.items() if value != default}
+        lines += of_perturbation(own)
+    left = [" ".join(flag.words) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
+    return [f"{_ROLLOUT}.name=vllm", *lines], left
+
+
+def of_perturbation(spec: Mapping[str, Any]) -> list[str]:
+    """The overrides for a perturbation.
+
+    Args:
+        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where they are not the default.
+    """
+    overrides = [f"+{_KEY}.{name}={hydra(value)}" for name, value in spec.items()]
+    return [f"trainer.v1.trainer_mode={MODE}", *overrides]
+
+
+def hydra(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides, where a string may need quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{hydra(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(hydra, value))}]"
+    text = str(value)
+    plain = bool(text) and all(c.isalnum() or c in "_./-" for c in text)
+    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _clip(flags: Flags) -> tuple[str | None, str | None]:
+    if flags.has("--actor.eps_clip_low_high"):
+        low, high = next(flag.values for flag in flags if flag.name == "--actor.eps_clip_low_high")
+        return low, high
+    return (flags.value("--actor.eps_clip"),) * 2
+
+
+def _one_of(flags: Flags, name: str, allowed: Mapping[str, str], default: str) -> str:
+    value = flags.value(name)
+    if value is None:
+        return default
+    if value not in allowed:
+        raise UsageError(f"--print verl: {name} {value} has no counterpart in verl; {', '.join(allowed)} have.")
+    return allowed[value]

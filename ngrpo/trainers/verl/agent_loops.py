@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's agent loops, whose requests say which trajectory they are and whether it is perturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from ngrpo.rollout.settings import KEY
+from perturbations import registry
+from perturbations.errors import UsageError
+from perturbations.streams import trajectory_seed
+
+SINGLE_TURN = "single_turn_agent"
+
+
+def request_arguments(config: Any, trajectory: Mapping[str, Any], agent_name: str, session: int) -> dict[str, Any]:
+    """What a request says to the engine: a trajectory's draws follow from step, sample and its number in the group.
+
+    Raises:
+        UsageError: for another agent loop than verl's of a single turn.
+    """
+    if agent_name != SINGLE_TURN:
+        raise UsageError(f"agent_name={agent_name!r}: records cover one turn, so only {SINGLE_TURN} is supported.")
+    spec = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config[KEY])
+    return {
+        "enabled": bool(registry.create(**spec).perturb_eval or not trajectory["validate"]),
+        "seed": trajectory_seed(trajectory["step"], str(trajectory["sample_index"]), int(trajectory["validate"])),
+        "sample": session,
+    }
+
+
+def perturbed(plain: Any) -> type:
+    """`AgentLoopWorkerTQ` with these arguments.
+
+    A class without a name to be found under, as verl's own behind its ``@ray.remote``: so Ray pickles both by value.
+    """
+
+    class PerturbedAgentLoopWorker(plain):  # type: ignore[misc]
+        async def _run_agent_loop(
+            self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, agent_name: str, **kwargs: Any
+        ) -> Any:
+            asked = request_arguments(self.config, trajectory, agent_name, int(kwargs.get("session_id", 0)))
+            params = {**sampling_params, "extra_args": {KEY: asked}}  # verl gives all of a group one dictionary
+            return await plain._run_agent_loop(self, params, trajectory, agent_name=agent_name, **kwargs)
+
+    return PerturbedAgentLoopWorker
+
+
+class PerturbedAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, which starts our workers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plain = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+        self.agent_loop_workers_class = ray.remote(perturbed(plain))

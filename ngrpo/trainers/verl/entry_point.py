@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's plugin entry point (group ``verl.plugins``): the trainer's mode ``perturbed``, and a platform for CPUs.
+
+verl loads it at the end of ``import verl``, in each of its processes. So nothing heavy is imported here: the trainer is
+registered when verl's own trainers have been. verl 0.9.1 swallows what fails here, so nothing is checked here either;
+without this module verl does not know the mode ``perturbed`` and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ngrpo.config.verl_lines import MODE
+from ngrpo.trainers.openrlhf.install import place
+from ngrpo.trainers.verl import cpu_platform
+from ngrpo.trainers.verl.verl_seams import TRAINER
+
+
+def registered(plain: type) -> type:
+    """Registers our subclass of verl's ``PPOTrainerSync``, which stays as it is."""
+    from verl.trainer.ppo.v1.trainer_base import register_trainer
+
+    from ngrpo.trainers.verl.perturbed_trainer import perturbed
+
+    register_trainer(MODE)(perturbed(plain))
+    return plain
+
+
+def refuse_without_mode(words: Sequence[str]) -> None:
+    """Ends a run that asks for a perturbation and for a trainer that knows none: verl would train unperturbed.
+
+    Raises:
+        SystemExit: which verl, unlike an error, does not swallow here.
+    """
+    asked = [word for word in words if word.lstrip("+").startswith("perturbation.")]
+    if asked and f"trainer.v1.trainer_mode={MODE}" not in [word.lstrip("+") for word in words]:
+        raise SystemExit(
+            f"{asked[0]}: only the trainer {MODE!r} perturbs; verl's others would train without a perturbation. Add"
+            f" trainer.v1.trainer_mode={MODE}."
+        )
+
+
+refuse_without_mode(sys.argv[1:])
+cpu_platform.register()
+place([TRAINER])

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's vLLM server with a perturbed engine: each answer comes with its record; weight syncs refresh the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from ngrpo.rollout import settings
+from ngrpo.rollout.records import check_installed, parse
+from ngrpo.trainers.openrlhf.rollout_actor import PickUps
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from perturbations import registry
+from perturbations.streams import trajectory_seed
+
+
+class PerturbedHttpServer(vLLMHttpServer):
+    """A server whose engine arguments may name a perturbation; one without them is verl's own."""
+
+    _pick_ups: PickUps | None = None
+
+    async def run_server(self, args: Any) -> None:
+        """Starts the engine; every worker confirms the perturbation and proves its overrides before it is asked.
+
+        Raises:
+            RuntimeError: where a worker runs unperturbed.
+        """
+        await super().run_server(args)
+        spec = (args.additional_config or {}).get(settings.KEY)
+        if spec is None:
+            return
+        try:
+            fingerprints = await self.engine.collective_rpc("perturbation_fingerprint")
+        except Exception:
+            fingerprints = [""]  # vLLM answers a method that its workers lack with an error of its own
+        check_installed(fingerprints, settings.fingerprint(registry.create(**spec), None))
+        await self.engine.collective_rpc("perturbation_probe")
+        self._pick_ups = PickUps(self.engine)
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        """As verl's; the record is in ``extra_fields`` of an answer that was to be perturbed.
+
+        Raises:
+            RuntimeError: for an answer that was aborted: what was fed is known up to an unknown token.
+        """
+        if self._pick_ups is None:
+            return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        given = dict((sampling_params.get("extra_args") or {}).get(settings.KEY) or {})
+        # Rows of a dataset need not be numbered, so that the prompt itself is in the seed.
+        tokens = np.asarray(prompt_ids, dtype=np.int64).tobytes()
+        given["seed"] = trajectory_seed(tokens, given.get("seed", 0))
+        arguments = {**(sampling_params.get("extra_args") or {}), settings.KEY: given}
+        output = await super().generate(
+            prompt_ids, {**sampling_params, "extra_args": arguments}, request_id, *args, **kwargs
+        )
+        if output.stop_reason == "aborted":
+            await self.engine.collective_rpc("perturbation_drop", args=([request_id],))
+            raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed answer is not trained on.")
+        record, log_probs = parse(await self._pick_ups.take(request_id), len(output.token_ids))
+        if given.get("enabled", True):
+            of_tokens = np.full(record.num_tokens, np.nan, dtype=np.float32)
+            of_tokens[record.prompt_tokens :] = log_probs
+            output.extra_fields[settings.KEY] = TrajectoryRecord(record, of_tokens).pack()
+        return output
+
+    def _get_worker_extension_cls(self) -> str:
+        return f"{__name__}.{PerturbedWorkerExtension.__name__}"
+
+
+class PerturbedReplica(vLLMReplica):
+    """verl's replica, which starts our server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(PerturbedHttpServer)
+
+
+class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's extension of vLLM's workers; a weight sync ends with what the perturbation needs of the new weights."""
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        if self.device.type == "cpu":
+            self._reload_weights()
+            return  # reloading refreshes the perturbation by itself
+        super().update_weights_from_ipc(*args, **kwargs)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None:
+            attached.weights_changed()
+
+    def _reload_weights(self) -> None:
+        """On a CPU vLLM repacks linear weights after loading, which only ``reload_weights`` does again (vLLM 0.29)."""
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+        received: list[tuple[str, Any]] = []
+
+        def keep(weights: list[tuple[str, Any]], is_last: bool) -> None:
+            received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
+
+        BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)
+        self.model_runner.reload_weights(weights_iterator=iter(received))
+        repack_tied_heads(self.model_runner.get_model())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's synchronous trainer with perturbed rollouts: trainer mode ``perturbed``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ray
+import transfer_queue as tq
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from ngrpo.trainers.openrlhf.gap import check_gap
+from ngrpo.trainers.openrlhf.metrics import step_metrics
+from ngrpo.trainers.verl import overrides, verl_seams
+from ngrpo.trainers.verl.http_server import PerturbedReplica
+from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectory_records
+from perturbations.base import Perturbation
+
+_REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
+
+
+def perturbed(plain: type) -> type:
+    """The trainer, as a subclass of verl's ``PPOTrainerSync``."""
+
+    class PerturbedTrainer(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            verl_seams.check()
+            self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
+            RolloutReplicaRegistry.register("vllm", lambda: PerturbedReplica)
+            super().__init__(config)
+
+        def _init_resource_pool_mgr(self) -> None:
+            super()._init_resource_pool_mgr()
+            for role, worker in self.role_worker_mapping.items():
+                if worker.__ray_metadata__.modified_class.__ray_actor_class__ is ActorRolloutRefWorker:
+                    self.role_worker_mapping[role] = ray.remote(PerturbedWorker)
+
+        def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            batch.extra_info[KEY] = self._perturbation.spec()
+            batch = super()._compute_old_log_prob(batch, metrics)
+            measures = measured(batch, self._perturbation)
+            check_gap(measures, self._gap_limit, strict=self._strict)
+            metrics.update(measures)
+            return batch
+
+        def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            batch.extra_info[KEY] = self._perturbation.spec()
+            return super()._compute_ref_log_prob(batch, metrics)
+
+        def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            batch.extra_info[KEY] = self._perturbation.spec()
+            batch = super()._update_actor(batch, metrics)
+            if _REPLAYED not in metrics:
+                raise RuntimeError(_NOT_REPLAYED.format("The training step"))
+            # Means over micro-batches, whose quotient is a mean over positions.
+            count, shift = metrics.pop(_REPLAYED), metrics.pop(_SHIFT)
+            if count:
+                metrics[f"{KEY}/shift"] = shift / count
+            return batch
+
+    return PerturbedTrainer
+
+
+_NOT_REPLAYED = (
+    "{} did not replay: verl chose another engine than ngrpo's, which is registered for fsdp and fsdp2 on NVIDIA GPUs"
+    " and on CPUs. Leave out VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR."
+)
+
+
+def measured(batch: Any, perturbation: Perturbation) -> dict[str, float]:
+    """The step's measures, of rollout against replay before the update; see docs/metrics.md.
+
+    Args:
+        batch: verl's ``KVBatchMeta``, whose old log-probabilities were computed.
+        perturbation: of the rollouts.
+
+    Raises:
+        RuntimeError: where they were computed without a replay, or a sample came without its record.
+    """
+    fields = ["extra_fields", "uid", "prompts", "responses", "response_mask"]
+    try:
+        data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=[*fields, TOKEN_LOG_PROBS])
+        replayed = data[TOKEN_LOG_PROBS].unbind()
+    except (KeyError, ValueError) as error:
+        raise RuntimeError(_NOT_REPLAYED.format("The old log-probabilities")) from error
+    records, log_probs = trajectory_records(data), []
+    masks = tu.get(data, "response_mask").unbind()
+    for of_sequence, mask in zip(replayed, masks):
+        # Entry t of a sequence's log-probabilities is of token t + 1.
+        of_tokens = np.concatenate([[np.nan], of_sequence.float().numpy()[:-1]])
+        trained = np.zeros(len(of_tokens), dtype=bool)
+        trained[len(trained) - len(mask) :] = mask.numpy().astype(bool)
+        log_probs.append(np.where(trained, of_tokens, np.nan))
+    return step_metrics(records, log_probs, perturbation)

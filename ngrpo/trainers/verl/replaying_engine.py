@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's FSDP engine whose forwards see what the rollout saw, and the worker that it runs in.
+
+Registered in verl's `EngineRegistry` where this module is imported: in the workers of a perturbed run. What says that a
+batch is to be replayed is the batch itself: the trainer puts the perturbation's spec into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.padding import build_attention_mask_from_nested
+
+from ngrpo.trainers.openrlhf.density_loss import Densities
+from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, unpack
+from perturbations import registry
+from perturbations.errors import UsageError
+from perturbations.replay.scope import ReplayScope
+
+KEY = "perturbation"
+"""Of a batch: the spec. Of a sample's ``extra_fields``: its record. Of metrics: their prefix."""
+TOKEN_LOG_PROBS = "perturbation_token_log_probs"
+"""What a forward-only pass gives beside the log-probabilities: the tokens' own, which a density takes the place of."""
+_PADDING = "pad"  # verl's name for samples that only fill a batch begins with it, and is else a UUID
+
+
+def trajectory_records(batch: TensorDict) -> list[TrajectoryRecord | None]:
+    """What each sample of a batch brought from its rollout; None for verl's padding.
+
+    Raises:
+        RuntimeError: for a sample without one, or whose tokens are not those of the rollout.
+    """
+    fields, names = tu.get(batch, "extra_fields"), tu.get(batch, "uid")
+    fields, names = (part if isinstance(part, list) else [part] * len(batch) for part in (fields, names))
+    ours = [None if str(name).startswith(_PADDING) else (row or {}).get(KEY) for row, name in zip(fields, names)]
+    found = unpack(ours)
+    lengths = [part.offsets().diff().tolist() for part in (batch["prompts"], batch["responses"])]
+    for name, record, prompt, response in zip(names, found, *lengths):
+        if str(name).startswith(_PADDING):
+            continue
+        if record is None:
+            raise RuntimeError(
+                f"sample {name} has no replay record. Each sample of a perturbed run brings its own in extra_fields;"
+                " without it the model would be trained on inputs that the rollout did not see. An agent loop of one's"
+                " own must hand on the extra_fields of what generate() returns."
+            )
+        if record.replay.prompt_tokens != prompt or record.replay.num_tokens < prompt + response:
+            raise RuntimeError(
+                f"sample {name} has {prompt} + {response} tokens of prompt and answer, its record has"
+                f" {record.replay.prompt_tokens} + {record.replay.num_tokens - record.replay.prompt_tokens}: tokens"
+                " were added or cut in front between rollout and training."
+            )
+    return found
+
+
+class ReplayingEngine(FSDPEngineWithLMHead):
+    """A forward of samples with records replays them, for old, reference and new log-probabilities alike."""
+
+    _densities: Densities | None = None
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> Any:
+        """As verl's. Without a loss the tokens' own log-probabilities are added to the output, with one measures.
+
+        Raises:
+            RuntimeError: where nothing was replayed.
+        """
+        spec = tu.get_non_tensor_data(micro_batch, key=KEY, default=None)
+        if spec is None:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        if self.use_ulysses_sp or self.pad_to_length:
+            raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
+        records = [record and record.replay for record in trajectory_records(micro_batch)]
+        perturbation = registry.create(**spec)
+        scope = ReplayScope(
+            self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
+        )
+        # Records of answers that were cut to verl's response length end where the sample does: the mask cuts them.
+        mask = build_attention_mask_from_nested(micro_batch["input_ids"])
+        with scope(records, mask) as stats:
+            if perturbation.has_density:
+                temperature = micro_batch["temperature"]
+                advantages = None if forward_only else _by_position(micro_batch)
+                self._densities = Densities(scope, float(temperature), advantages)
+            try:
+                loss, output = super().forward_step(micro_batch, self._scored(loss_function), forward_only)
+                if self._densities is not None and self._densities.left:
+                    raise RuntimeError(f"the density of {perturbation.name!r} reached no policy loss.")
+            finally:
+                self._densities = None
+        if not forward_only:
+            sums = {"replayed": stats.count(), "shift_sum": stats.shift_sum()}
+            output["metrics"] |= {f"{KEY}/{name}": float(value) for name, value in sums.items()}
+            output["model_output"].pop(TOKEN_LOG_PROBS)
+        return loss, output
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: TensorDict, **kwargs: Any) -> Any:
+        """As verl's, with the densities of the forward at hand in place of the tokens' log-probabilities."""
+        result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
+        if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
+            return result
+        own = result["log_probs"]
+        result[TOKEN_LOG_PROBS] = own.detach()
+        if self._densities is not None:
+            # A density may look embeddings up. FSDP2 has taken a tied matrix apart by now; backward does so again.
+            sharded = isinstance(self.module, FSDPModule)
+            if sharded:
+                self.module.unshard()
+            result["log_probs"] = self._with_densities(own, output.logits, float(micro_batch["temperature"]))
+            if sharded and not torch.is_grad_enabled():
+                self.module.reshard()
+        return result
+
+    def _with_densities(self, own: Tensor, logits: Tensor, temperature: float) -> Tensor:
+        """Nested log-probabilities with the density at perturbed positions; logits (1, total, V) or (B, T, V)."""
+        # A copy: verl's cross entropy may write its gradient over the logits that it was given.
+        logits = logits / temperature if temperature != 1.0 else logits.clone()
+        packed, offsets = own.values(), own.offsets()
+        if logits.shape[:2] == (1, len(packed)):
+            replaced = self._densities.replace(logits[0], None, packed)
+        else:
+            inside = torch.arange(logits.shape[1], device=logits.device) < offsets.diff().unsqueeze(1)
+            padded = packed.new_zeros(inside.shape).masked_scatter(inside, packed)
+            replaced = self._densities.replace(logits, None, padded)[inside]
+        return torch.nested.nested_tensor_from_jagged(replaced, offsets)
+
+    def _scored(self, loss_function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """The loss, which is given what of a density enters the policy loss alone."""
+        if loss_function is None or self._densities is None:
+            return loss_function
+        densities = self._densities
+
+        def loss(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> Any:
+            nested = model_output["log_probs"]
+            offsets = nested.offsets()
+            inside = _inside(offsets)
+            padded = nested.values().new_zeros(inside.shape).masked_scatter(inside, nested.values())
+            # The value before a position is that of its token.
+            shifted = torch.nn.functional.pad(padded[:, :-1], (1, 0))
+            scored = torch.nn.functional.pad(densities.for_policy_loss(shifted)[:, 1:], (0, 1))
+            values = torch.where(inside, scored, padded)[inside]
+            ours = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(values, offsets)}
+            return loss_function(model_output=ours, data=data, dp_group=dp_group)
+
+        return loss
+
+
+def _inside(offsets: Tensor) -> Tensor:
+    """(B, T), True where a row of a right-padded batch has a token."""
+    lengths = offsets.diff()
+    return torch.arange(int(lengths.max()), device=offsets.device) < lengths.unsqueeze(1)
+
+
+def _by_position(micro_batch: TensorDict) -> Tensor:
+    """Advantages at the position of their token, (B, T), 0 at the prompts'."""
+    offsets, rows = micro_batch["input_ids"].offsets(), micro_batch["advantages"].unbind()
+    inside = _inside(offsets)
+    full = torch.zeros(inside.shape)
+    for row, (end, values) in enumerate(zip(offsets.diff().tolist(), rows)):
+        full[row, end - len(values) : end] = values.float().cpu()
+    return full
+
+
+class ReplayingCPUEngine(ReplayingEngine):
+    """The same without an accelerator. verl 0.9.1 registers its engine for CUDA and NPU only."""
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        # A reference model is offloaded by verl: from the CPU to the CPU, through pinned memory, which needs a GPU.
+        given = self.engine_config
+        self.engine_config = dataclasses.replace(given, forward_only=False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            self.engine_config = given
+
+
+EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cuda", "nvidia")(ReplayingEngine)
+EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(ReplayingCPUEngine)
+
+
+class ReplayingTrainingWorker(TrainingWorker):
+    """verl's worker of one model; without an accelerator its process group is gloo's alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if get_device_name() == "cpu" and not torch.distributed.is_initialized():
+            # verl 0.9.1 asks for "cpu:gloo,cpu:gloo", which torch refuses. Address and rank are in the environment.
+            torch.distributed.init_process_group("gloo", init_method=os.environ.get("DIST_INIT_METHOD"))
+        super().__init__(*args, **kwargs)
+
+
+class PerturbedWorker(ActorRolloutRefWorker):
+    """verl's worker. In its process this module is imported, and with it the engine registered."""
+
+    actor_worker_cls = ref_worker_cls = ReplayingTrainingWorker
