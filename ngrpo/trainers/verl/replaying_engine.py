@@ -24,10 +24,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.trainers.openrlhf.density_loss import Densities
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord, unpack
+from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.replay.scope import ReplayScope
+from perturbations.replay.trajectory import FinishedTrajectory
 
 KEY = "perturbation"
 """Of a batch: the spec. Of a sample's ``extra_fields``: its record. Of metrics: their prefix."""
@@ -36,7 +37,7 @@ TOKEN_LOG_PROBS = "perturbation_token_log_probs"
 _PADDING = "pad"  # verl's name for samples that only fill a batch begins with it, and is else a UUID
 
 
-def trajectory_records(batch: TensorDict) -> list[TrajectoryRecord | None]:
+def trajectory_records(batch: TensorDict) -> list[FinishedTrajectory | None]:
     """What each sample of a batch brought from its rollout; None for verl's padding.
 
     Raises:
@@ -56,10 +57,10 @@ def trajectory_records(batch: TensorDict) -> list[TrajectoryRecord | None]:
                 " without it the model would be trained on inputs that the rollout did not see. An agent loop of one's"
                 " own must hand on the extra_fields of what generate() returns."
             )
-        if record.replay.prompt_tokens != prompt or record.replay.num_tokens < prompt + response:
+        if record.record.prompt_tokens != prompt or record.record.num_tokens < prompt + response:
             raise RuntimeError(
                 f"sample {name} has {prompt} + {response} tokens of prompt and answer, its record has"
-                f" {record.replay.prompt_tokens} + {record.replay.num_tokens - record.replay.prompt_tokens}: tokens"
+                f" {record.record.prompt_tokens} + {record.record.num_tokens - record.record.prompt_tokens}: tokens"
                 " were added or cut in front between rollout and training."
             )
     return found
@@ -83,7 +84,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        records = [record and record.replay for record in trajectory_records(micro_batch)]
+        records = [each and each.record for each in trajectory_records(micro_batch)]
         perturbation = registry.create(**spec)
         scope = ReplayScope(
             self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
