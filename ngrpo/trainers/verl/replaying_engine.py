@@ -84,7 +84,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        records = [each and each.record for each in trajectory_records(micro_batch)]
+        records = [None if each is None else each.record for each in trajectory_records(micro_batch)]
         perturbation = registry.create(**spec)
         scope = ReplayScope(
             self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
