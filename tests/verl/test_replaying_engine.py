@@ -26,11 +26,11 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from ngrpo.trainers.openrlhf.density_loss import Densities
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from ngrpo.trainers.verl import replaying_engine
 from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, ReplayingCPUEngine
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.replay.scope import ReplayScope
+from perturbations.replay.trajectory import FinishedTrajectory
 
 VOCABULARY, HIDDEN = 199, 32
 NEIGHBOR = {"name": "neighbor", "rate": 0.5}
@@ -121,7 +121,7 @@ def batch_of(sequences: list[torch.Tensor], records: list[ReplayRecord], spec: A
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
     answers = [tokens[record.prompt_tokens :] for tokens, record in zip(sequences, records)]
-    carried = [TrajectoryRecord(record, np.zeros(record.num_tokens, np.float32)).pack() for record in records]
+    carried = [FinishedTrajectory(record, np.zeros(record.num_tokens, np.float32)).pack() for record in records]
     fields = {
         "input_ids": nested(sequences),
         "position_ids": nested([torch.arange(len(tokens)) for tokens in sequences]),
@@ -217,7 +217,7 @@ def test_samples_without_their_record_are_refused(folder: Path, group: None) -> 
         engine.infer_batch(batch)
     moved = [dataclasses.replace(record, prompt_tokens=record.prompt_tokens - 1) for record in records]
     batch = batch_of(sequences, records)
-    rows = [{KEY: TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack()} for r in moved]
+    rows = [{KEY: FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack()} for r in moved]
     batch["extra_fields"] = NonTensorStack(*rows)
     with pytest.raises(RuntimeError, match="3 \\+ 4 tokens of prompt and answer"):
         engine.infer_batch(batch)
@@ -283,7 +283,7 @@ def _plain_densities(
                 logits = model(tokens[None]).logits / 1.3
                 plain = logits[0].log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0]
                 densities = Densities(scope, 1.3, full if learning else None)
-                found = densities.replace(logits, None, plain[None])[0, :-1]
+                found = densities.replace(logits, tokens[None], plain[None])[0, :-1]
                 if learning:
                     by_token = torch.cat([found.new_zeros(1), found])[None]
                     (-(densities.for_policy_loss(by_token)[0] * full[0]).sum()).backward()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from ngrpo.rollout import settings
-from ngrpo.rollout.records import check_installed, parse
+from ngrpo.rollout.async_scheduling import cut_to_answer
+from ngrpo.rollout.records import check_installed
 from ngrpo.trainers.openrlhf.rollout_actor import PickUps
-from ngrpo.trainers.openrlhf.trajectory_record import TrajectoryRecord
 from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
 from perturbations import registry
+from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.streams import trajectory_seed
 
 
@@ -64,11 +66,12 @@ class PerturbedHttpServer(vLLMHttpServer):
         if output.stop_reason == "aborted":
             await self.engine.collective_rpc("perturbation_drop", args=([request_id],))
             raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed answer is not trained on.")
-        record, log_probs = parse(await self._pick_ups.take(request_id), len(output.token_ids))
+        found = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
         if given.get("enabled", True):
-            of_tokens = np.full(record.num_tokens, np.nan, dtype=np.float32)
-            of_tokens[record.prompt_tokens :] = log_probs
-            output.extra_fields[settings.KEY] = TrajectoryRecord(record, of_tokens).pack()
+            found = cut_to_answer(found, len(output.token_ids))
+            of_tokens = np.full(found.record.num_tokens, np.nan, dtype=np.float32)
+            of_tokens[found.record.prompt_tokens :] = found.log_probs
+            output.extra_fields[settings.KEY] = dataclasses.replace(found, log_probs=of_tokens).pack()
         return output
 
     def _get_worker_extension_cls(self) -> str:
