@@ -29,8 +29,8 @@ OPENRLHF_NEEDS = [
     "uvicorn",
     "wandb",
 ]
-# What verl 0.9.1, its TransferQueue 0.1.11 and tensordict 0.10.0 need of their own, as `make test-verl` installs it. All
-# three come with --no-deps: verl wants an earlier transformers than OpenRLHF, and its own extra an earlier vLLM.
+# What verl 0.9.1, its TransferQueue 0.1.11 and tensordict 0.10.0 need of their own, as `make test-verl` installs it.
+# All three come with --no-deps: verl wants an earlier transformers than OpenRLHF, and its own extra an earlier vLLM.
 VERL_NEEDS = [
     "accelerate",
     "cachetools",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,12 @@ class PerturbedHttpServer(vLLMHttpServer):
         if output.stop_reason == "aborted":
             await self.engine.collective_rpc("perturbation_drop", args=([request_id],))
             raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed answer is not trained on.")
-        taken = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
-        answer = cut_to_answer(taken, len(output.token_ids))
+        found = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
         if given.get("enabled", True):
-            of_tokens = np.full(answer.record.num_tokens, np.nan, dtype=np.float32)
-            of_tokens[answer.record.prompt_tokens :] = answer.log_probs
-            output.extra_fields[settings.KEY] = FinishedTrajectory(answer.record, of_tokens).pack()
+            found = cut_to_answer(found, len(output.token_ids))
+            of_tokens = np.full(found.record.num_tokens, np.nan, dtype=np.float32)
+            of_tokens[found.record.prompt_tokens :] = found.log_probs
+            output.extra_fields[settings.KEY] = dataclasses.replace(found, log_probs=of_tokens).pack()
         return output
 
     def _get_worker_extension_cls(self) -> str:

@@ -16,7 +16,7 @@ from ngrpo.trainers.openrlhf.gap import check_gap
 from ngrpo.trainers.openrlhf.metrics import step_metrics
 from ngrpo.trainers.verl import overrides, verl_seams
 from ngrpo.trainers.verl.http_server import PerturbedReplica
-from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectory_records
+from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectories
 from perturbations.base import Perturbation
 
 _REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
@@ -86,7 +86,7 @@ def measured(batch: Any, perturbation: Perturbation) -> dict[str, float]:
         replayed = data[TOKEN_LOG_PROBS].unbind()
     except (KeyError, ValueError) as error:
         raise RuntimeError(_NOT_REPLAYED.format("The old log-probabilities")) from error
-    records, log_probs = trajectory_records(data), []
+    records, log_probs = trajectories(data), []
     masks = tu.get(data, "response_mask").unbind()
     for of_sequence, mask in zip(replayed, masks):
         # Entry t of a sequence's log-probabilities is of token t + 1.

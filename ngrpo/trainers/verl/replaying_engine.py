@@ -24,7 +24,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.trainers.openrlhf.density_loss import Densities
-from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.replay.scope import ReplayScope
@@ -37,7 +36,7 @@ TOKEN_LOG_PROBS = "perturbation_token_log_probs"
 _PADDING = "pad"  # verl's name for samples that only fill a batch begins with it, and is else a UUID
 
 
-def trajectory_records(batch: TensorDict) -> list[FinishedTrajectory | None]:
+def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
     """What each sample of a batch brought from its rollout; None for verl's padding.
 
     Raises:
@@ -45,24 +44,27 @@ def trajectory_records(batch: TensorDict) -> list[FinishedTrajectory | None]:
     """
     fields, names = tu.get(batch, "extra_fields"), tu.get(batch, "uid")
     fields, names = (part if isinstance(part, list) else [part] * len(batch) for part in (fields, names))
-    ours = [None if str(name).startswith(_PADDING) else (row or {}).get(KEY) for row, name in zip(fields, names)]
-    found = unpack(ours)
     lengths = [part.offsets().diff().tolist() for part in (batch["prompts"], batch["responses"])]
-    for name, record, prompt, response in zip(names, found, *lengths):
-        if str(name).startswith(_PADDING):
-            continue
-        if record is None:
-            raise RuntimeError(
-                f"sample {name} has no replay record. Each sample of a perturbed run brings its own in extra_fields;"
-                " without it the model would be trained on inputs that the rollout did not see. An agent loop of one's"
-                " own must hand on the extra_fields of what generate() returns."
-            )
-        if record.record.prompt_tokens != prompt or record.record.num_tokens < prompt + response:
-            raise RuntimeError(
-                f"sample {name} has {prompt} + {response} tokens of prompt and answer, its record has"
-                f" {record.record.prompt_tokens} + {record.record.num_tokens - record.record.prompt_tokens}: tokens"
-                " were added or cut in front between rollout and training."
-            )
+    return [_trajectory(str(name), row, *length) for name, row, *length in zip(names, fields, *lengths)]
+
+
+def _trajectory(name: str, fields: Any, prompt: int, answer: int) -> FinishedTrajectory | None:
+    if name.startswith(_PADDING):
+        return None
+    packed = (fields or {}).get(KEY)
+    if packed is None:
+        raise RuntimeError(
+            f"sample {name} has no replay record. Each sample of a perturbed run brings its own in extra_fields;"
+            " without it the model would be trained on inputs that the rollout did not see. An agent loop of one's"
+            " own must hand on the extra_fields of what generate() returns."
+        )
+    found = FinishedTrajectory.unpack(packed)
+    start, end = found.record.prompt_tokens, found.record.num_tokens
+    if start != prompt or end < prompt + answer:
+        raise RuntimeError(
+            f"sample {name} has {prompt} + {answer} tokens of prompt and answer, its record has {start} +"
+            f" {end - start}: tokens were added or cut in front between rollout and training."
+        )
     return found
 
 
@@ -84,7 +86,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        records = [None if each is None else each.record for each in trajectory_records(micro_batch)]
+        records = [found and found.record for found in trajectories(micro_batch)]
         perturbation = registry.create(**spec)
         scope = ReplayScope(
             self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
@@ -129,13 +131,13 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         """Nested log-probabilities with the density at perturbed positions; logits (1, total, V) or (B, T, V)."""
         # A copy: verl's cross entropy may write its gradient over the logits that it was given.
         logits = logits / temperature if temperature != 1.0 else logits.clone()
-        packed, offsets = own.values(), own.offsets()
-        if logits.shape[:2] == (1, len(packed)):
-            replaced = self._densities.replace(logits[0], None, packed)
-        else:
-            inside = torch.arange(logits.shape[1], device=logits.device) < offsets.diff().unsqueeze(1)
-            padded = packed.new_zeros(inside.shape).masked_scatter(inside, packed)
-            replaced = self._densities.replace(logits, None, padded)[inside]
+        values, offsets = own.values(), own.offsets()
+        packed = logits.shape[:2] == (1, len(values))
+        inside = None if packed else _inside(offsets)
+        rows = values[None] if packed else values.new_zeros(inside.shape).masked_scatter(inside, values)
+        labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
+        replaced = self._densities.replace(logits, labels, rows)
+        replaced = replaced[0] if packed else replaced[inside]
         return torch.nested.nested_tensor_from_jagged(replaced, offsets)
 
     def _scored(self, loss_function: Callable[..., Any] | None) -> Callable[..., Any] | None:
