@@ -16,6 +16,11 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
+def model(smollm2: str) -> str:
+    return smollm2
+
+
+@pytest.fixture(scope="module")
 def async_engine(model: str) -> Iterator[Any]:
     with asynchronous():
         llm = build_engine(model, {"name": "gumbel"}, max_num_batched_tokens=64, enable_prefix_caching=True)
@@ -36,7 +41,7 @@ def test_replay_equals_rollout(async_engine: Any, hf_model: Any, name: str, opti
     assert sum(len(r.record) for r in rollouts) == pytest.approx(options["rate"] * len(gap), rel=0.15)
 
 
-STOPS = {"token": {"stop_token_ids": list(range(0, 49152, 11))}, "string": {"stop": ["th", "an"]}}
+STOPS = {"token": {"stop_token_ids": list(range(0, 49152, 11))}, "string": {"stop": [" the", ".", " and"]}}
 
 
 @pytest.mark.parametrize("name", STOPS)

@@ -19,6 +19,11 @@ from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 pytestmark = pytest.mark.stack
 
 
+@pytest.fixture(scope="module")
+def model(smollm2: str) -> str:
+    return smollm2
+
+
 def test_an_engine_without_a_perturbation_has_no_records(model: str) -> None:
     with pytest.raises(RuntimeError, match="worker 0 runs unperturbed"):
         take_records(build_engine(model, None))

@@ -17,6 +17,11 @@ from tests.stack.harness import chat_prompts, sample
 pytestmark = pytest.mark.stack
 
 
+@pytest.fixture(scope="module")
+def model(smollm2: str) -> str:
+    return smollm2
+
+
 def worker_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
