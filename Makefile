@@ -1,6 +1,7 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
-# make test   fast tests, then tests/stack (vLLM in one process), then tests/pipeline (whole training runs)
-# make test-all adds what is marked slow, and the mutations of formulas (make mutations).
+# make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 15 minutes
+# make test-more all others but the slow ones: further options, seams, recipes, pictures, the report in a browser
+# make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
 # make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
@@ -32,7 +33,7 @@ JOBS ?= 2
 FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
 ifndef AT_ONCE
 .NOTPARALLEL:
@@ -41,14 +42,22 @@ endif
 demo: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
-test: $(READY) browser vision test-fast
+test: $(READY) test-fast
 	@echo "== stack tests: vLLM and Hugging Face in one process, a new one for each file, $(JOBS) at once; each shows its"
 	@echo "   result when it has ended"
-	@$(call files,not slow,$(FILES))
+	@$(call files,not more and not slow,$$($(BIN)/python -m tests.claims stack))
 	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
-	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
+	@$(BIN)/python -m pytest $$($(BIN)/python -m tests.claims pipeline) -m "not more and not slow"
 
-test-all: test
+test-more: $(READY) browser vision
+	@echo "== further fast tests"
+	@$(BIN)/python -m pytest tests/fast -m "more and not slow" --numprocesses=$(JOBS) --dist=loadfile
+	@echo "== further stack tests"
+	@$(call files,more and not slow,$(FILES))
+	@echo "== further pipeline tests"
+	@$(BIN)/python -m pytest tests/pipeline -m "more and not slow"
+
+test-all: test test-more
 	@$(PIP) --no-deps $(TRL)
 	@$(PIP) $(VERIFIERS) 2>/dev/null && $(PIP) --no-deps $(ENVIRONMENTS) || echo "   no verifiers: its tests are skipped"
 	@echo "== slow tests"
@@ -63,7 +72,7 @@ mutations: $(READY)
 
 test-fast: $(READY)
 	@echo "== fast tests"
-	@$(BIN)/python -m pytest tests/fast -m "not slow" --numprocesses=$(JOBS) --dist=loadfile
+	@$(BIN)/python -m pytest tests/fast -m "not more and not slow" --numprocesses=$(JOBS) --dist=loadfile
 
 test-stack: $(READY) vision
 	@$(call files,not slow,$(FILES))

@@ -45,9 +45,8 @@ setup(
     packages=find_packages(include=["perturbations", "perturbations.*", "ngrpo", "ngrpo.*"]),
     package_data={
         "ngrpo.report": ["*.css", "*.js", "templates/*.html"],
-        "ngrpo.new": ["templates/*.txt"],
-        "ngrpo": ["measured_models.json"],
-        "ngrpo.dry_run": ["models.json"],
+        "ngrpo.commands": ["templates/*.txt"],
+        "ngrpo.models": ["measured_models.json", "models.json"],
     },
     install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2"],
     extras_require={
@@ -57,7 +56,7 @@ setup(
         # vLLM pins torch: 0.26 is the release for torch 2.11. bitsandbytes is for --ds.load_in_4bit.
         "cuda": ["vllm>=0.26,<0.32", *OPENRLHF_NEEDS, "bitsandbytes", *MODELS, *ANSWERS],
         "hnsw": HNSW,
-        "trl": ["trl==1.16.0"],  # ngrpo.trl
+        "trl": ["trl==1.16.0"],  # ngrpo.trainers.trl
         # --task verifiers:MODULE. 0.4 has no environments with load_environment() any more.
         "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`

@@ -23,7 +23,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
-from ngrpo.versions import OPENRLHF, VLLM_LAST
+from ngrpo.upstream.versions import OPENRLHF, VLLM_LAST
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "matrix.json"
@@ -34,7 +34,7 @@ ROLLOUT_ONLY = ("0.32.0",)
 _OF_TRAINING = ("transformers", "ray", "deepspeed", "accelerate", "peft", "torchdata", "wandb", "tensorboard")
 # vLLM pins torch; a build for CUDA serves where no index has the one for CPUs.
 TORCH = {"0.26.0": "2.11.0"}
-# Each stage is a few minutes on two cores; what is marked slow is left out, but for TRL, which is all of it.
+# Each stage is a few minutes on two cores; what is marked slow is left out, but for the stages that are all of it.
 STAGES = {
     "seams": ["tests/fast/test_seams.py", "tests/stack/test_config.py"],
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
@@ -45,6 +45,7 @@ STAGES = {
     "TRL": ["tests/stack/test_trl.py"],
     "training": ["tests/pipeline/test_training.py"],
 }
+SLOW = ("serve", "TRL")
 # What needs no OpenRLHF.
 WITHOUT_OPENRLHF = ("rollout", "exactness", "invariance", "V2", "serve", "TRL")
 
@@ -89,7 +90,7 @@ def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
     with log.open("w", encoding="utf-8") as out:
         for file in STAGES[stage]:
             words = f"-m pytest -q -p no:cacheprovider {file} -m".split()
-            command = [folder / "bin" / "python", *words, "slow" if stage == "TRL" else "not slow"]
+            command = [folder / "bin" / "python", *words, "slow" if stage in SLOW else "not slow"]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             out.write(done.stdout + done.stderr)
             last.append((done.stdout.strip().splitlines() or ["no output"])[-1].strip("= "))

@@ -4,7 +4,8 @@
     python -m benchmarks.rollout [--model smollm2-135m] [--pairs 5] [--batches 1,16,64] [--rates 0.1,1]
 
 A stock engine and a perturbed one live side by side; each pair times stock, then the perturbation, on the same prompts.
-Printed: the median of the paired ratios (perturbed / stock, higher is better), and the range.
+Printed: the median of the paired ratios (perturbed / stock, higher is better), and the range. With `--cpu-seconds` the
+engines have one thread, and its CPU seconds are compared, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -20,10 +22,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.machine import describe
 from benchmarks.pairs import summary
-from ngrpo.models import resolve
+from ngrpo.models.packaged import resolve
 from ngrpo.rollout import set_perturbation, take_records
 from perturbations import available
 
+Clock = Callable[[], float]
 QUESTION = "Explain step by step how to find the sum of the first hundred odd numbers."
 
 
@@ -55,17 +58,19 @@ def questions(llm: Any, batch: int) -> list[list[int]]:
     return result
 
 
-def rate_of(llm: Any, prompts: list[list[int]], tokens: int) -> float:
-    """Generated tokens per second."""
+def rate_of(llm: Any, prompts: list[list[int]], tokens: int, clock: Clock = time.perf_counter) -> float:
+    """Generated tokens per second of a clock."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    began = time.perf_counter()
+    began = clock()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return len(prompts) * tokens / (time.perf_counter() - began)
+    return len(prompts) * tokens / (clock() - began)
 
 
-def paired(stock: Any, perturbed: Any, prompts: list[list[int]], tokens: int, pairs: int) -> dict[str, float]:
+def paired(
+    stock: Any, perturbed: Any, prompts: list[list[int]], tokens: int, pairs: int, clock: Clock = time.perf_counter
+) -> dict[str, float]:
     """Times both engines in turn.
 
     Returns:
@@ -73,8 +78,10 @@ def paired(stock: Any, perturbed: Any, prompts: list[list[int]], tokens: int, pa
         median and the range of the pairs.
     """
     # The first runs fill the neighbor table and compile the sampler for this batch.
-    rate_of(stock, prompts, tokens), rate_of(perturbed, prompts, tokens)
-    found = [(rate_of(stock, prompts, tokens), rate_of(perturbed, prompts, tokens)) for _ in range(pairs)]
+    both = (stock, perturbed)
+    for llm in both:
+        rate_of(llm, prompts, tokens, clock)
+    found = [tuple(rate_of(llm, prompts, tokens, clock) for llm in both) for _ in range(pairs)]
     take_records(perturbed)
     return summary(found, "stock")
 
@@ -86,24 +93,36 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--rates", default="0.1,1")
-    parser.add_argument("--perturbations", "--operators", default=None, help="separated by commas; all by default")
+    parser.add_argument(
+        "--perturbations", "--operators", default=None, help="by commas; neighbor:variant=released; all by default"
+    )
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
+    parser.add_argument("--cpu-seconds", action="store_true", help="CPU seconds of one thread instead of the clock")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    if options.cpu_seconds:
+        import torch
+
+        os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        torch.set_num_threads(1)
     model = resolve(options.model)
     stock, perturbed = engine(model, None, options.compiled), engine(model, {"name": "gumbel"}, options.compiled)
     in_tree = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
     names = options.perturbations.split(",") if options.perturbations else in_tree
     batches = [int(b) for b in options.batches.split(",")]
-    print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}")
+    clock, used = (time.process_time, ", CPU seconds of one thread") if options.cpu_seconds else (time.perf_counter, "")
+    print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}{used}")
     print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
-    for name in names:
+    for each in names:
+        name, *given = each.split(":")
+        words = dict(word.split("=") for word in given)
+        label = words.get("variant", name)
         for rate in (float(r) for r in options.rates.split(",")):
-            set_perturbation(perturbed, name, rate=rate)
+            set_perturbation(perturbed, name, rate=rate, **words)
             for batch in batches:
-                found = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs)
+                found = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
                 print(
-                    f"{name:10s} {rate:5g} {batch:5d} {found['stock']:12.1f} {found['ratio']:7.3f}"
+                    f"{label:10s} {rate:5g} {batch:5d} {found['stock']:12.1f} {found['ratio']:7.3f}"
                     f"  {found['lowest']:.3f}-{found['highest']:.3f}",
                     flush=True,
                 )

@@ -146,8 +146,8 @@ def table() -> None:
 
 def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs: Tensor) -> Tensor:
     """The gradient of Σ A · entry over the rollouts, all parameters in one vector, float64."""
-    from ngrpo.trainer.density_loss import densities
-    from ngrpo.trainer.log_prob_replacement import with_replacements
+    from ngrpo.trainers.openrlhf.density_loss import densities
+    from ngrpo.trainers.openrlhf.loss import with_replacements
     from perturbations.replay.scope import ReplayScope
 
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def real_step(name: str, tokens: int) -> None:
     """Prints the signal to noise of one bfloat16 step's gradient."""
     from transformers import AutoModelForCausalLM
 
-    from ngrpo.models import resolve
+    from ngrpo.models.packaged import resolve
     from tests.stack.harness import build_engine, chat_prompts, sample
 
     options = {"base": "soft", "density": "gaussian"}

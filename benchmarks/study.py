@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pooled
-from ngrpo import significance, yaml_file
-from ngrpo.evaluate.estimators import pass_at_k
-from ngrpo.result_folder import read_json, write_text
+from ngrpo.statistics import significance
+from ngrpo.statistics.estimators import pass_at_k
+from ngrpo.storage import yaml_file
+from ngrpo.storage.result_folder import read_json, write_text
 
 Results = Mapping[str, Any]
 _DRIFT = "neighbors_changed_since_start"

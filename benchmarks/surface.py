@@ -5,8 +5,8 @@
     python -m benchmarks.surface other [BEFORE]
 
 For each definition of vLLM that is wrapped or replaced: as it was, another body, other parameters, or gone, beside the
-installed vLLM or the sources in BEFORE. For OpenRLHF `python -m ngrpo.trainer.seams` says the same, with the other
-sources first in PYTHONPATH. That nothing has moved is no proof that it works: that takes `make matrix`.
+installed vLLM or the sources in BEFORE. For OpenRLHF `python -m ngrpo.trainers.openrlhf.seams` says the same, with
+the other sources first in PYTHONPATH. That nothing has moved is no proof that it works: that takes `make matrix`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.study import scores
-from ngrpo.result_folder import read_json, write_text
+from ngrpo.storage.result_folder import read_json, write_text
 
 Results = Mapping[str, Any]
 _PARTS = 6  # of a training, for the table of what was tried

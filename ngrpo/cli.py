@@ -33,14 +33,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from ngrpo import processes
+from ngrpo.hardware import processes
 from perturbations import user_files
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -50,29 +49,8 @@ ngrpo: This is an error of the program, or of a library below it, and not of you
 ngrpo: maintainers, with the lines above, the command and the block that ends the output of: ngrpo doctor"""
 
 
-_LIST_HELP = """\
-usage: ngrpo list [NAME]
-
-All perturbations, gates, advantages and the other kinds that `ngrpo new` knows:
-in the tree, of installed packages, and their papers. With a name: its options
-with ranges and defaults, and a picture of what it does.
-
-examples
-  ngrpo list
-  ngrpo list neighbor
-  ngrpo list ./mine.py:Mine
-"""
-_MODEL_HELP = """\
-usage: ngrpo model NAME
-
-Makes a packaged model into a local Hugging Face folder, once, and prints the
-folder's path.
-
-examples
-  ngrpo model smollm2-135m
-  ngrpo eval --model "$(ngrpo model smollm2-135m)" --task arithmetic
-
-packaged models: """
+COMMANDS = ("train", "compare", "eval", "diagnose", "report", "data", "list", "check", "new", "doctor", "model")
+"""Each is a module of ``ngrpo.commands`` with ``run(words, report=...)``, imported when it is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,30 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(__doc__, end="")
         return 0 if words else 2
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
-        "compare": _module("ngrpo.compare.command"),
-        "eval": _module("ngrpo.evaluate.command"),
-        "diagnose": _module("ngrpo.diagnose.command"),
-        "report": _module("ngrpo.report.command"),
-        "data": _module("ngrpo.data_preparation"),
-        "list": _list,
-        "check": _module("ngrpo.check"),
-        "new": _module("ngrpo.new.command"),
-        "doctor": _module("ngrpo.doctor"),
-        "model": _model,
-    }
     try:
         if words[0] == "--version":
             from ngrpo import __version__
 
             print(f"ngrpo {__version__}")
             return 0
-        if words[0] not in commands:
+        if words[0] not in COMMANDS:
             raise UsageError(
-                f"unknown command {words[0]!r}.{nearest(words[0], commands)} Commands: {', '.join(commands)}."
+                f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
             )
-        return commands[words[0]](words[1:])
+        return import_module(f"ngrpo.commands.{words[0]}").run(words[1:], report=_say)
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
@@ -130,48 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = user_files.fault(error)
         print(_BUG if fault is None else f"ngrpo: error: {fault}", file=sys.stderr)
         return 1
-
-
-def _module(name: str) -> Callable[[list[str]], int]:
-    """A command that is a module's ``run(words, report=...)``, imported when it is called."""
-    return lambda words: import_module(name).run(words, report=_say)
-
-
-def _list(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        print(_LIST_HELP, end="")
-        return 0
-    if len(words) > 1:
-        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(words)!r}.")
-    from ngrpo.catalogue import described, listing
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(described(words[0]) if words else listing(width))
-    return 0
-
-
-def _model(words: list[str]) -> int:
-    from ngrpo import models
-
-    if len(words) != 1 or words[0].startswith("-"):
-        print(_MODEL_HELP + ", ".join(models.PACKAGED))
-        return 0 if words in (["-h"], ["--help"]) else 2
-    if words[0] not in models.PACKAGED:
-        hint = nearest(words[0], models.PACKAGED)
-        raise UsageError(f"unknown packaged model {words[0]!r}.{hint} Available: {', '.join(models.PACKAGED)}.")
-    print(models.resolve(words[0], report=_say))
-    return 0
-
-
-def _train(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        from ngrpo.catalogue import train_help
-
-        print(train_help(words))
-        return 0
-    from ngrpo import train
-
-    return train.openrlhf_help() if "--openrlhf-help" in words else train.run(words, report=_say)
 
 
 def _say(line: str) -> None:

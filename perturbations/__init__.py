@@ -17,9 +17,10 @@ _NAMES = {
     "neighbors": ("ExactIndex", "NeighborIndex"),
     "options": ("option",),
     "registry": ("available", "create", "create_gate", "register", "register_buffer", "register_gate"),
-    "replay.buffers.base": ("FinishedTrajectory", "ReplayBuffer"),
+    "replay.buffers.base": ("ReplayBuffer",),
     "replay.record": ("ReplayRecord",),
     "replay.scope": ("replaying",),
+    "replay.trajectory": ("FinishedTrajectory",),
     "step": ("GateStep", "Positions", "Step"),
     "testing": ("check_gate", "check_perturbation"),
 }

@@ -45,7 +45,7 @@ class Compiled:
         self.plain, self._purpose, self._failed = function, purpose, False
         self._fast = torch.compile(_of_its_own(function), fullgraph=True)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         if self._failed or torch.compiler.is_compiling():
             return self.plain(*args)
         from torch._dynamo.exc import TorchDynamoException

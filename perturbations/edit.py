@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perturbations import streams
 from perturbations.compilation import Compiled, on_gpu, twice
+from perturbations.errors import present
+
+Mixer = Callable[[Tensor, Tensor], Tensor]
+"""What makes an input of the first candidate and the mixture, (N, D) each: a perturbation's module."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class InputEdit:
     normalizer: Tensor | None = None
 
 
-def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: nn.Module | None = None) -> Tensor:
+def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: Mixer | None = None) -> Tensor:
     """Σ_k w_k · e_k + σ · ε + v, computed in float32 whatever the dtype of the candidates.
 
     Rollout and replay both call this function, compiled on a GPU and as it stands on a CPU, so that they round alike.
@@ -70,11 +73,11 @@ def _mixed(
     sigma: Tensor | None,
     vectors: Tensor | None,
     noise_keys: Tensor | None,
-    module: Callable[[Tensor, Tensor], Tensor] | None,
+    module: Mixer | None,
 ) -> Tensor:
     mixed = (candidates.float() * weights.unsqueeze(-1)).sum(dim=-2)
     if sigma is not None:
-        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(noise_keys, candidates.shape[-1])
+        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(present(noise_keys, "noise_keys"), candidates.shape[-1])
     if module is not None:
         mixed = module(candidates[:, 0].float(), mixed)
     if vectors is not None:
@@ -86,15 +89,15 @@ class _Rounded(torch.autograd.Function):
     """The gradient of a mixture at a value that differs from it by rounding alone."""
 
     @staticmethod
-    def forward(ctx: Any, mixture: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: object, mixture: Tensor, value: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
-def _compiled_mix(candidates: Tensor, *parts: Any) -> Tensor:
+def _compiled_mix(candidates: Tensor, *parts: Tensor | Mixer | None) -> Tensor:
     if len(candidates) == 1:
         again = (twice(part) if isinstance(part, Tensor) else part for part in parts)
         return _compiled_mix(twice(candidates), *again)[:1]
@@ -116,7 +119,7 @@ def realise(
     edit: InputEdit,
     lookup: Callable[[Tensor], Tensor],
     noise_keys: Tensor | None,
-    module: nn.Module | None = None,
+    module: Mixer | None = None,
 ) -> Tensor:
     """The vectors of an edit, looked up through an embedding.
 

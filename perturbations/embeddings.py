@@ -14,6 +14,7 @@ from perturbations.shard import Shard
 
 if TYPE_CHECKING:
     from perturbations.neighbors import Drift, Neighborhood, NeighborIndex
+    from perturbations.neighbors.table import TableIndex
 
 
 _ROWS = 1024  # of the matrix, in float64 at once
@@ -60,7 +61,8 @@ class ModelEmbeddings:
         if self._rms is None:
             shard = Shard.of(self._matrices["input"]())
             # A block at a time: E in float32 would be twice its size in bfloat16.
-            squares = sum(block.double().square().sum() for block in shard.real.split(_ROWS))
+            nothing = torch.zeros((), dtype=torch.float64, device=shard.rows.device)
+            squares = sum((block.double().square().sum() for block in shard.real.split(_ROWS)), nothing)
             total = shard.gather(squares.view(1)).sum()
             self._rms = (total / (shard.size * shard.rows.shape[1])).sqrt().float()
         return self._rms
@@ -74,7 +76,7 @@ class ModelEmbeddings:
         kind: str = "exact",
         skip_same_word: bool = False,
         refresh: str = "every_sync",
-    ) -> NeighborIndex:
+    ) -> NeighborIndex | traced.TracedIndex:
         """The neighbor index over the input or output embeddings, built on first use.
 
         Args:
@@ -106,7 +108,7 @@ class ModelEmbeddings:
 
         exclude = self._special_ids() if skip_special else ()
 
-        def make(embedding: Shard, probe: bool) -> NeighborIndex:
+        def make(embedding: Shard, probe: bool) -> TableIndex:
             words = self._word_numbers(embedding.size) if skip_same_word else None
             # A graph is not built for a look at a few tokens.
             return create_index(embedding, "exact" if probe else kind, metric, exclude, words, True if probe else None)

@@ -5,10 +5,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 
 class UsageError(ValueError):
     """A value, name or file that the user gave cannot be used; the message says what is allowed and how to fix it."""
+
+
+def present(value: _Value | None, what: str) -> _Value:
+    """A value that may be missing elsewhere and must not be here.
+
+    Raises:
+        ValueError: where it is None; ``what`` names it.
+    """
+    if value is None:
+        raise ValueError(f"{what} is missing here: pass it.")
+    return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

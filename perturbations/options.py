@@ -10,20 +10,23 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 from perturbations.errors import UsageError, nearest
 
+if TYPE_CHECKING:
+    from perturbations.registry import Registry
+
 
 def option(
-    default: Any,
+    default: object,
     help: str,
     *,
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
-    registry: Any = None,
+    registry: Registry | None = None,
 ) -> Any:
     """A field of an :class:`Options` dataclass.
 
@@ -140,7 +143,7 @@ def allowed(field: dataclasses.Field) -> str:
     return "" if high is None else f"at most {high}"
 
 
-def coerce(owner: type, field: dataclasses.Field, value: Any, what: str = "perturbation") -> Any:
+def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "perturbation") -> object:
     """Brings a value of the command line or a YAML file to its field's type and checks its range.
 
     Args:
@@ -173,7 +176,7 @@ def coerce(owner: type, field: dataclasses.Field, value: Any, what: str = "pertu
     return converted
 
 
-def _made(registry: Any, label: str, name: str, value: Any) -> Any:
+def _made(registry: Registry, label: str, name: str, value: object) -> object:
     """What an option with a registry was given: nothing, a name, a mapping with a name and options, or ready made."""
     if value is None or isinstance(value, registry.base_class()):
         return value
@@ -184,12 +187,12 @@ def _made(registry: Any, label: str, name: str, value: Any) -> Any:
     raise UsageError(f"{label}: must be a {name}'s name ({', '.join(registry.available())}), 'none', or a {name}.")
 
 
-def _convert(kind: type, value: Any) -> Any:
+def _convert(kind: type, value: object) -> bool | int | float | str | None:
     if kind is bool:
         return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower())
     if kind is str:
         return value if isinstance(value, str) else None
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, (str, SupportsFloat)):
         return None
     try:
         if kind is int and isinstance(value, (int, str)) and str(value).strip().lstrip("+-").isdecimal():
@@ -202,7 +205,7 @@ def _convert(kind: type, value: Any) -> Any:
     return kind(number)
 
 
-def _check_range(label: str, field: dataclasses.Field, value: Any) -> None:
+def _check_range(label: str, field: dataclasses.Field, value: bool | int | float | str) -> None:
     meta = field.metadata
     if meta.get("choices") and value not in meta["choices"]:
         hint = nearest(str(value), meta["choices"])

@@ -12,6 +12,7 @@ r = Σ_k w_k E[c_k] + σ ε, both (N, D) float32, to the input e', (N, D) float3
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,23 @@ NAME = "perturbation"
 PREFIX = NAME + "."
 
 
-def attach(model: nn.Module, perturbation: Perturbation) -> nn.Module | None:
+class CausalModel(Protocol):
+    """What is asked of a model: Hugging Face's causal models have it."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The module that looks tokens up."""
+        ...
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The module that makes logits, or None."""
+        ...
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As :meth:`torch.nn.Module.add_module`."""
+        ...
+
+
+def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
     """Makes the perturbation's module a submodule of a model, on its device and in its dtype.
 
     Args:
@@ -39,7 +56,8 @@ def attach(model: nn.Module, perturbation: Perturbation) -> nn.Module | None:
     if type(perturbation).module is Perturbation.module:
         return None
     embedding = model.get_input_embeddings()
-    module = perturbation.module(embedding.embedding_dim)
+    hidden_size: int = getattr(embedding, "embedding_dim")  # noqa: B009
+    module = perturbation.module(hidden_size)
     if module is None:
         return None
     if hasattr(model, NAME):
@@ -53,7 +71,7 @@ def attach(model: nn.Module, perturbation: Perturbation) -> nn.Module | None:
     return module
 
 
-def freeze(model: nn.Module, perturbation: Perturbation) -> None:
+def freeze(model: CausalModel, perturbation: Perturbation) -> None:
     """Takes the embedding, the head or both out of training, as the perturbation's ``freeze`` says.
 
     Args:
@@ -80,7 +98,7 @@ def freeze(model: nn.Module, perturbation: Perturbation) -> None:
             parameter.requires_grad_(False)
 
 
-def attached(model: nn.Module) -> nn.Module | None:
+def attached(model: object) -> nn.Module | None:
     """The module that :func:`attach` put beside a model, or None."""
     return getattr(model, NAME, None)
 

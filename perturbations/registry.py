@@ -7,16 +7,16 @@ import dataclasses
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterable
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from perturbations import user_files
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
+from perturbations.options import Options
 
-_Class = TypeVar("_Class", bound=type)
+_Class = TypeVar("_Class", bound=Options)
 GATE_OPTION = "gate."
 """What an option of the gate begins with, among the options of its perturbation."""
 _NOT_NAMES = ("base", "default")  # files of a tree package that hold a contract and not a class of its kind
@@ -40,10 +40,10 @@ class Registry:
             group: entry point group of installed packages.
         """
         self.kind, self.base, self.tree, self.group = kind, base, tree, group
-        self.registered: dict[str, type] = {}
+        self.registered: dict[str, type[Options]] = {}
         Registry.made.append(self)
 
-    def register(self, name: str) -> Any:
+    def register(self, name: str) -> Callable[[type[_Class]], type[_Class]]:
         """Class decorator that gives a class its name.
 
         Args:
@@ -53,7 +53,7 @@ class Registry:
             UsageError: where another class has the name.
         """
 
-        def decorate(cls: _Class) -> _Class:
+        def decorate(cls: type[_Class]) -> type[_Class]:
             other, home = self.registered.get(name), self.in_tree().get(name)
             taken = home if home is not None and home != cls.__module__ else None
             if taken is None and other is not None and not _same(other, cls):
@@ -75,7 +75,7 @@ class Registry:
         names = (module.name for module in pkgutil.iter_modules(package.__path__))
         return {name: f"{self.tree}.{name}" for name in names if name not in _NOT_NAMES}
 
-    def installed(self) -> dict[str, Any]:
+    def installed(self) -> dict[str, EntryPoint]:
         """Names from installed packages, and their entry points."""
         return {point.name: point for point in entry_points(group=self.group)}
 
@@ -125,7 +125,7 @@ class Registry:
             " or ./file.py:Name or package.module:Name for your own."
         )
 
-    def create(self, name: str, **options: Any) -> Any:
+    def create(self, name: str, **options: object) -> Any:
         """Makes an object of this kind.
 
         Args:
@@ -136,7 +136,8 @@ class Registry:
         Raises:
             UsageError: for an unknown name or option, or a value out of range; says what is allowed.
         """
-        cls = self.get(name, options.pop("source", None))
+        source = options.pop("source", None)
+        cls = self.get(name, None if source is None else str(source))
         for field in dataclasses.fields(cls):
             if field.metadata.get("registry") is not None:
                 self._make_nested(field, field.metadata["registry"], options)
@@ -301,16 +302,16 @@ available, get, address = perturbations.available, perturbations.get, perturbati
 register, create = perturbations.register, perturbations.create
 
 
-def register_gate(name: str) -> Any:
+def register_gate(name: str) -> Callable[[type[_Class]], type[_Class]]:
     """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
     return gates.register(name)
 
 
-def create_gate(name: str, **options: Any) -> Any:
+def create_gate(name: str, **options: object) -> Any:
     """Makes a gate, as :meth:`Registry.create`."""
     return gates.create(name, **options)
 
 
-def register_buffer(name: str) -> Any:
+def register_buffer(name: str) -> Callable[[type[_Class]], type[_Class]]:
     """Class decorator that gives a replay buffer its name; as :meth:`Registry.register`."""
     return buffers.register(name)

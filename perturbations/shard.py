@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def over_ranks(group: Any) -> Callable[[Tensor], Tensor]:
+def over_ranks(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
     """:attr:`Shard.gather` over a process group of `torch.distributed`."""
 
     def gather(tensor: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ class Step:
         # more than all the rest of a step.
         logits, keys = self.logits if self.drawable is None else self.drawable, self._own_keys()
         blocks = row_blocks.blocks(logits)
-        known = self.summary is not None and self.drawable is None
-        totals = self.summary.log_totals if known else blocks.logsumexp(dim=-1)
+        summary = self.summary if self.drawable is None else None
+        totals = blocks.logsumexp(dim=-1) if summary is None else summary.log_totals
         count = totals.shape[1]
         each, places = (torch.arange(size, device=logits.device) for size in (count, BLOCK))
 

@@ -12,7 +12,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,12 +46,13 @@ _POSITION = _signed(0xD1342543DE82EF95)
 _OFFSETS = {stream: _signed(int(stream) * 0xDA942042E4DD58B5 % (1 << 64)) for stream in Stream}
 
 
-def _shift_right(x: _Integers, bits: int) -> _Integers:
+def _shift_right(x: Any, bits: int) -> Any:
     """Logical right shift of int64 (the types' own is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: _Integers) -> _Integers:
+def _mix(integers: _Integers) -> _Integers:
+    x: Any = integers  # tensors and arrays have these operators, and no type in common that says so
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)

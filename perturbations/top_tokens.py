@@ -11,7 +11,7 @@ from torch import Tensor
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.options import option
-from perturbations.replay.record import MOST_CANDIDATES
+from perturbations.replay.packing import MOST_CANDIDATES
 from perturbations.step import Step
 
 

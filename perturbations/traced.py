@@ -81,6 +81,10 @@ class TracedIndex:
         """
         self._embeddings, self._key = embeddings, key
 
+    def precompute(self, k: int) -> None:
+        """Nothing: a compiled step computes no tables."""
+        return None
+
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :meth:`perturbations.neighbors.NeighborIndex.query`."""
         return neighbors(token_ids, k, self._embeddings, *self._key)

@@ -172,9 +172,10 @@ def _refuse_siblings(text: str, file: Path, label: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.level:
             dots = "." * node.level + (node.module or "")
             raise UsageError(f"{label}: line {node.lineno} of {file.name} imports {dots!r} relative to itself. {fix}")
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        for name in names:
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        for name in filter(None, names):
             top = name.partition(".")[0]
             beside = (file.parent / f"{top}.py", file.parent / top / "__init__.py")
             if any(path.is_file() for path in beside) and not _installed(top):

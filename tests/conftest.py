@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_folder import tiny_folder
+from tests.claims import CLAIMS
+from tests.tiny_folder import tiny_language_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # Read once, when torch loads: threads that spin while they wait take a machine of two cores from the other processes.
@@ -20,16 +21,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The packaged SmolLM2-135M-Instruct as a Hugging Face folder; made on first use, then kept."""
-    from ngrpo import models
+    from ngrpo.models import packaged
 
-    return models.resolve("smollm2-135m")
+    return packaged.resolve("smollm2-135m")
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
-    """A small random model for two ranks: SmolLM2 has nine heads."""
-    folder = tmp_path_factory.mktemp("tiny")
-    return tiny_folder(folder, smollm2, "llama", tie_word_embeddings=False, initializer_range=0.2)
+    """A random model with SmolLM2's tokenizer: wherever the pretrained one is not the point, and for two ranks."""
+    return tiny_language_model(tmp_path_factory.mktemp("tiny"), smollm2)
 
 
 @pytest.fixture(scope="session")
@@ -61,10 +61,16 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything outside tests/fast carries the marker `stack`; `gpu` tests are skipped without a device."""
+    """Everything outside tests/fast is marked `stack`, and `more` unless its file shows a claim of `make test`.
+
+    `gpu` tests are skipped without a device.
+    """
     for item in items:
-        if "fast" not in Path(str(item.fspath)).relative_to(ROOT).parts:
+        path = Path(str(item.fspath)).relative_to(ROOT)
+        if "fast" not in path.parts:
             item.add_marker("stack")
+            if path.as_posix() not in CLAIMS:
+                item.add_marker("more")
         if item.get_closest_marker("gpu") and not _cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -398,7 +398,7 @@ def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
 
 
 def groups(strategy: str = "neighbor rate=0.1", steps: int = 3, answers: int = 8) -> list[dict[str, Any]]:
-    """Kept steps as `ngrpo.trainer.kept_groups` writes them: two prompts each, some answers the same."""
+    """Kept steps as `ngrpo.trainers.openrlhf.kept_groups` writes them: two prompts each, some answers the same."""
     draw = random.Random(5)
     kept = []
     for step in range(1, steps + 1):

@@ -21,10 +21,9 @@ from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_c
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import ReplayRecord, registry
+from perturbations import FinishedTrajectory, registry
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
@@ -259,17 +258,18 @@ def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
 
 
 def _compare_records(name: str, one: Any, other: Any, masked: bool) -> None:
-    a, b = ReplayRecord.from_bytes(one[0]), ReplayRecord.from_bytes(other[0])
+    one, other = FinishedTrajectory.unpack(one), FinishedTrajectory.unpack(other)
+    a, b = one.record, other.record
     for part in ("positions", "ids", "agreed"):
         if not np.array_equal(getattr(a, part), getattr(b, part)):
             raise Disagreement(f"{name}: other {part}")
     if not np.allclose(a.weights, b.weights, atol=1e-5):
         raise Disagreement(f"{name}: weights are off by {np.abs(a.weights - b.weights).max():.3g}")
-    log_probs = [np.frombuffer(x[1], np.float32) for x in (one, other)]
+    log_probs = [each.log_probs for each in (one, other)]
     if len(log_probs[0]) != len(log_probs[1]) or not np.allclose(*log_probs, atol=1e-5):
         raise Disagreement(f"{name}: other log-probabilities")
     if masked:
-        a, b = (SamplingMask.from_bytes(x[2]) for x in (one, other))
+        a, b = one.sampling_mask, other.sampling_mask
         names = ("positions", "cut", "lengths", "words")
         if not all(np.array_equal(getattr(a, part), getattr(b, part)) for part in names):
             raise Disagreement(f"{name}: another mask")

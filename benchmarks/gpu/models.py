@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ngrpo.models import cache_dir, resolve
+from ngrpo.models.packaged import cache_dir, resolve
 from perturbations.errors import UsageError
 
 SMOLLM2 = "smollm2-135m"

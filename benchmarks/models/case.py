@@ -99,6 +99,8 @@ def measure(case: Case, engines: Engines, limit: float = 300.0, log: Path | None
         other = _measured(replace(case, dtype="bfloat16"), engines, limit, log)
         if other["verdict"] != "not run by vLLM":
             return {**other, "float32": row["message"]}
+        if other["message"] != row["message"]:
+            return {**row, "bfloat16": other["message"]}
     return row
 
 
@@ -106,7 +108,7 @@ def _measured(case: Case, engines: Engines, limit: float, log: Path | None) -> d
     import torch
 
     from benchmarks.models import tiny
-    from ngrpo.models import resolve
+    from ngrpo.models.packaged import resolve
 
     began = time.perf_counter()
     torch.set_num_threads(1)
@@ -148,13 +150,14 @@ def replayed(folder: Path, rollouts: dict[str, Any], dtype: str) -> dict[str, An
     each = {name: gaps(model, sampled) for name, sampled in rollouts.items() if name != "none"}
     perturbed = {name: float(gap.max()) for name, gap in each.items()}
     edits = sum(len(rollout.record) for name in perturbed for rollout in rollouts[name])
-    unreplayed = max(float(gaps(model, rollouts[name], replay=False).max()) for name in perturbed)
+    without = {name: gaps(model, rollouts[name], replay=False) for name in perturbed}
+    unreplayed = max(float(gap.max()) for gap in without.values())
     return {
         "trainer_class": type(model).__name__,
         "unperturbed": float(plain.max()),
         "perturbed": perturbed,
         "unreplayed": unreplayed,
-        "means": [float(plain.mean()), float(torch.cat(list(each.values())).mean())],
+        "means": [float(plain.mean()), *(float(torch.cat(list(part.values())).mean()) for part in (each, without))],
         "tokens": sum(len(rollout.tokens) for name in perturbed for rollout in rollouts[name]),
         "edits": edits,
         "verdict": verdict(dtype, float(plain.max()), max(perturbed.values()), unreplayed),

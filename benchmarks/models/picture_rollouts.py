@@ -53,7 +53,7 @@ def rolled_out(folder: Path, dtype: str) -> dict[str, list[Any]]:
     from vllm import SamplingParams
 
     from ngrpo.rollout import take_trajectories
-    from ngrpo.trainer.prompt_pictures import check_places, unexpanded
+    from ngrpo.trainers.openrlhf.prompt_pictures import check_places, unexpanded
     from tests.stack.harness import Rollout, build_engine
 
     limits = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
@@ -99,7 +99,7 @@ def measured(model_type: str) -> dict[str, Any]:
     from transformers import AutoModelForImageTextToText
 
     from benchmarks.models import pictures
-    from ngrpo.models import resolve
+    from ngrpo.models.packaged import resolve
 
     dtype = "bfloat16" if model_type in _HALF else "float32"
     with tempfile.TemporaryDirectory() as scratch:

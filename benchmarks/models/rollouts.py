@@ -119,7 +119,8 @@ def _prompts(llm: Any, under: str) -> list[list[int]]:
     import numpy as np
 
     tokenizer = llm.get_tokenizer()
-    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    # A processor may have added tokens of its own, which the tiny model's embedding has no rows for.
+    ordinary = np.setdiff1d(np.arange(min(len(tokenizer), FIRST_PLACEHOLDER)), tokenizer.all_special_ids)
     draws = np.random.default_rng(0)
     prompts = draws.choice(ordinary, (PROMPTS, PROMPT_TOKENS))
     if under == "prefix caching":
@@ -151,9 +152,13 @@ def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dic
 
 
 def short(error: BaseException) -> str:
-    """An error in a line: its first one, or of pydantic's report the one that says what is wrong."""
+    """An error in a line: its first one, or of a report all that says what is wrong; where none does, its place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in lines if "Value error" in line), lines[0] if lines else "")
+    wrong = [line for line in lines if "Value error" in line] or [line for line in lines if ": off by " in line]
+    told = "; ".join(wrong or lines[:1])
+    if not told:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{frame.line} ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno})"
     return f"{type(error).__name__}: {told}"[:300]
 
 

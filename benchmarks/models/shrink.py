@@ -92,22 +92,37 @@ RETREATS: tuple[frozenset[str], ...] = (
     frozenset({"rotary_dim", "num_kv_shared_layers", "n_groups", "time_step_rank", "mamba_dt_rank"}),
 )
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
-_LFM2 = {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+_LFM2_LAYERS = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "num_hidden_layers": 2}
+_LFM2 = {**_LFM2_LAYERS, "block_dim": 128, "conv_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False}
+# Of latent attention vLLM has kernels for published sizes alone.
+_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_head_dim": 192}
 # vLLM reads these of published configurations, and the classes of transformers do not have them, or have other names.
 _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": _LFM2,
     "lfm2_vl": {"text_config": _LFM2},
-    "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
+    "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True, "moe_intermediate_size": 96}},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
-    "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
-    "minimax_m2": {"rotary_dim": 32},
+    "glm4_moe_lite": {**_MLA, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {**_MLA, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "hy_v3": {"expert_hidden_dim": 64, "first_k_dense_replace": 1},
+    "gpt_bigcode": {"num_key_value_heads": 1},
     # These have inner layers of four times the width, whatever the configuration says.
     "phi": {"intermediate_size": 512},
     "falcon": {"ffn_hidden_size": 512},
-    # Yarn scales from a shorter length to this one.
-    "ministral3": {"max_position_embeddings": 262144},
+    # Yarn scales from a shorter length to this one. vLLM 0.29 reads neither mscale nor mscale_all_dim, whose ratio is 1
+    # by default in transformers, but this (vLLM issue 48621).
+    "ministral3": {
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            **{**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            **{"llama_4_scaling_beta": 0.1, "apply_yarn_scaling": False},
+        },
+    },
+    # vLLM scales the logits, and transformers' class for pictures does not.
+    "cohere2_vision": {"text_config": {"logit_scale": 1.0}},
     "gpt_oss": {"max_position_embeddings": 131072},
 }
 DEMANDED: dict[str, dict[str, Any]] = {
@@ -116,7 +131,7 @@ DEMANDED: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": _SECTIONS},
     "qwen2_5_vl": {"text_config": _SECTIONS},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma4": {"vision_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}},
     # Chunks of a whole number of vLLM's blocks on a CPU.
     "llama4": {"text_config": {"moe_layers": None, "attention_chunk_size": 128}},
@@ -126,6 +141,9 @@ DEMANDED: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 32},
 }
 """What a class demands beyond that, by model type; parts are merged."""
+
+ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
+"""By model type, the class that published configurations name, where it is not the one of transformers."""
 
 
 def overrides(defaults: Mapping[str, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -246,7 +264,7 @@ def _tower_lists(defaults: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(defaults.get("intermediate_layers_indices"), list | tuple):
         result["intermediate_layers_indices"] = [0]
     if isinstance(defaults.get("image_size"), int) and isinstance(defaults.get("patch_size"), int):
-        result["image_size"] = 4 * defaults["patch_size"]
+        result |= {"image_size": 4 * defaults["patch_size"], "patch_size": defaults["patch_size"]}
     return result
 
 

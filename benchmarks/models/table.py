@@ -11,44 +11,65 @@ from typing import Any
 from benchmarks.models import cases
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
-_MEASURED = _DOCS.parent / "ngrpo" / "measured_models.json"
+_MEASURED = _DOCS.parent / "ngrpo" / "models" / "measured_models.json"
 RESULT, PAGE = _DOCS / "models.json", _DOCS / "models.md"
 _BEGIN, _END = "<!-- models: python -m benchmarks.models writes this -->", "<!-- /models -->"
 
 
-def put(row: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Adds a row to the file, in the place of an older one of the same case."""
+def put(row: Mapping[str, Any]) -> None:
+    """Adds a row, with its machine and commit, to the file, in the place of an older one of the same case."""
     result = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"rows": []}
     kept = [old for old in result["rows"] if cases.key(old) != cases.key(row)]
     order = {cases.key(vars(case)): number for number, case in enumerate(cases.ALL)}
     rows = sorted([*kept, dict(row)], key=lambda each: order.get(cases.key(each), len(order)))
     lines = ",\n".join("  " + json.dumps(each) for each in rows)
     _MEASURED.write_text(json.dumps(verdicts(rows), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    RESULT.write_text(f'{{\n "made": {json.dumps(made)},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    RESULT.write_text(f'{{\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
-_WORST = (
-    "the replay is exact",
-    "the replay is exact on average; in bfloat16 the largest gap is above the unperturbed one (docs/models.md)",
-    "wrong",
-)
+def verdicts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What `ngrpo doctor` and a dry run say of a type: of all its cases the worst, and of those without a verdict one.
 
-
-def verdicts(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What `ngrpo doctor` and a dry run say of a type: of all its cases the worst verdict that has figures."""
-    found: dict[str, int] = {}
+    Returns:
+        By type, "right", "doubtful", "wrong" or "unknown", and the words for it.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
     for row in rows:
-        if row["verdict"] in ("right", "wrong"):
-            found[row["type"]] = max(found.get(row["type"], 0), _badness(row))
-    return {name: _WORST[badness] for name, badness in found.items()}
+        if _badness(row) > _badness(found.get(row["type"], {"verdict": ""})):
+            found[row["type"]] = row
+    return {name: _told(row) for name, row in found.items()}
+
+
+def _told(row: Mapping[str, Any]) -> list[str]:
+    how = " ".join(filter(None, [f"in {row['dtype']}", row["under"] and f"with {row['under']}"]))
+    badness = _badness(row)
+    if badness == _BADNESS["right"]:
+        return ["right", "the replay is exact"]
+    if row["verdict"] == "wrong" and "unperturbed" not in row:
+        return ["wrong", f"nothing runs {how}: {row['message']}"]
+    if row["verdict"] == "wrong":
+        plain, perturbed, largest = (f"{v:.2g}" for v in (*row["means"][:2], max(row["perturbed"].values())))
+        gaps = f"largest gap {largest}, without a perturbation {row['unperturbed']:.2g}; means {perturbed} and {plain}"
+        if badness == _BADNESS["wrong"]:
+            return ["wrong", f"the replay is wrong {how}: {gaps}"]
+        return ["doubtful", f"wrong by the rule on largest gaps {how}: {gaps}"]
+    told = {
+        "refused": "its engine on a CPU fails the proof at its start",
+        "insensitive": "engine and trainer differ too much without any perturbation, by one token at least",
+        "not replayed": "the class of transformers failed in the trainer's forward",
+    }
+    return ["unknown", told.get(row["verdict"], "vLLM 0.29 did not run a tiny model of it on a CPU")]
+
+
+_BADNESS = {"": 0, "unknown": 1, "right": 2, "doubtful": 3, "wrong": 4}
 
 
 def _badness(row: Mapping[str, Any]) -> int:
-    if row["verdict"] == "right":
-        return 0
-    # A single token of a few hundred may be sensitive to rounding; inputs that are not the rollout's move the mean.
-    plain, perturbed = row.get("means") or (0.0, 1.0)
-    return 1 if row["dtype"] != "float32" and perturbed <= 1.5 * plain else 2
+    if row["verdict"] == "wrong" and row["dtype"] != "float32" and row.get("means"):
+        # A single token of a few hundred may be sensitive to rounding; inputs not the rollout's move the mean.
+        plain, perturbed = row["means"][:2]
+        return _BADNESS["doubtful" if perturbed <= 1.5 * plain else "wrong"]
+    return _BADNESS.get(row["verdict"], _BADNESS["unknown"])
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -68,13 +89,19 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         if "unperturbed" in row:
             figures = [row["unperturbed"], max(row["perturbed"].values()), row["unreplayed"]]
             cells = [f"{figure:.1e}" for figure in figures]
-            told = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**"
+            told = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**{_means(row)}"
         else:
             cells = ["–"] * 3
-            told = f"{row['verdict']}: {row['message']}".replace("|", "\\|").replace("<", "&lt;")
+            half = f"; in bfloat16: {row['bfloat16']}" if row.get("bfloat16") else ""
+            told = f"{row['verdict']}: {row['message']}{half}".replace("|", "\\|").replace("<", "&lt;")
         engine = row.get("engine_class", "–")
         lines.append(f"| {row['type']} | {engine} | {', '.join(how)} | " + " | ".join(cells) + f" | {told} |")
     return "\n".join(lines)
+
+
+def _means(row: Mapping[str, Any]) -> str:
+    """A largest gap is one token's; the means tell whether the others agree."""
+    return " (means " + ", ".join(f"{value:.1e}" for value in row["means"]) + ")" if row.get("means") else ""
 
 
 def write_page() -> None:
@@ -82,5 +109,6 @@ def write_page() -> None:
     result, text = json.loads(RESULT.read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(_BEGIN)
     after = rest.partition(_END)[2]
-    made = f"{result['made']['machine']}; commit {result['made']['commit']}."
+    made = "; or ".join(dict.fromkeys(row["machine"] for row in result["rows"]))
+    made += ". The commit of each row is in docs/models.json."
     PAGE.write_text(f"{before}{_BEGIN}\n{made}\n\n{table(result['rows'])}\n{_END}{after}", encoding="utf-8")

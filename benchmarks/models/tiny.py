@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models.shrink import DEMANDED, RETREATS, overrides
+from benchmarks.models.shrink import ARCHITECTURES, DEMANDED, RETREATS, overrides
 
 _MOST_PARAMETERS = 200_000_000
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -38,6 +38,10 @@ def build(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = t
     config, model = _model(model_type)
     model.to(dtype).save_pretrained(folder)
     name_text_architecture(folder)
+    if model_type in _AS_PUBLISHED:
+        _as_published(model_type, folder)
+    if model_type in ARCHITECTURES:
+        _name_architecture(folder, ARCHITECTURES[model_type])
     for name in _TOKENIZER:
         if (tokenizer / name).is_file():
             shutil.copy(tokenizer / name, folder)
@@ -60,6 +64,32 @@ def name_text_architecture(folder: Path) -> None:
         plain = str(text.get("model_type", "")).removesuffix("_text")
         text["architectures"] = [CAUSAL.get(text.get("model_type")) or CAUSAL.get(plain) or config["architectures"][0]]
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _transposed_experts(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    experts = name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    return name, weight.transpose(1, 2).contiguous() if experts else weight
+
+
+def _named_embeddings(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return name.replace(".embedding.weight", ".embeddings.weight"), weight
+
+
+_AS_PUBLISHED = {"qwen3_vl_moe": _transposed_experts, "nemotron_h": _named_embeddings}
+
+
+def _as_published(model_type: str, folder: Path) -> None:
+    """Writes weights as published checkpoints have them, where transformers 5.15 reads this and saves otherwise."""
+    from safetensors.torch import load_file, save_file
+
+    file, change = folder / "model.safetensors", _AS_PUBLISHED[model_type]
+    save_file(dict(change(*each) for each in load_file(file).items()), file, metadata={"format": "pt"})
+
+
+def _name_architecture(folder: Path, name: str) -> None:
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [name]}
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def model_class(config: Any) -> Any:

@@ -19,13 +19,15 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import method_pages
+import paper_page
 
 from ngrpo.config.kinds import FLAGS
-from ngrpo.trainer.seams import SEAMS
+from ngrpo.trainers.openrlhf.seams import SEAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files outside of docs/ that are pages as well.
 OUTSIDE = {
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/recipes/README.md": "recipes.md",
@@ -47,7 +49,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that no file holds."""
-    made = method_pages.pages()
+    made = method_pages.pages() | {"papers.md": paper_page.page()}
     made |= {page: with_links((ROOT / name).read_text(encoding="utf-8"), ROOT / name) for name, page in OUTSIDE.items()}
     for place, content in made.items():
         files.append(File.generated(config, place, content=content))
@@ -59,8 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = markdown.replace("<!-- seams -->", seams_table())
     if page.file.abs_src_path is not None:
         markdown = with_links(markdown, Path(page.file.abs_src_path))
-    if page.file.src_uri in ("methods.md", "choosing.md"):
-        markdown = re.sub(r"^\| (.*?) \|", _to_methods, markdown, flags=re.MULTILINE)
+    if page.file.src_uri in method_pages.TABLES:
+        markdown = re.sub(r"^(?:\| .*? \||- \*\*.*?\*\*)", _to_methods, markdown, flags=re.MULTILINE)
     known = {file.src_uri for file in files.documentation_pages()}
     up = "../" * page.file.src_uri.count("/")
 
@@ -98,7 +100,7 @@ def with_links(text: str, file: Path) -> str:
 
 
 def _to_methods(cell: re.Match[str]) -> str:
-    """The names of methods in a row's first cell lead to their pages."""
+    """The names of methods in a row's first cell, or at the head of an entry, lead to their pages."""
     pages = {name: method_pages.address(kept, name) for kept in FLAGS for name in kept.in_tree()}
 
     def link(match: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page for each registered method: from its class, from the tables of methods.md and choosing.md, from recipes.
+"""A page for each registered method: from its class, from the tables and entries of :data:`TABLES`, from recipes.
 
 Nothing about a method is written here, so a page cannot say anything else than the code and these tables do.
 """
@@ -14,12 +14,14 @@ from pathlib import Path
 
 import yaml
 
-from ngrpo import catalogue
 from ngrpo.config.kinds import FLAGS, of_registry
+from ngrpo.console import catalogue
 from perturbations import registry
 from perturbations.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
+# The pages of docs/ on which methods are tabulated, each method on one.
+TABLES = ("methods.md", "advantages.md", "exploration.md")
 # The methods whose docstrings have the formulas, by the word for the kind.
 FORMULAS = {
     "perturbation": {"propose": "What is fed", "log_density": "What the loss weighs, with its density"},
@@ -128,19 +130,24 @@ def names(text: str, flag: str, name: str) -> bool:
     return any(name in re.split(r"[|\\]+", each) for each in taken)
 
 
+def entries() -> Iterator[tuple[str, str]]:
+    """What stands under "Implemented, and what differs" on the pages: the names at an entry's head, and its text."""
+    for name in TABLES:
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        _, _, part = text.partition("\n## Implemented, and what differs\n")
+        yield from re.findall(r"^- \*\*(`.+?`)\*\* (.+)$", part.partition("\n## ")[0], flags=re.MULTILINE)
+
+
 def _told(flag: str, name: str) -> dict[str, str]:
-    """What the tables say of a method: when to use it, its cost, what is implemented and what differs."""
-    when, cost, differs = [], [], []
+    """What the pages say of a method: when to use it, its cost, what is implemented and what differs."""
+    when, cost = [], []
     quoted = f"`{name}`"
-    for head, cells in tables("choosing.md"):
+    for head, cells in tables("methods.md"):
         if "you want" in head and (quoted in cells[1] or names(cells[1], flag, name)):
             when.append(f"- **You want {cells[0]}.** {cells[2][:1].upper()}{cells[2][1:]}.")
-        elif "its paper claims" in head and (quoted in cells[0] or names(cells[0], flag, name)):
+        elif "its paper reports" in head and flag == "--perturbation" and quoted in cells[0]:
             cost += [f"- {title}: {value}" for title, value in zip(head[1:], cells[1:]) if value != "–"]
-    for head, cells in tables("methods.md"):
-        first = quoted in cells[0] and flag == "--perturbation"
-        if "what is implemented" in head and (first or names(" ".join(cells[2:]), flag, name)):
-            differs += [f"**{title[:1].upper()}{title[1:]}.** {value}." for title, value in zip(head[2:], cells[2:])]
+    differs = [text for head, text in entries() if quoted in head]
     found = {
         "When to use it": "\n".join(when),
         "What it changes and costs": "\n".join(cost),

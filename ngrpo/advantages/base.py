@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ngrpo.advantages import registry as _registry
-from ngrpo.openrlhf_flags import Default, Flags
-from ngrpo.openrlhf_parser import defaults
+from ngrpo.upstream.openrlhf_flags import Default, Flags
+from ngrpo.upstream.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
 

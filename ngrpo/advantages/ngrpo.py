@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ngrpo.advantages import register
 from ngrpo.advantages.base import ROUNDING, Advantage
-from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import option
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ngrpo.advantages import register
 from ngrpo.advantages.base import Advantage
-from ngrpo.openrlhf_flags import Default, Flags
-from ngrpo.openrlhf_parser import defaults
+from ngrpo.upstream.openrlhf_flags import Default, Flags
+from ngrpo.upstream.openrlhf_parser import defaults
 from perturbations.options import option
 
 

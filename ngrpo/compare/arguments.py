@@ -7,14 +7,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ngrpo import models, yaml_file
 from ngrpo.compare import shares
 from ngrpo.compare.plan import BASELINE, Plan
 from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.config.parse import DRY_RUN
 from ngrpo.diagnose.policies import policy_of
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.models import packaged
+from ngrpo.storage import yaml_file
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -58,7 +59,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     rest = Flags(train)
     model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
     # Of the comparison, so that the diagnosis draws with them too.
-    rest = rest.with_defaults(models.training_flags(model))
+    rest = rest.with_defaults(packaged.training_flags(model))
     single = {name: values[-1] for name, values in given.items() if name not in _REPEATED}
     sweeps, lines = given.get("sweep", []), given.get("strategy", [])
     if not (single.get("perturbations") or sweeps or lines):
@@ -207,7 +208,7 @@ def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
         if not options.added:
             return None
     model = rest.value("--model") or rest.value("--actor.model_name_or_path")
-    return tuple(options.with_defaults({"--n": _DEFAULT_N, **models.evaluation_flags(model)}).words)
+    return tuple(options.with_defaults({"--n": _DEFAULT_N, **packaged.evaluation_flags(model)}).words)
 
 
 def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.compare.plan import Run
-from ngrpo.result_folder import CannotWrite, ResultFolder, writing
+from ngrpo.storage.result_folder import CannotWrite, ResultFolder, writing
 
 
 class ComparisonFolder(ResultFolder):
@@ -53,7 +53,7 @@ class ComparisonFolder(ResultFolder):
         return folder
 
     def need(self, size: int) -> None:
-        """Raises :class:`ngrpo.result_folder.CannotWrite` unless so many bytes are free."""
+        """Raises :class:`ngrpo.storage.result_folder.CannotWrite` unless so many bytes are free."""
         free = shutil.disk_usage(self.path).free
         if free < size:
             needed = f"{free / 2**30:.1f} GiB are free, and the next run writes about {size / 2**30:.1f} GiB"

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo import significance
 from ngrpo.compare import shares, verdicts
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan, Run
 from ngrpo.compare.runs import status
 from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
-from ngrpo.evaluate.estimators import pass_at_k
 from ngrpo.report.groups import MOST_BYTES, fitting
-from ngrpo.result_folder import write_text
+from ngrpo.statistics import significance
+from ngrpo.statistics.estimators import pass_at_k
+from ngrpo.storage.result_folder import write_text
 
 FORMAT = 1
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
@@ -39,7 +39,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     Returns:
         The content of ``results.json``; every number is finite or None.
     """
-    from ngrpo.versions import machine, versions
+    from ngrpo.upstream.versions import machine, versions
 
     runs = [_run(plan, run, folder) for run in plan.runs()]
     for run in runs:  # a report has no room for more

@@ -24,10 +24,10 @@ from ngrpo.compare.plan import Plan, Run
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.datafiles import contents
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.progress import StepLine, follow, read_step, read_total
-from ngrpo.result_folder import writing
+from ngrpo.console.progress import StepLine, follow, read_step, read_total
+from ngrpo.storage.datafiles import contents
+from ngrpo.storage.result_folder import writing
+from ngrpo.upstream.openrlhf_flags import Flags
 
 _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
 _GRACE_SECONDS = 20.0
@@ -69,7 +69,7 @@ def identity(plan: Plan, run: Run) -> str:
     A strategy of the user's own counts with its source, a dataset and a reward function with their content, and vLLM's
     choice of a model runner where the user made it: no comparison has runs on either side of it.
     """
-    from ngrpo.versions import versions
+    from ngrpo.upstream.versions import versions
 
     chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
     config = run_config(plan, run, Path())
@@ -97,7 +97,7 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
         The content of ``run.json``: ``status``, ``error``, ``seconds``, ``peak_memory_bytes``, ``log``.
 
     Raises:
-        ngrpo.result_folder.CannotWrite: where the disk is full; the run is left pending.
+        ngrpo.storage.result_folder.CannotWrite: where the disk is full; the run is left pending.
     """
     run_folder, began = folder.fresh(run), time.time()
     log = run_folder / "train.log"

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.compare.plan import Run
-from ngrpo.progress import StepLine, span
-from ngrpo.text_table import aligned
+from ngrpo.console.progress import StepLine, span
+from ngrpo.console.text_table import aligned
 
 
 class Screen:

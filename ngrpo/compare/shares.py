@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo import significance
+from ngrpo.statistics import significance
 from perturbations.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
     """The two-sided p-value of Fisher's exact test of two shares (Fisher, J. R. Stat. Soc. 85, 1922).
 
     Given how many runs succeed in all, each side's number is hypergeometric where there is no difference. The p-value
-    is the chance of all tables that are no likelier than the one seen, in exact whole numbers; 1 where a side is empty.
+    is the chance of all tables that are no likelier than the one seen; 1 where a side is empty.
 
     Args:
         ours: successes, at most ``of_ours``.
@@ -74,6 +74,6 @@ def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
     """
     if not (0 <= ours <= of_ours and 0 <= theirs <= of_theirs):
         raise ValueError(f"{ours} of {of_ours} and {theirs} of {of_theirs}: successes lie between 0 and the runs.")
-    successes, runs = ours + theirs, of_ours + of_theirs
-    tables = [math.comb(of_ours, k) * math.comb(of_theirs, successes - k) for k in range(successes + 1)]
-    return sum(ways for ways in tables if ways <= tables[ours]) / math.comb(runs, successes)
+    from scipy.stats import fisher_exact
+
+    return float(fisher_exact([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue)

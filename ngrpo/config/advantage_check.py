@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngrpo import advantages
 from ngrpo.advantages.base import Advantage
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.testing import PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_tensor, require

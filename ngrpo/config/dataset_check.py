@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ngrpo.datafiles import ENDINGS, read_rows
+from ngrpo.storage.datafiles import ENDINGS, read_rows
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.openrlhf_parser import defaults
+from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 
 _CORRECTION = "--algo.advantage.is_correction_level"
@@ -71,7 +71,7 @@ def notes(given: Flags, run: RunConfig) -> list[str]:
         density = f" with --perturbation.density {perturbation.density}" if perturbation.has_density else ""
         found.append(
             f"{asked}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero in"
-            " a group, pushes the policy along that mean, whatever the reward. docs/choosing.md says which entries have"
+            " a group, pushes the policy along that mean, whatever the reward. docs/loss.md says which entries have"
             " mean 0, and which --perturbation.density is exact."
         )
     if perturbation.has_density:

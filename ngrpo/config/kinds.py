@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import advantages, credits, policy_noises, sampling_schedules
+from ngrpo import advantages, credits, policy_noises, sampling_schedules, second_rounds
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.registry import Registry
@@ -47,7 +47,7 @@ class Kind:
     picture: str = ""
     suite: str = ""
     rests: str = "rollout and replay rest"
-    templates: str = "ngrpo.new"
+    templates: str = "ngrpo.commands"
     in_rollouts: bool = False
     make: Callable[..., Any] | None = None
 
@@ -97,7 +97,7 @@ class Kind:
 
 
 _SUITE = "perturbations.testing:inspect"
-_PICTURES = "ngrpo.pictures:of_"
+_PICTURES = "ngrpo.console.pictures:of_"
 
 ROWS = (
     Kind(
@@ -143,7 +143,7 @@ ROWS = (
         registry=policy_noises.registry,
         flag="--policy_noise",
         about="noise on the weights that roll out",
-        page="docs/policy_noise.md",
+        page="docs/exploration.md",
         picture=f"{_PICTURES}policy_noise",
         in_rollouts=True,
     ),
@@ -151,9 +151,15 @@ ROWS = (
         registry=sampling_schedules.registry,
         flag="--sampling.schedule",
         about="temperatures that change within an answer or over a run",
-        page="docs/sampling_schedule.md",
+        page="docs/exploration.md",
         picture=f"{_PICTURES}sampling_schedule",
         in_rollouts=True,
+    ),
+    Kind(
+        registry=second_rounds.registry,
+        flag="--second_round",
+        about="what is asked where all answers to a prompt are wrong",
+        page="docs/exploration.md",
     ),
 )
 

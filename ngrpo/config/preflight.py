@@ -12,12 +12,12 @@ from math import inf, nan
 from pathlib import Path
 from typing import NoReturn
 
-from ngrpo import versions
 from ngrpo.config import entry_check
 from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.openrlhf_parser import defaults
+from ngrpo.upstream import versions
+from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_parser import defaults
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.gates.default import protected_ids

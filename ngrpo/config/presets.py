@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ngrpo.openrlhf_flags import Default, Flags
-from ngrpo.openrlhf_parser import defaults
+from ngrpo.upstream.openrlhf_flags import Default, Flags
+from ngrpo.upstream.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 

@@ -11,15 +11,18 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ngrpo import model_support, models, openrlhf_parser, reward_files, tasks, versions
-from ngrpo.config import entry_check, parse, preflight, presets
+from ngrpo import tasks
+from ngrpo.config import entry_check, parse, preflight, presets, second_round_check
 from ngrpo.config.dataset_check import is_checked
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
 from ngrpo.hardware import attention, profile_for
-from ngrpo.openrlhf_flags import Default, Flags
-from ngrpo.trainer import seams
-from ngrpo.trainer.launch import conditions_for
+from ngrpo.models import model_support, packaged
+from ngrpo.scoring import reward_files
+from ngrpo.trainers.openrlhf import seams
+from ngrpo.trainers.openrlhf.launch import conditions_for
+from ngrpo.upstream import openrlhf_parser, versions
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 
 Stage = Literal["given", "complete", "start", "data", "model"]
@@ -76,7 +79,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
 def _model(flags: Flags) -> str:
     """The model's folder, or its name on the hub."""
     model = flags.value("--actor.model_name_or_path") or ""
-    return str(models.folder_of(model)) if model in models.PACKAGED else model
+    return str(packaged.folder_of(model)) if model in packaged.PACKAGED else model
 
 
 def _options(flags: Flags, run: RunConfig) -> str | None:
@@ -85,7 +88,7 @@ def _options(flags: Flags, run: RunConfig) -> str | None:
     if Path(_model(flags)).expanduser().is_dir():
         preflight.check_model(_model(flags), run.perturbation)
         return None
-    if model in models.PACKAGED:
+    if model in packaged.PACKAGED:
         return f"not checked: the folder of {model} is made when it is first used."
     return (
         f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
@@ -109,6 +112,7 @@ RULES = (
     Rule("complete", entry_check.check_kl),
     Rule("complete", preflight.check_policy_noise),
     Rule("complete", preflight.check_sampling_schedule),
+    Rule("complete", second_round_check.check_second_round),
     Rule(
         "start",
         lambda flags, run: profile_for(run.hardware).check(flags),
@@ -161,8 +165,8 @@ def completed(run: RunConfig) -> Flags:
     """
     given = Flags(run.openrlhf)
     check("given", given, run)
-    given = parse.replace_model_names(given, models.check_name)
-    given = given.with_defaults(models.training_flags(given.value("--actor.model_name_or_path")))
+    given = parse.replace_model_names(given, packaged.check_name)
+    given = given.with_defaults(packaged.training_flags(given.value("--actor.model_name_or_path")))
     given = given.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
     for kind in beside_perturbation():
         part = run.part(kind.name)

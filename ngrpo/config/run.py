@@ -2,7 +2,7 @@
 """The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
 A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainer.install`).
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.install`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.config.sampling import Sampling
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.result_folder import write_text, writing
+from ngrpo.storage.result_folder import write_text, writing
+from ngrpo.upstream.openrlhf_flags import Flags
 
 if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
+    from ngrpo.second_rounds.base import SecondRound
     from perturbations.base import Perturbation
 
 FILE = "run.yaml"
@@ -115,6 +116,11 @@ class RunConfig:
         return self.part("sampling_schedule")
 
     @property
+    def second_round(self) -> SecondRound | None:
+        """What is asked where all answers to a prompt are wrong; None for nothing."""
+        return self.part("second_round")
+
+    @property
     def spec(self) -> Mapping[str, Any] | None:
         """``perturbations.create(**spec)``; None where nothing is perturbed."""
         return self.specs.get("perturbation")
@@ -126,7 +132,7 @@ class RunConfig:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions of `ngrpo.trainer.seams` that hold because of what is asked for."""
+        """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
         held = {
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,

@@ -9,18 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import models
 from ngrpo.diagnose import embedding_map, measuring, screen_table
 from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
 from ngrpo.diagnose.sample import GroupSampling
 from ngrpo.diagnose.side_by_side import side_by_side
 from ngrpo.diagnose.strategy_row import groups_of, strategy_rows
 from ngrpo.evaluate.engine import load_tokenizer
-from ngrpo.evaluate.problem import digest
 from ngrpo.evaluate.rollout_policy import RolloutPolicy
-from ngrpo.evaluate.scoring import check_problems
+from ngrpo.evaluate.scorers import check_problems
+from ngrpo.models import packaged
 from ngrpo.report import write_diagnosis
-from ngrpo.versions import machine, versions
+from ngrpo.scoring.problem import digest
+from ngrpo.upstream.versions import machine, versions
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def diagnose(
         "sampling": asdict(sampling),
         "dtype": dtype,
     }
-    path = models.resolve(model, report=report) if llm is None else model
+    path = packaged.resolve(model, report=report) if llm is None else model
     tokenizer = load_tokenizer(path) if llm is None else llm.get_tokenizer()
     began = time.time()
     with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:

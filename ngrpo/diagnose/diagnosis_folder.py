@@ -13,7 +13,7 @@ from typing import Any
 
 from ngrpo.config.arms import Arm
 from ngrpo.diagnose.sample import Sample
-from ngrpo.result_folder import ResultFolder
+from ngrpo.storage.result_folder import ResultFolder
 from perturbations.errors import UsageError
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"

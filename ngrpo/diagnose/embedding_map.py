@@ -22,7 +22,7 @@ from ngrpo.diagnose.measuring import attached, put
 from ngrpo.diagnose.probe import ADDRESS, COLLECTION
 from ngrpo.diagnose.sample import GroupSampling
 from ngrpo.evaluate.engine import generate
-from perturbations import Perturbation, Step, registry, streams
+from perturbations import Perturbation, Step, registry, seeds, streams
 from perturbations.edit import realise
 from perturbations.errors import UsageError
 
@@ -149,7 +149,7 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
         for asked, length in ((sentences, _LENGTH), (repeated, _MORE)):
             prompts = [prompt for token, prompt in asked.items() if len(COLLECTION.rows[token]) < _FEW]
             jobs = [
-                (prompt, streams.trajectory_seed(seed, "map", i), member)
+                (prompt, seeds.of_listed_prompt(seed, "map", i), member)
                 for i, prompt in enumerate(prompts)
                 for member in range(_ANSWERS)
             ]
@@ -197,13 +197,13 @@ def _copies(
     drawn = 0
     for row, (token, text) in enumerate(tokens):
         steps = list(itertools.islice(itertools.cycle(found[token]), COPIES))
-        seeds = [streams.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
+        drawn_from = [seeds.of_drawn_copy(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
         own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
         step = Step(
             logits=torch.stack([logits for logits, _ in steps]).to(matrix.device),
             sampled=own,
             temperature=torch.ones(COPIES, device=matrix.device),
-            seeds=torch.tensor(seeds, device=matrix.device),
+            seeds=torch.tensor(drawn_from, device=matrix.device),
             positions=torch.tensor([position for _, position in steps], device=matrix.device),
             embeddings=here.embeddings,
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngrpo.answers import numbers
+from ngrpo.scoring.answers import numbers
 
 Tokens = Sequence[int]
 

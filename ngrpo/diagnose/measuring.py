@@ -15,7 +15,7 @@ from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate.engine import Generated, Job, generate, render
 from ngrpo.evaluate.engine import build as build_engine
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_engine
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import of_listed_prompt
 
 if TYPE_CHECKING:
     from ngrpo.config.arms import Arm
@@ -93,7 +93,7 @@ def sample_strategy(
     tokenizer, group = llm.get_tokenizer(), sampling.group
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
     shown = [render(tokenizer, problem) for problem in problems]
-    jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
+    jobs = [(prompt, of_listed_prompt(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
     with noisy_engine(llm, model, policy):
         # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
         _all(llm, jobs, replace(sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens)), policy.step)

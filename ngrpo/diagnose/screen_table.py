@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.console.text_table import aligned
 from ngrpo.report.values import dig, figure
-from ngrpo.text_table import aligned
 
 if TYPE_CHECKING:
     from ngrpo.config.arms import Arm

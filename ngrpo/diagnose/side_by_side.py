@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.console.token_texts import fed, pieces
 from ngrpo.diagnose.sample import Sample
-from ngrpo.token_texts import fed, pieces
 
 if TYPE_CHECKING:
     from ngrpo.evaluate import Problem

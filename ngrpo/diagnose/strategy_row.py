@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ngrpo.bootstrap import bounds, judged, resamples
 from ngrpo.diagnose import axes, measures
 from ngrpo.diagnose.axes import PromptStatistics
 from ngrpo.diagnose.sample import Sample
+from ngrpo.statistics.bootstrap import bounds, judged, resamples
 
 if TYPE_CHECKING:
     from ngrpo.config.arms import Arm

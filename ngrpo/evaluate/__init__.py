@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Problem": "problem",
-    "Sampling": "engine",
-    "Verdict": "problem",
-    "evaluate": "evaluation",
-    "load_problems": "problems",
-    "load_task": "problems",
-    "mean_at_n": "estimators",
-    "pass_at_k": "estimators",
-    "rescore": "evaluation",
-    "score": "scoring",
+    "Problem": "ngrpo.scoring.problem",
+    "Sampling": "ngrpo.evaluate.engine",
+    "Verdict": "ngrpo.scoring.problem",
+    "evaluate": "ngrpo.evaluate.evaluation",
+    "load_problems": "ngrpo.scoring.problems",
+    "load_task": "ngrpo.tasks",
+    "mean_at_n": "ngrpo.statistics.estimators",
+    "pass_at_k": "ngrpo.statistics.estimators",
+    "rescore": "ngrpo.evaluate.evaluation",
+    "score": "ngrpo.evaluate.scorers",
 }
 __all__ = list(_HOMES)
 
@@ -27,4 +27,4 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ngrpo.evaluate' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"ngrpo.evaluate.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import processes
-from ngrpo.evaluate.problem import Problem
+from ngrpo.hardware import processes
+from ngrpo.scoring.problem import Problem
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import of_sampler
 
 if TYPE_CHECKING:
     from perturbations.replay import ReplayRecord
@@ -216,7 +216,7 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, s
         given |= {"answer": sample, "answers": answers} if answers > 1 else {}
         settings["extra_args"] = {"perturbation": given}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
-        settings["seed"] = trajectory_seed(seed, sample)
+        settings["seed"] = of_sampler(seed, sample)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

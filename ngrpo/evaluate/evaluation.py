@@ -11,18 +11,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ngrpo import models
-from ngrpo.datafiles import contents
+from ngrpo.console.progress import span
 from ngrpo.evaluate import engine as engines
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.outcome import checked_ks, summarise
-from ngrpo.evaluate.problem import Problem, digest
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder
-from ngrpo.evaluate.scoring import check_problems, check_scorer, score
-from ngrpo.progress import span
-from ngrpo.result_folder import SETTINGS, ResultFolder
+from ngrpo.evaluate.scorers import check_problems, check_scorer, score
+from ngrpo.models import packaged
+from ngrpo.scoring.problem import Problem, digest
+from ngrpo.storage.datafiles import contents
+from ngrpo.storage.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import of_problem
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
@@ -75,13 +75,13 @@ def evaluate(
     """
     sampling = sampling or Sampling()
     if isinstance(model, str):
-        model = models.resolve(model, report=report)
+        model = packaged.resolve(model, report=report)
     ks = checked_ks(k, n)
     check_problems(problems)
     settings = {
         "format": 1,
         "model": model if isinstance(model, str) else str(model.llm_engine.model_config.model),
-        "weights": models.fingerprint(model) if isinstance(model, str) else None,
+        "weights": packaged.fingerprint(model) if isinstance(model, str) else None,
         "engine": dict(engine_options or {}),
         "dataset": dataset,
         "problems": len(problems),
@@ -210,7 +210,7 @@ def _generate(
     progress.runner = model_runner(llm) if reproducible else None
     progress.start()
     # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
-    seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
+    seeds = {key: of_problem(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     perturbed, step = spec is not None, policy.step
     # A schedule may give each of a problem's answers a temperature of its own.

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.evaluate.estimators import mean_at_n, pass_at_k
-from ngrpo.evaluate.problem import Problem
+from ngrpo.scoring.problem import Problem
+from ngrpo.statistics.estimators import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 
 DEFAULT_KS = (1, 4, 8, 16, 32)
+
+# What `ngrpo.evaluate.rollout_policy.RolloutPolicy.described` adds to an evaluation's settings.
+_ROLLOUTS = ("sampling_schedule", "policy_noise", "training_step", "sigma")
 
 
 def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
@@ -48,7 +51,7 @@ def summarise(
         seconds: that sampling took in the last run, loading left out.
         runner: vLLM's model runner, where it is known.
     """
-    from ngrpo.versions import machine, versions
+    from ngrpo.upstream.versions import machine, versions
 
     n = settings["n"]
     right = Counter(sample["problem"] for sample in samples if sample["correct"])
@@ -56,6 +59,7 @@ def summarise(
     tokens = sum(sample["tokens"] for sample in samples)
     result = {
         "format": 1,
+        **{key: settings[key] for key in _ROLLOUTS if key in settings},
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
         "versions": versions(runner),
         "machine": machine(),
@@ -85,6 +89,7 @@ def table(result: Mapping[str, Any], folder: object) -> str:
         f"sampling      temperature {sampling['temperature']:g}, top-p {sampling['top_p']:g}, at most"
         f" {sampling['max_tokens']} tokens, seed {sampling['seed']}",
         "perturbation  " + ("off" if spec is None else " ".join(_said(spec))),
+        *_rollouts(result),
         "",
         f"Mean@{n:<7}  {result['mean_at_n']:.3f}",
         *(f"Pass@{k:<7}  {value:.3f}" for k, value in result["pass_at_k"].items()),
@@ -96,6 +101,13 @@ def table(result: Mapping[str, Any], folder: object) -> str:
     if "perturbed_rate" in result:
         lines.append(f"perturbed     {result['perturbed_rate']:.3f} of the generated positions")
     return "\n".join([*lines, f"samples       {folder}", ""])
+
+
+def _rollouts(result: Mapping[str, Any]) -> list[str]:
+    """A line about a schedule and noise on the weights, where answers were drawn with one of them."""
+    named = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in _ROLLOUTS[:2] if key in result]
+    sigma = f", σ {result['sigma']:g}" if "sigma" in result else ""
+    return [f"drawn with    {', '.join(named)}{sigma}, of training step {result['training_step']}"] if named else []
 
 
 def _said(spec: Mapping[str, Any]) -> list[str]:

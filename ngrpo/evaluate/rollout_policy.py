@@ -188,7 +188,7 @@ def noisy_engine(llm: Any, model: str, policy: RolloutPolicy) -> Iterator[None]:
 def _load(llm: Any, loaded: Any) -> None:
     from safetensors.torch import save_file
 
-    from ngrpo.trainer.weight_sync import load_weights_file
+    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
 
     dtype = llm.llm_engine.model_config.dtype
     handle, path = tempfile.mkstemp(prefix="ngrpo-noisy-", suffix=".safetensors")

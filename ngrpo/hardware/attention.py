@@ -2,8 +2,9 @@
 """Training with flash-attn and without it.
 
 OpenRLHF 0.11.2 pins flash-attn 2.8.3, which PyPI has as source only, but can do without it. Where it is missing, two
-rows of `ngrpo.trainer.seams` hold: five names that OpenRLHF imports have a stand-in, and the trainer's attention is
-PyTorch's own, for packed samples too. Ring attention is refused. Where flash-attn is there, nothing of this holds.
+rows of `seams.py` in `trainers/openrlhf` hold: five names that OpenRLHF imports have a stand-in, and the trainer's
+attention is PyTorch's own, for packed samples too. Ring attention is refused. Where flash-attn is there, nothing of
+this holds.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
-from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 
 WITHOUT_FLASH_ATTN = "without_flash_attn"
-"""The condition of the stand-in's row in `ngrpo.trainer.seams`."""
+"""The condition of the stand-in's row in `ngrpo.trainers.openrlhf.seams`."""
 
 DEFAULT_FLAGS: dict[str, Default] = {"--ds.attn_implementation": "sdpa"}
 """OpenRLHF flags that are added without flash-attn; OpenRLHF's default is flash_attention_2."""

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ngrpo.hardware.profile import Profile
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 _DEFAULT_HOME = Path("/usr/local/cuda")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-from ngrpo.openrlhf_flags import Default, Flags
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 
 HARDWARE = ("cpu", "cuda")
@@ -21,7 +21,7 @@ class Profile:
 
     Attributes:
         name: ``"cpu"`` or ``"cuda"``; also the condition under which the rows of
-            `ngrpo.trainer.seams` that this hardware needs are put in place.
+            `ngrpo.trainers.openrlhf.seams` that this hardware needs are put in place.
         env: Environment variables for every process. A value that the user already exported wins.
         default_flags: OpenRLHF flags that are added where the command line does not have them.
         ray_init: Given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started

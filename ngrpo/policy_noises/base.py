@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.policy_noises import registry as _registry
+from ngrpo.upstream.openrlhf_flags import Default, Flags
+from perturbations import seeds
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
-from perturbations.streams import trajectory_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,5 +90,5 @@ class PolicyNoise(Options, ABC):
                 parameter.data.copy_(clean[name])
 
     def _drawn(self, name: str, sync: int, like: Tensor) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(trajectory_seed("policy noise", self.seed, sync, name))
+        generator = torch.Generator(like.device).manual_seed(seeds.of_policy_noise(self.seed, sync, name))
         return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.policy_noises import register
 from ngrpo.policy_noises.base import PolicyNoise
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 from perturbations.options import option
 

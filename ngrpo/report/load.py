@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ngrpo.result_folder import read_json
+from ngrpo.storage.result_folder import read_json
 from perturbations.errors import UsageError
 
 FORMAT = 1

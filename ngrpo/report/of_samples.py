@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ngrpo import significance
-from ngrpo.evaluate.estimators import cover_at, pass_at_k
+from ngrpo.console.text_table import aligned
 from ngrpo.evaluate.outcome import DEFAULT_KS
 from ngrpo.evaluate.sample_files import SampleFile, read
-from ngrpo.text_table import aligned
+from ngrpo.statistics import significance
+from ngrpo.statistics.estimators import cover_at, pass_at_k
 from perturbations.errors import UsageError
 
 _TAUS = (0.25, 0.5, 0.75)

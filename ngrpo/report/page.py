@@ -18,7 +18,7 @@ from markupsafe import Markup
 from ngrpo.report import curves, groups, headline, map_panels, picture, provenance, samples, tables, values
 from ngrpo.report.load import check
 from ngrpo.report.marks import all_series
-from ngrpo.result_folder import write_text
+from ngrpo.storage.result_folder import write_text
 
 Content = dict[str, Any] | None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Undefined
 
-from ngrpo.progress import span
+from ngrpo.console.progress import span
 
 MISSING = "–"
 _LARGEST = 1e100  # Beyond it differences overflow; nothing measured is that large.
@@ -93,7 +93,7 @@ def size(value: Any) -> str:
 
 
 def duration(value: Any) -> str:
-    """Seconds for people, as :func:`ngrpo.progress.span` says them."""
+    """Seconds for people, as :func:`ngrpo.console.progress.span` says them."""
     known = number(value)
     return MISSING if known is None else span(known)
 

@@ -11,23 +11,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ngrpo.override_probe import reads_tokens_elsewhere
-from ngrpo.parameters_file import load_saved
-from ngrpo.rollout import runner_v1, runner_v2
+from ngrpo.rollout import new_weights, runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
     find_input_embedding,
     language_model,
     tables_of_text,
 )
+from ngrpo.rollout.override_probe import reads_tokens_elsewhere
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import parameters
+from ngrpo.storage.parameters_file import load_saved
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError
@@ -72,7 +71,7 @@ class AttachedPerturbation:
         self.replace(perturbation)
         (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
         self._leave_encoders_alone()
-        self._follow_syncs()
+        new_weights.follow(runner, self)
 
     def replace(self, perturbation: Perturbation) -> None:
         """Puts another perturbation in place, between requests.
@@ -165,45 +164,6 @@ class AttachedPerturbation:
                 return original(*args, **kwargs)
 
         return encode
-
-    def _follow_syncs(self) -> None:
-        runner, model = self._runner, self._runner.get_model()
-        # OpenRLHF loads parameter by parameter, so that only what loads all of them at once is the end of a sync.
-        load, reload = self._without_ours(model.load_weights), runner.reload_weights
-        model.load_weights = self._then(lambda: self.perturber.weights_changed(), load)
-        runner.reload_weights = self._then(self.weights_changed, reload)
-
-    def _without_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Every weight sync ends here, whatever way it comes: the perturbation's own parameters go to its module."""
-
-        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
-            own: dict[str, Tensor] = {}
-            result = original(parameters.split(weights, own), *args, **kwargs)
-            if own and self.module is None:
-                raise ValueError(
-                    f"weight sync: {', '.join(own)} belong to a perturbation with parameters, but this engine runs"
-                    f" {self.perturbation.name!r}."
-                )
-            if any(bool(part.isnan().any()) for part in own.values()):
-                raise ValueError(
-                    f"weight sync: {', '.join(own)} hold NaN, which stands for elements that vLLM's sparse transfer"
-                    " leaves out. Transfer these parameters whole."
-                )
-            if own:
-                parameters.load(self.module, own, whole=False)
-            return result
-
-        return load_weights
-
-    @staticmethod
-    def _then(act: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            finally:
-                act()
-
-        return load
 
 
 def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:

@@ -2,7 +2,7 @@
 """An engine's proof that its overrides land where they belong: a few tiny requests, before anybody else's.
 
 It runs in the engine's core, with the engine's own scheduler, model runner and graphs, so that whatever a model does
-with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.override_probe`'s.
+with its embedding is in it; docs/decisions.md has the reasons. The judgement is :mod:`ngrpo.rollout.override_probe`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
+from ngrpo.rollout.override_probe import Comparison, ProbeFailure, ProbeTexts, judge, text_of_probe
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY, read
 from perturbations.replay import ReplayRecord
 

@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
-Before the forward, the edits drawn after the last step are written into the embedding's override. After the
-logits, the next tokens are drawn, the gated rows' edits proposed, and both noted in the trajectory store. The host
-knows which rows are gated (that needs no logits), so there is no loop over requests and no synchronisation.
+A step:
+
+1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
+   positions that are computed again, after a preemption or in a further turn, get theirs from the store.
+2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
+   The host knows these rows without logits, so there is no loop over requests and nothing waits for the device.
+3. note: what the step drew is copied to the host while further steps run (`async_scheduling.py`).
+4. ``drain``: copies that have arrived are written into the trajectory store, row by row of their slots.
+
+A slot is where a trajectory's state lies, in the store, in the gate and in the masks. It is opened with the request
+(``opened``: everything that the last owner left is reset), keeps its place while the request is preempted, and is
+written to by each step that computes it. When the scheduler tells of the request's end, the slot stays until its last
+note is in the store; then the trajectory goes into the replay buffer, and the slot is free (``closed``: an edit that
+was drawn for its next position is dropped). `requests.py` opens and closes slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.in_flight import Batch, Edits, Note
+from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.notes import Notes
-from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
 from ngrpo.rollout.tokens_left import TokensLeft
@@ -29,10 +38,33 @@ from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
+from perturbations.gates.verdict import selected
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.step import Positions, Step
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
 _AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The step in flight: which trajectory each row belongs to, and where its next token goes."""
+
+    slots: np.ndarray
+    next_positions: np.ndarray
+    sampled: np.ndarray
+    slot_tensor: Tensor
+    prompts: Tensor
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Edits drawn in the last step, still on the device: row i is (slots[i], positions[i])."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    vectors: Tensor
+    fed: Tensor
 
 
 class RolloutPerturber:
@@ -224,7 +256,7 @@ class RolloutPerturber:
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
-        gated = (self._gate.selects(at) & within & store.perturbed[batch.slots]).nonzero()[0]
+        gated = selected(self._gate, at, within & store.perturbed[batch.slots])
         perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
         parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
         keys, positions, sampled, *of_gated = self._upload_all(parts)

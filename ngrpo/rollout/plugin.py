@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
-# Answers of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
-_LENGTHS_KEPT = 1 << 20
 
 
 def register() -> None:
@@ -33,7 +31,10 @@ def register() -> None:
     """
     import vllm
 
-    from ngrpo import processes, versions
+    from ngrpo.hardware import processes
+    from ngrpo.rollout import new_weights
+    from ngrpo.rollout.async_scheduling import keep_length
+    from ngrpo.upstream import versions
 
     processes.end_with_owner()
     if not versions.has_rollouts(vllm.__version__):
@@ -45,18 +46,14 @@ def register() -> None:
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
     _wrap("vllm.config.vllm", "VllmConfig.compute_hash", _without_seed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
-    # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
-    refresh = _then(lambda attached: attached.weights_changed())
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", refresh)
-    # (A worker for CPUs has its own of these two, which do nothing.)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.sleep", _then(lambda attached: attached.weights_left()))
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.wake_up", _then_awake)
+    for method, hook in new_weights.HOOKS.items():
+        _wrap("vllm.v1.worker.gpu_worker", method, hook)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.core", "EngineCore.add_request", _probed_first)
     _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)
     _wrap("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _checked_request)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
-    _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", _with_length)
+    _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", keep_length)
     _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
     _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
     _wrap("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", _answered_by_every_rank)
@@ -97,7 +94,7 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         import vllm
 
-        from ngrpo.versions import VLLM_OF_ROLLOUTS
+        from ngrpo.upstream.versions import VLLM_OF_ROLLOUTS
 
         if isinstance(self.additional_config, dict) and self.additional_config.get("perturbation"):
             needed = f"perturbations need vLLM {VLLM_OF_ROLLOUTS}"
@@ -151,54 +148,6 @@ def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> C
         return result
 
     return compile_or_warm_up_model
-
-
-def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """After a worker's method, what its perturbation has to do, where it has one."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            attached = getattr(self, "perturbation", None)
-            if attached is not None:
-                act(attached)
-            return result
-
-        return method
-
-    return make
-
-
-def _then_awake(original: Callable[..., None]) -> Callable[..., None]:
-    """An engine may wake in parts; without tags all of it does."""
-
-    def wake_up(self: Any, tags: list[str] | None = None) -> None:
-        original(self, tags)
-        attached = getattr(self, "perturbation", None)
-        if attached is not None and (tags is None or "weights" in tags):
-            attached.weights_back()
-
-    return wake_up
-
-
-def _with_length(original: Callable[..., None]) -> Callable[..., None]:
-    """Keeps how many tokens an answer has, until its record is taken.
-
-    The front end alone knows: a worker has computed further tokens by the time that a stop is seen, one with
-    asynchronous scheduling, and any number while a stop string found here is on its way to the engine.
-    """
-
-    from ngrpo.rollout.settings import LENGTHS
-
-    def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, req_state, *args, **kwargs)
-        if req_state.detokenizer is not None:
-            lengths = vars(self).setdefault(LENGTHS, {})
-            lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
-            if len(lengths) > _LENGTHS_KEPT:
-                del lengths[next(iter(lengths))]
-
-    return finish_request
 
 
 def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:

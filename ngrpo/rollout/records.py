@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
 from ngrpo.rollout.request_names import external_id
-from ngrpo.rollout.sampling_mask import SamplingMask
-from ngrpo.rollout.settings import LENGTHS
 from perturbations import registry
 from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from perturbations.neighbors import Drift
@@ -52,44 +52,29 @@ def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dic
     front = llm.llm_engine.output_processor
     unfinished = list(front.request_states)
     wanted = None if request_ids is None else list(request_ids)
-    return of_answers(front, _ask(llm, "take", wanted, unfinished))
+    taken = of_answers(front, _ask(llm, "take", wanted, unfinished))
+    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in taken.items()}
 
 
-def of_answers(front: Any, taken: Mapping[str, Sequence[bytes]]) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
-    """Records and log-probabilities that end where their answers do.
+def of_answers(front: Any, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
+    """Trajectories that end where their answers do.
 
     Args:
-        front: the engine's ``output_processor``, which knows how long an answer is; a worker may have computed more.
+        front: the engine's ``output_processor``.
         taken: internal request id to what a worker sent.
 
     Returns:
-        Key, as of :func:`take_records`, to record and (generated,) float32.
+        By key, as of :func:`take_records`.
     """
-    lengths = vars(front).get(LENGTHS, {})
-    return {external_id(name): parse(pair, lengths.pop(name, None)) for name, pair in taken.items()}
+    return {
+        external_id(name): cut_to_answer(FinishedTrajectory.unpack(parts), taken_length(front, name))
+        for name, parts in taken.items()
+    }
 
 
 def of_all_workers(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What the workers of an engine handed over: tensor-parallel ranks all the same, data-parallel ones their own."""
     return {name: parts for taken in answers for name, parts in taken.items()}
-
-
-def parse(pair: Sequence[bytes], generated: int | None = None) -> tuple[ReplayRecord, np.ndarray]:
-    """The record and log-probabilities of one trajectory, from what a worker sent.
-
-    Args:
-        pair: both as bytes.
-        generated: tokens of the answer, where the worker may have computed more; None for all of them.
-    """
-    record, log_probs = ReplayRecord.from_bytes(pair[0]), np.frombuffer(pair[1], dtype=np.float32)
-    if generated is None:
-        return record, log_probs
-    return record.truncate(record.prompt_tokens + generated), log_probs[:generated]
-
-
-def sampling_mask(taken: Sequence[bytes]) -> SamplingMask | None:
-    """Which tokens sampling left in one trajectory, from what a worker sent; None where that was not recorded."""
-    return SamplingMask.from_bytes(taken[2]) if taken[2] else None
 
 
 def drop_records(llm: Any, request_ids: Sequence[str]) -> None:

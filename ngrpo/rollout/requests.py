@@ -3,27 +3,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
+from ngrpo.rollout.async_scheduling import EndedRequests
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.request_names import RequestNames
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import seeds
 from perturbations.base import Perturbation
 from perturbations.replay import ReplayRecord
-from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
-from perturbations.streams import trajectory_seed
-
-# The record, the log-probabilities, and the tokens that sampling left, empty where these are not recorded.
-Taken = tuple[bytes, bytes, bytes]
-
-# Prompts of which it is known how often they were asked without a seed; of a server's the oldest are forgotten.
-_PROMPTS_KNOWN = 1 << 20
+from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 
 class RunningRequests:
@@ -38,34 +31,30 @@ class RunningRequests:
         rank: int = 0,
     ) -> None:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
-        # Data-parallel ranks count a prompt's samples each for itself, so each counts in a range of its own.
-        self._first = rank << 32
+        self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
-        # Finished, with the number of notes that may hold something of them; their slots are not free yet.
-        self._finished: dict[str, int] = {}
-        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._ended = EndedRequests()
         # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
         self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
     @property
     def running(self) -> int:
         """Requests alive: those not told of as finished, except where their record has been handed over."""
-        return sum(name not in self._dropped and name not in self._finished for name in self._store.live)
+        return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
 
     def update(self, scheduler_output: Any) -> None:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._finished[name] = self._perturber.noted
+                self._ended.add(name, self._perturber.noted)
         self._settle()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
     def _settle(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
-        self._perturber.drain(until=max((self._finished.get(name, 0) for name in names), default=0))
-        for name in [name for name, noted in self._finished.items() if noted <= self._perturber.written]:
-            del self._finished[name]
+        self._perturber.drain(until=self._ended.notes_of(names))
+        for name in self._ended.settled(self._perturber.written):
             self._finish(name)
 
     def _open(self, new: Any) -> None:
@@ -89,20 +78,12 @@ class RunningRequests:
         self._perturber.opened(new.req_id)
 
     def _seed(self, given: dict[str, Any], params: Any, prompt: list[int]) -> int:
-        """The trajectory's seed.
-
-        Given with the request, or else derived from the engine's seed, the prompt, and how many times this prompt
-        has been asked: so a run repeats, and the members of a group differ.
-        """
+        """The trajectory's seed: of what the request says of itself, or of how often its prompt has been asked."""
         seed = given.get("seed", getattr(params, "seed", None))
         if seed is not None:
-            return trajectory_seed(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
-        tokens = np.asarray(prompt, dtype=np.int64).tobytes()
-        asked = trajectory_seed(tokens)
-        times = self._seen[asked] = self._seen.pop(asked, 0) + 1
-        if len(self._seen) > _PROMPTS_KNOWN:
-            self._seen.popitem(last=False)
-        return trajectory_seed(self._perturbation.seed, asked, self._first + times)
+            return seeds.of_trajectory(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
+        asked = seeds.of_prompt(prompt)
+        return seeds.of_trajectory(self._perturbation.seed, asked, self._counts.next(asked))
 
     def _finish(self, name: str) -> None:
         slot = self._store.live[name].slot
@@ -116,9 +97,9 @@ class RunningRequests:
 
     def _extract(self, name: str) -> FinishedTrajectory:
         mask = self._perturber.sampling_mask(self._store.live[name].slot)
-        return FinishedTrajectory(*self._store.record(name), b"" if mask is None else mask.to_bytes())
+        return FinishedTrajectory(*self._store.record(name), mask)
 
-    def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, Taken]:
+    def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
         """Hands over records, once.
 
         Args:
@@ -126,18 +107,17 @@ class RunningRequests:
             unfinished: internal ids of requests still running, left alone.
 
         Returns:
-            Internal request id to the bytes of the record, of the rollout's log-probabilities (float32), and of its
-            :class:`SamplingMask`.
+            Internal request id to the bytes of its :class:`FinishedTrajectory`.
         """
         asked = None if names is None else list(self._names.matching(names))
-        self._settle(self._finished if asked is None else asked)
+        self._settle(self._ended if asked is None else asked)
         if asked is None:
             asked = [*self._buffer.names(), *self._store.live]
         running, taken = set(unfinished or ()), {}
         for name in dict.fromkeys(asked):
             finished = None if name in running else self._finished_or_ending(name)
             if finished is not None:
-                taken[name] = finished.record.to_bytes(), finished.log_probs.tobytes(), finished.sampling_mask
+                taken[name] = finished.pack()
         return taken
 
     def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:

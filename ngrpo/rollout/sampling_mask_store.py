@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngrpo.rollout.sampling_mask import SamplingMask, as_words
 from ngrpo.rollout.tokens_left import marked
 from ngrpo.rollout.trajectories import Chunks, grown
+from perturbations.replay.sampling_mask import SamplingMask, as_words
 
 _CHUNK = 512  # words
 LIMIT = 8 << 30

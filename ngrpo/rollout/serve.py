@@ -78,9 +78,8 @@ async def _with_records(answer: dict[str, Any], engine: Any) -> bytes:
         name = next((name for name in names[choice["index"]] if name in taken), None)
         if name is None:
             raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
-        record, log_probs = taken[name]
-        choice["perturbation_record"] = base64.b64encode(record.to_bytes()).decode()
-        choice["perturbation_log_probs"] = log_probs.tolist()
+        choice["perturbation_record"] = base64.b64encode(taken[name].record.to_bytes()).decode()
+        choice["perturbation_log_probs"] = taken[name].log_probs.tolist()
     return json.dumps(answer).encode()
 
 

@@ -15,8 +15,6 @@ from perturbations.errors import UsageError
 from perturbations.replay.buffers.base import ReplayBuffer
 
 KEY = "perturbation"
-# Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
-LENGTHS = "perturbation_lengths"
 REPLAY_BUFFER = "perturbation_replay_buffer"
 """Key of ``additional_config``: the replay buffer of each worker, by name or as a dictionary with name and options."""
 SEEDED_DRAWS = "seeded_draws"

@@ -21,6 +21,7 @@ from perturbations.compilation import Compiled, on_gpu, twice
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
+from perturbations.gates.verdict import verdict
 from perturbations.row_blocks import Summary, log_total
 from perturbations.step import Step
 
@@ -208,20 +209,9 @@ class StepKernels:
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
-        # What the request's own sampling excludes (top-p, a grammar, at temperature 0 all but the likeliest token)
-        # never stands in its text: such a position stays an ordinary one.
-        left = scaled if drawable is None else drawable
-        opened = left[gated, proposal.tokens] > -torch.inf
-        if greedy is not None:
-            likeliest = picked(greedy)
-            opened = opened & ((likeliest < 0) | (likeliest == proposal.tokens))
-        fed = opened
-        if not self._gate.always_open:
-            of_slots = picked(slots)
-            opened = opened & self._gate.open(of_slots, step, picked(prompts))
-            fed = opened & self._gate.feeds(proposal.tokens, self._gate.ending(of_slots, positions))
-        if proposal.acts is not None:
-            fed = fed & proposal.acts
+        allowed = (scaled if drawable is None else drawable)[gated, proposal.tokens] > -torch.inf
+        likeliest = None if greedy is None else picked(greedy)
+        opened, fed = verdict(self._gate, step, proposal, picked(slots), picked(prompts), allowed, likeliest)
         chosen = torch.where(opened, proposal.tokens, sampled)
         parts = {
             "fed": fed,

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ngrpo.openrlhf_flags import Default, Flags
 from ngrpo.sampling_schedules import registry as _registry
+from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.options import Options, option
 
 

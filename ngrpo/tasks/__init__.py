@@ -9,14 +9,18 @@ takes the argument too, and its ``check`` refuses a wrong one; with ``OPTIONAL``
 from __future__ import annotations
 
 import pkgutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import generated
-from ngrpo.openrlhf_flags import Default
-from ngrpo.result_folder import json_lines, write_text, writing
+from ngrpo.scoring.answers import generated
+from ngrpo.scoring.problem import Problem
+from ngrpo.scoring.problems import load_problems
+from ngrpo.storage.result_folder import json_lines, write_text, writing
+from ngrpo.upstream.openrlhf_flags import Default
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -82,6 +86,27 @@ def prepare(task: str, folder: Path) -> dict[str, Default]:
     name, _, argument = task.partition(":")
     write = _module(name).prepare
     return write(folder, argument) if argument else write(folder)
+
+
+def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
+    """The held-out problems of a task, scored by its own reward.
+
+    Args:
+        task: as ``--task`` takes it: ``arithmetic``, ``reasoning_gym:chain_sum``.
+        limit: only the first so many.
+
+    Raises:
+        UsageError: for an unknown task.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(task, Path(folder))
+        held_out = Path(folder) / "eval.jsonl"
+        if not held_out.is_file():
+            raise UsageError(f"--task {task} has no held-out problems: give --data with a file of your own.")
+        problems = load_problems(str(held_out), limit=limit, instruction="")
+    name = task.replace(":", "-")
+    scorer = f"task:{task.partition(':')[0]}"
+    return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
 
 
 def write(folder: Path, reward_file: Path, train: Rows, held_out: Rows | None = None) -> dict[str, Default]:

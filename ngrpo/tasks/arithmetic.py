@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import last_number
-from ngrpo.openrlhf_flags import Default
+from ngrpo.scoring.answers import last_number
 from ngrpo.tasks import rewards, write
+from ngrpo.upstream.openrlhf_flags import Default
 
 # Of nine wordings the one with the most right answers at the start: 0.16 at temperature 1 and 12 new tokens
 # (SmolLM2-135M-Instruct, 128 samples); the others lay between 0.00 and 0.12.

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import last_statement
-from ngrpo.openrlhf_flags import Default
+from ngrpo.scoring import math_answers
+from ngrpo.scoring.answers import last_statement
+from ngrpo.scoring.problems import load_problems
 from ngrpo.tasks import rewards, write
+from ngrpo.upstream.openrlhf_flags import Default
 
 ARGUMENT = "FILE"
 EXAMPLE = "such as --task math:problems.parquet"
@@ -70,15 +72,11 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def _judge(answer: str, label: str) -> tuple[float, bool]:
-    from ngrpo.evaluate.math_answers import check as compare
-
-    verdict = compare(label, answer)
+    verdict = math_answers.check(label, answer)
     return verdict.reward, verdict.parsed
 
 
 def _problems(source: str, report: Callable[[str], None]) -> list[Any]:
-    from ngrpo.evaluate import load_problems
-
     return load_problems(source, scorer="math", skip_unanswered=True, report=report)
 
 

@@ -7,37 +7,31 @@ This file is also the value of OpenRLHF's ``--reward.remote_url``: OpenRLHF load
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import last_boxed, visible
-from ngrpo.openrlhf_flags import Default
+from ngrpo.scoring.procedural import INSTRUCTION, datasets, label_of, score
+from ngrpo.scoring.procedural import final_answer as final_answer  # a task's
 from ngrpo.tasks import flags, rewards, write
+from ngrpo.upstream.openrlhf_flags import Default
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 ARGUMENT = "DATASET"
 EXAMPLE = "such as --task reasoning_gym:chain_sum"
-INSTRUCTION = "Put the final answer alone between <answer> and </answer>."
 TRAIN_ROWS = 2048
 EVAL_ROWS = 64
 # The two halves come from different seeds of one generator; what is in both is taken out of the training half.
 _TRAIN_SEED, _EVAL_SEED = 1, 0
 
-_TAGGED = re.compile(r"<answer>\s*(.*?)\s*(?:</answer>|$)", re.DOTALL)
-_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</s>")
-
 
 def check(name: str) -> None:
     """Raises ``UsageError`` unless reasoning-gym is installed and has a dataset of this name."""
-    known = sorted(_datasets())
+    known = sorted(datasets())
     if name not in known:
         raise UsageError(
             f"unknown reasoning-gym dataset {name!r}.{nearest(name, known)} Available: {', '.join(known)}."
@@ -92,33 +86,6 @@ def problems(
     return train, evaluation
 
 
-def label_of(name: str, entry: dict[str, Any]) -> str:
-    """What a scorer needs, as text: OpenRLHF hands a reward function the label alone."""
-    return json.dumps({"dataset": name, "entry": _pack(entry)}, ensure_ascii=False, default=str)
-
-
-def score(answer: str, label: str) -> float:
-    """reasoning-gym's own score of an answer, in [0, 1]; 0 where its scorer fails on what the model wrote.
-
-    Args:
-        answer: the generated text; what stands in the last ``<answer>`` tags (else boxed, else all) is scored.
-        label: from :func:`label_of`.
-    """
-    wanted = json.loads(label)
-    try:
-        value = _scorer(wanted["dataset"])(final_answer(answer) or "", _unpack(wanted["entry"]))
-    except Exception:  # scorers parse what a model wrote, and not all of them expect everything
-        return 0.0
-    return min(1.0, max(0.0, float(value)))
-
-
-def final_answer(answer: str) -> str | None:
-    """The text between the last answer tags; else the last ``\\boxed{}``; else all that was said."""
-    answer = _SPECIAL.sub("", visible(answer))
-    tagged = _TAGGED.findall(answer)
-    return (tagged[-1] if tagged else last_boxed(answer) or answer).strip() or None
-
-
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
     """OpenRLHF's reward function (0.11.2, ``utils/agent.py``).
 
@@ -141,43 +108,6 @@ def _rows(name: str, seed: int, size: int) -> list[dict[str, str]]:
         text = f"{entry['question'].rstrip()}\n{INSTRUCTION}"
         seen.setdefault(text, {"input": text, "label": label_of(name, entry)})
     return list(seen.values())
-
-
-def _datasets() -> dict[str, Any]:
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise UsageError("the package reasoning-gym is not installed. Run: pip install reasoning-gym") from None
-    return DATASETS
-
-
-@lru_cache(maxsize=8)
-def _scorer(name: str) -> Any:
-    import reasoning_gym
-
-    check(name)
-    return reasoning_gym.get_score_answer_fn(name)
-
-
-def _pack(value: Any) -> Any:
-    """A value as JSON that :func:`_unpack` gives back as it was: JSON has no tuples, and only text as keys."""
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and not value.keys() & {"#tuple", "#items"}:
-            return {key: _pack(item) for key, item in value.items()}
-        return {"#items": [[_pack(key), _pack(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"#tuple": [_pack(item) for item in value]}
-    return [_pack(item) for item in value] if isinstance(value, list) else value
-
-
-def _unpack(value: Any) -> Any:
-    if isinstance(value, dict):
-        if "#tuple" in value:
-            return tuple(_unpack(item) for item in value["#tuple"])
-        if "#items" in value:
-            return {_unpack(key): _unpack(item) for key, item in value["#items"]}
-        return {key: _unpack(item) for key, item in value.items()}
-    return [_unpack(item) for item in value] if isinstance(value, list) else value
 
 
 def main(name: str, folder: str) -> None:

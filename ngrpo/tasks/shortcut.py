@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import last_number
-from ngrpo.openrlhf_flags import Default
 from ngrpo.sandbox import digit_sums
+from ngrpo.scoring.answers import last_number
 from ngrpo.tasks import check_choice, rewards, write
+from ngrpo.upstream.openrlhf_flags import Default
 
 ARGUMENT = "FORM"
 OPTIONAL = True

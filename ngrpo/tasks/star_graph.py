@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import numbers
-from ngrpo.openrlhf_flags import Default
 from ngrpo.sandbox import star_graphs
+from ngrpo.scoring.answers import numbers
 from ngrpo.tasks import rewards, write
+from ngrpo.upstream.openrlhf_flags import Default
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 64

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import last_number
-from ngrpo.openrlhf_flags import Default
 from ngrpo.sandbox import peaks
+from ngrpo.scoring.answers import last_number
 from ngrpo.tasks import rewards, write
+from ngrpo.upstream.openrlhf_flags import Default
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 16

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.answers import generated, last_statement
 from ngrpo.environments import Row, Scored, process
-from ngrpo.openrlhf_flags import Default
+from ngrpo.scoring.answers import generated, last_statement
 from ngrpo.tasks import write
+from ngrpo.upstream.openrlhf_flags import Default
 from perturbations.errors import UsageError
 
 ARGUMENT = "MODULE[:NAME]"

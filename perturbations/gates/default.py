@@ -56,7 +56,7 @@ class GateOptions(Options):
         selected = (since >= 0) & (since % self.every == 0)
         if self.rate < 1.0:  # a draw is below 1 in any case
             selected &= streams.below(positions.keys(streams.Stream.GATE), self.rate)
-        if self.gate is not None and selected.any():
+        if isinstance(self.gate, Gate) and selected.any():
             selected[selected] = self.gate.plan(positions.where(selected))
         return selected
 
@@ -137,7 +137,7 @@ class BoundGate:
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)
-        if self._options.gate is not None:
+        if isinstance(self._options.gate, Gate):
             is_open = is_open & self._options.gate.open(GateStep.of(step, step.positions - first))
         return is_open
 

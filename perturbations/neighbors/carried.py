@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from perturbations.errors import present
 from perturbations.neighbors.scores import order
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def movement(before: Tensor, now: Tensor, metric: str, block: int) -> Tensor:
 def carry(old: ExactIndex, new: ExactIndex) -> None:
     """Fills the table of an index from a complete one of earlier weights; searches only the rows in doubt."""
     new._widen(old._width)
-    moved = movement(old._before, new._rows, new.metric, new._pairs.block)
+    before = present(old._before, "the earlier weights of an index")
+    moved = movement(before, new._rows, new.metric, new._pairs.block)
     if not bool(moved.any()):
         for name in ("_ids", "_scores", "_rest", "_filled", "_before"):
             setattr(new, name, getattr(old, name))
@@ -74,7 +76,7 @@ def carry(old: ExactIndex, new: ExactIndex) -> None:
     new._rest = torch.where(rest.isinf(), rest, rest + rest.abs() * 2.0**-22).float()
     new._filled = ~again
     new._fill(again.nonzero().flatten())
-    new._before, old._before = old._before.copy_(new._rows), None
+    new._before, old._before = before.copy_(new._rows), None
 
 
 def _scored_again(old: ExactIndex, new: ExactIndex) -> tuple[Tensor, Tensor]:

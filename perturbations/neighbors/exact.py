@@ -74,7 +74,8 @@ class ExactIndex(TableIndex):
 
     def _like(self, other: ExactIndex) -> bool:
         return (
-            self.metric == other.metric
+            self._before is not None
+            and self.metric == other.metric
             and self._before.shape == other._rows.shape
             and self._before.dtype == other._rows.dtype
             and torch.equal(self._excluded, other._excluded)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class HnswIndex(TableIndex):
 
 
 @contextmanager
-def _one_thread(faiss: Any) -> Iterator[None]:
+def _one_thread(faiss: ModuleType) -> Iterator[None]:
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:
@@ -172,7 +173,7 @@ def _one_thread(faiss: Any) -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import faiss
     except ImportError as error:

@@ -1,17 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as bytes, and the checksum that says whether they arrived as they were sent: what records are packed with."""
+"""Where a record is packed: what a rollout leaves of a trajectory as bytes with checksums, and back.
+
+:func:`record_bytes` is of a `ReplayRecord`, :func:`mask_bytes` of a `SamplingMask`, :func:`trajectory_parts` of a
+`FinishedTrajectory` with both; the classes' own ``to_bytes`` and ``pack`` call these. What all are made of stands
+behind them: integers and floats as bytes, and the checksum that says whether they arrived as they were sent.
+"""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from perturbations.streams import SEED_BYTES
+
+if TYPE_CHECKING:
+    from perturbations.replay.record import ReplayRecord
+    from perturbations.replay.sampling_mask import SamplingMask
+    from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+
+# First byte: version in the two high bits, flags in the others. Then K, the model, the seed, and three lengths as
+# varints: a short answer's record is mostly header, so every byte counts. A K that is no byte is 0 there, and a varint
+# in front of the lengths.
+_RECORD_VERSION = 4
+_HEADER = struct.Struct("<BBH6s")
+_HAS_WEIGHTS, _HAS_SIGMA, _ONE_SIGMA, _WIDE_IDS, _HAS_VECTORS, _HAS_NORMALIZER = (1 << bit for bit in range(6))
+_MASK_VERSION = 2
+_TRAJECTORY_VERSION = 1  # of the bytes of log-probabilities and counts, and of an unperturbed answer
 _CHECKSUM = struct.Struct("<I")
 _LONG_GAP = 127  # seven bits of a byte, the eighth is a flag
 _32_BITS = 0xFFFFFFFF
+
+MOST_CANDIDATES = 4096
+"""Candidates of a position. They take as much memory as the vector of a dense edit in a large model, and no more."""
+
+RECORD, LOG_PROBS, MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
+COUNTS, UNPERTURBED = "perturbation_counts", "unperturbed_answer"
+PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, UNPERTURBED)
+"""The names under which the parts of a trajectory travel, from the worker to the rollout actor and the trainer."""
+
+
+# --- a replay record ----------------------------------------------------------------------------------------------
+
+
+def record_bytes(record: ReplayRecord) -> bytes:
+    """A record without loss: per position K ids of 2 or 3 bytes, K float32 weights, mostly 1 byte of position.
+
+    The last four bytes are a checksum of all others.
+
+    Raises:
+        ValueError: for more than 4096 candidates, a token id of 2^24 or more, or a seed outside [0, 2^48).
+    """
+    if not 0 <= record.seed < 1 << 8 * SEED_BYTES:
+        raise ValueError(f"replay record: seed {record.seed} must be in [0, 2^48); take one of trajectory_seed().")
+    count, width = record.ids.shape
+    if width > MOST_CANDIDATES:
+        raise ValueError(
+            f"replay record: {width} candidates of a position; there may be 1 to {MOST_CANDIDATES}. Mix fewer"
+            " tokens: most perturbations call their number k."
+        )
+    largest = int(record.ids.max(initial=0))
+    if largest >= 1 << 24:
+        raise ValueError(f"replay record: token id {largest} is too large; ids below {1 << 24} are supported.")
+    flags = _WIDE_IDS if largest >= 1 << 16 else 0
+    parts = [gaps(record.positions, record.agreed, record.prompt_tokens), ids(record.ids, 3 if flags else 2)]
+    if not (width == 1 and bool((record.weights == 1.0).all())):
+        flags |= _HAS_WEIGHTS
+        parts.append(floats(record.weights))
+    if record.sigma is not None:
+        flags |= _HAS_SIGMA
+        same = bool(count) and bool((record.sigma == record.sigma[0]).all())
+        flags |= _ONE_SIGMA if same else 0
+        parts.append(floats(record.sigma[:1] if same else record.sigma))
+    if record.normalizer is not None:
+        flags |= _HAS_NORMALIZER
+        parts.append(floats(record.normalizer))
+    if record.vectors is not None:
+        flags |= _HAS_VECTORS
+        parts.append(varint(record.vectors.shape[1]) + floats(record.vectors))
+    seed = record.seed.to_bytes(SEED_BYTES, "little")
+    narrow = 0 < width < 256
+    header = _HEADER.pack(_RECORD_VERSION % 4 << 6 | flags, width if narrow else 0, record.model, seed)
+    numbers = (record.prompt_tokens, record.num_tokens - record.prompt_tokens, count)
+    lengths = map(varint, numbers if narrow else (width, *numbers))
+    return sealed([header, *lengths, *parts], _RECORD_VERSION)
+
+
+def record_fields(data: bytes) -> tuple[Any, ...]:
+    """The attributes, in their order, of the record that :func:`record_bytes` made bytes of.
+
+    Raises:
+        ValueError: where the bytes are not a whole record of this version, as it was written.
+    """
+    if len(data) < _HEADER.size or data[0] >> 6 != _RECORD_VERSION % 4:
+        raise ValueError(
+            f"not a replay record of this version: {len(data)} bytes that begin with {bytes(data[:1])!r}."
+            " Records are not kept across versions; sample again."
+        )
+    reader = unsealed(data, _RECORD_VERSION, "replay record")
+    flags, width, model, seed = _HEADER.unpack(reader.take(_HEADER.size))
+    width = width or reader.varint()
+    prompt, generated, count = reader.varint(), reader.varint(), reader.varint()
+    length = prompt + generated
+    positions, agreed = reader.gaps(count, prompt)
+    if not length < 1 << 31 or (count and not positions[-1] < length):
+        raise ValueError(f"replay record: {prompt} prompt tokens of {length}, and positions outside of them.")
+    if width > MOST_CANDIDATES or (count and not width):
+        raise ValueError(
+            f"replay record: {count} positions with {width} candidates each; there are 1 to {MOST_CANDIDATES}."
+        )
+    candidates = reader.ids(count * width, 3 if flags & _WIDE_IDS else 2).reshape(count, width)
+    if flags & _HAS_WEIGHTS:
+        weights = reader.floats(count * width).reshape(count, width)
+    else:
+        weights = np.ones((count, width), dtype=np.float32)
+    sigma = None
+    if flags & _HAS_SIGMA:
+        values = reader.floats(1 if flags & _ONE_SIGMA else count)
+        sigma = np.repeat(values, count) if flags & _ONE_SIGMA else values
+    normalizer = reader.floats(count) if flags & _HAS_NORMALIZER else None
+    vectors = None
+    if flags & _HAS_VECTORS:
+        size = reader.varint()
+        vectors = reader.floats(count * size).reshape(count, size)
+    reader.finish()
+    seed = int.from_bytes(seed, "little")
+    return seed, prompt, length, positions, candidates, weights, sigma, agreed, vectors, normalizer, model
+
+
+# --- a sampling mask ----------------------------------------------------------------------------------------------
+
+
+def mask_bytes(mask: SamplingMask) -> bytes:
+    """A mask without loss: two bytes an id, at most V bytes a position, and a checksum at the end."""
+    head = [np.array([mask.size, len(mask)]), np.diff(mask.positions, prepend=0), 2 * mask.lengths + mask.cut]
+    return sealed([_varints(np.concatenate(head)), mask.words.astype("<u2").tobytes()], _MASK_VERSION)
+
+
+def mask_fields(data: bytes) -> dict[str, Any]:
+    """The attributes of the mask that :func:`mask_bytes` made bytes of.
+
+    Raises:
+        ValueError: where the bytes were cut or altered.
+    """
+    reader = unsealed(data, _MASK_VERSION, "sampling mask")
+    size, n = reader.varint(), reader.varint()
+    rest = reader.rest()
+    # A number takes four bytes at most, so no more are read as numbers than there can be.
+    raw = np.frombuffer(rest[: 8 * n], dtype=np.uint8)
+    ends = np.flatnonzero(raw < 0x80)[: 2 * n]
+    if len(ends) < 2 * n:
+        raise ValueError(f"sampling mask is cut short: {len(ends)} of {2 * n} numbers.")
+    used = int(ends[-1]) + 1 if n else 0
+    numbers = _from_varints(rest[:used])
+    steps, packed = numbers[:n], numbers[n:]
+    words, lengths = rest[used:], packed // 2
+    if len(words) != 2 * lengths.sum():
+        raise ValueError(f"sampling mask is cut short: {2 * lengths.sum()} bytes wanted, {len(words)} there.")
+    positions, words = np.cumsum(steps), np.frombuffer(words, "<u2").astype(np.uint16)
+    return {"size": size, "positions": positions, "cut": packed % 2 == 1, "lengths": lengths, "words": words}
+
+
+def _varints(values: np.ndarray) -> bytes:
+    """Seven bits a byte, the lowest first; the high bit says that more follow. Values below 2^28."""
+    width = 1 + sum((values >= 1 << bits).astype(np.int64) for bits in (7, 14, 21))
+    place = np.arange(4)
+    data = (values[:, None] >> 7 * place & 0x7F) | (place < width[:, None] - 1) * 0x80
+    return data[place < width[:, None]].astype(np.uint8).tobytes()
+
+
+def _from_varints(data: bytes) -> np.ndarray:
+    raw = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+    if not len(raw):
+        return raw
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(raw < 0x80) + 1])[:-1]
+    place = np.arange(len(raw)) - np.repeat(starts, np.diff(starts, append=len(raw)))
+    return np.add.reduceat((raw & 0x7F) << 7 * place, starts)
+
+
+# --- a trajectory -------------------------------------------------------------------------------------------------
+
+
+def trajectory_parts(trajectory: FinishedTrajectory) -> dict[str, bytes]:
+    """What a rollout left of a trajectory, as plain bytes by name: nothing that a trainer would move to a device."""
+    parts = {RECORD: record_bytes(trajectory.record)}
+    parts[LOG_PROBS] = sealed([floats(trajectory.log_probs)], _TRAJECTORY_VERSION)
+    counts = (trajectory.dropped, trajectory.prompted, trajectory.cached)
+    if any(counts):
+        parts[COUNTS] = sealed([varint(count) for count in counts], _TRAJECTORY_VERSION)
+    if trajectory.unperturbed is not None:
+        parts[UNPERTURBED] = answer_bytes(trajectory.unperturbed)
+    if trajectory.sampling_mask is not None:
+        parts[MASK] = mask_bytes(trajectory.sampling_mask)
+    return parts
+
+
+def trajectory_fields(parts: Mapping[str, bytes]) -> dict[str, Any]:
+    """The attributes of the trajectory that :func:`trajectory_parts` made bytes of, its parts as bytes.
+
+    Raises:
+        ValueError: where bytes were cut or altered on their way.
+    """
+    fields: dict[str, Any] = {"log_probs": _all_floats(unsealed(parts[LOG_PROBS], _TRAJECTORY_VERSION, LOG_PROBS))}
+    if COUNTS in parts:
+        counts = unsealed(parts[COUNTS], _TRAJECTORY_VERSION, COUNTS)
+        fields |= {name: counts.varint() for name in ("dropped", "prompted", "cached")}
+    return fields
+
+
+def answer_bytes(answer: UnperturbedAnswer) -> bytes:
+    """An unperturbed answer as bytes with a checksum."""
+    tokens = [varint(len(answer.tokens)), answer.tokens.astype("<i4").tobytes()]
+    return sealed([*tokens, floats(answer.log_probs)], _TRAJECTORY_VERSION)
+
+
+def answer_fields(data: bytes) -> dict[str, Any]:
+    """The attributes of the answer that :func:`answer_bytes` made bytes of.
+
+    Raises:
+        ValueError: where they were cut or altered.
+    """
+    reader = unsealed(data, _TRAJECTORY_VERSION, "unperturbed answer")
+    tokens = np.frombuffer(reader.take(4 * reader.varint()), "<i4").astype(np.int32)
+    return {"tokens": tokens, "log_probs": _all_floats(reader)}
+
+
+def _all_floats(reader: Reader) -> np.ndarray:
+    return np.frombuffer(reader.rest(), "<f4").astype(np.float32)
+
+
+# --- numbers as bytes ---------------------------------------------------------------------------------------------
 
 
 def sealed(parts: Sequence[bytes], version: int) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
-from perturbations.edit import InputEdit, mix
+from perturbations.edit import InputEdit, Mixer, mix
 from perturbations.nearest import nearest_tokens
-from perturbations.parameters import attached
+from perturbations.parameters import CausalModel, attached
 from perturbations.replay import ReplayRecord
 
 
@@ -85,7 +85,7 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
         parts = ((r, getattr(r, name)) for _, r in present)
         return joined(np.zeros((len(r), *shape)) if part is None else part for r, part in parts)
 
-    def widened(part: np.ndarray, mode: str) -> np.ndarray:
+    def widened(part: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
         """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
         missing = width - part.shape[1]
         return np.pad(part, ((0, 0), (0, missing)), mode=mode) if missing else part
@@ -165,7 +165,10 @@ class ReplayScope:
         self.perturbation = perturbation
         self._measure = measure
         self._look_up = look_up
-        self._shape: torch.Size | None = None
+        self._shape = torch.Size()  # of a forward's tokens; empty before it
+        self._records: Sequence[ReplayRecord | None] = ()
+        self._mask: Tensor | None = None
+        self._flat: _Flat
         self._bypassed = False
         self.stats = ReplayStats()
 
@@ -181,13 +184,13 @@ class ReplayScope:
         weight = next(self._embedding.parameters())
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
         self._flat = _flatten(records, weight.device)
-        self._records, self._shape, self.stats = records, None, ReplayStats()
+        self._records, self._shape, self.stats = records, torch.Size(), ReplayStats()
         self._mask = None if attention_mask is None else attention_mask.to(weight.device)
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
             yield self.stats
-            if self._shape is None and any(record is not None for record in records):
+            if not self._shape and any(record is not None for record in records):
                 raise RuntimeError(
                     f"replay of {len(records)} records did not happen: no forward went through"
                     f" {type(self._embedding).__name__}, the module that get_input_embeddings() gives. A model that"
@@ -196,15 +199,17 @@ class ReplayScope:
         finally:
             before.remove()
             after.remove()
-            self._flat = self._mask = None
+            self._mask = None
+            del self._flat
 
     def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
         # Not of the weight, which is empty between forwards under ZeRO-3.
-        shape = [getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim")]
-        if None not in shape:
-            for record in records:
-                if record is not None:
-                    record.check_model(*shape)
+        vocabulary, hidden = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
+        if vocabulary is None or hidden is None:
+            return
+        for record in records:
+            if record is not None:
+                record.check_model(vocabulary, hidden)
 
     def replayed(
         self, logits: Tensor, log_probs: Tensor, temperature: float, advantages: Tensor | None = None
@@ -223,8 +228,8 @@ class ReplayScope:
         Raises:
             RuntimeError: where the logits are not one row per token of the forward.
         """
-        if self._shape is None or self._shape.numel() != len(logits):
-            seen = "none" if self._shape is None else f"{self._shape.numel()} tokens"
+        if not self._shape or self._shape.numel() != len(logits):
+            seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
             raise RuntimeError(
                 f"density: {len(logits)} rows of logits for a replayed forward of {seen}; one row per token is needed"
                 " (no sequence-parallel slices, no logits of the answer alone)."
@@ -284,7 +289,7 @@ class ReplayScope:
         finally:
             self._bypassed = False
 
-    def _append_candidates(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _append_candidates(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self._bypassed:
             return None
         tokens = inputs[0]
@@ -302,15 +307,15 @@ class ReplayScope:
         self._rows = torch.where(self._inside, rows, 0)
         return (torch.cat([tokens.reshape(-1), self._flat.edit.ids.reshape(-1)]), *inputs[1:])
 
-    def _substitute(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def _substitute(self, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if self._bypassed:
             return None
         count = self._shape.numel()
         scale, edit = self._scaled()
         plain, candidates = output[:count], output[count:].view(*edit.ids.shape, output.shape[-1])
-        learned = self._module
-        if learned is not None and scale != 1.0:
-            learned = _Scaled(learned, scale)
+        learned: Mixer | None = self._module
+        if self._module is not None and scale != 1.0:
+            learned = _Scaled(self._module, scale)
         if self.perturbation is not None and self.perturbation.input_gradient == "none":
             candidates = candidates.detach()  # and not the mixture, from which a module learns
         mixed = mix(candidates, edit, self._flat.noise_keys, learned)
@@ -370,7 +375,7 @@ class _Scaled:
 
 @contextmanager
 def replaying(
-    model: nn.Module,
+    model: CausalModel,
     records: Sequence[ReplayRecord | None],
     attention_mask: Tensor | None = None,
     perturbation: Perturbation | None = None,

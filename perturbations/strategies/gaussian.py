@@ -13,7 +13,7 @@ from perturbations import density as densities
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit, one_hot, realise
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -86,6 +86,7 @@ class Gaussian(Perturbation):
         that of logits which differ by 0.03 is as long as the noise itself.
         """
         edit, lookup = replayed.edit, replayed.lookup
+        sigma, keys = present(edit.sigma, "edit.sigma"), present(replayed.noise_keys, "noise_keys")
         if self.base == "token":
             mean = lookup(edit.ids[:, 0])
         elif self.base == "fuzzy":
@@ -96,8 +97,8 @@ class Gaussian(Perturbation):
             mean = (lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
         mean = mean.float()
         with torch.no_grad():
-            drawn = edit.sigma.unsqueeze(-1) * streams.normal(replayed.noise_keys, mean.shape[-1])
-        return densities.gaussian(drawn, mean - mean.detach(), edit.sigma)
+            drawn = sigma.unsqueeze(-1) * streams.normal(keys, mean.shape[-1])
+        return densities.gaussian(drawn, mean - mean.detach(), sigma)
 
     @property
     def density_of_vector(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -79,7 +79,8 @@ class Gumbel(TopTokens):
         """
         edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
         smallest = torch.finfo(torch.float32).tiny
-        scores = self.tau * edit.weights.clamp_min(smallest).log() + edit.normalizer.unsqueeze(-1)
+        normalizer = present(edit.normalizer, "edit.normalizer")
+        scores = self.tau * edit.weights.clamp_min(smallest).log() + normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
         (low, high), drawn = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf), replayed.gumbel(edit.ids)
         if self.density == "gumbel":

@@ -90,9 +90,9 @@ class HybridGate(nn.Module):
         # A plain attribute and not a buffer: it stays in float32 when the model is cast.
         self.lambda_start = softplus.expm1().log().float()
 
-    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridGate:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridGate:
         """Follows the parameters to their device, before the first step and not in it; the dtype stays."""
-        super()._apply(function, recurse)
+        super()._apply(fn, recurse)
         if self.lambda_shift.device.type != "meta":
             self.lambda_start = self.lambda_start.to(self.lambda_shift.device)
         return self

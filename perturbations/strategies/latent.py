@@ -11,7 +11,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Perturbation, Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -104,7 +104,8 @@ class Latent(Perturbation):
         """
         edit = replayed.edit
         kept = edit.weights > 0.0
-        scores = self.tau * torch.where(kept, edit.weights, 1.0).log() + edit.normalizer.unsqueeze(-1)
+        normalizer = present(edit.normalizer, "edit.normalizer")
+        scores = self.tau * torch.where(kept, edit.weights, 1.0).log() + normalizer.unsqueeze(-1)
         if self.density == "exact":
             return self._exact(replayed, scores, kept)
         delta = torch.where(kept, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)

@@ -13,7 +13,7 @@ from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
 from perturbations.options import option
 from perturbations.registry import register
-from perturbations.replay.record import MOST_CANDIDATES
+from perturbations.replay.packing import MOST_CANDIDATES
 from perturbations.step import Step
 from perturbations.top_tokens import check_top_k
 

@@ -6,17 +6,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-from typing import Any
 
 from perturbations import registry
-from perturbations.options import coerce
+from perturbations.options import Options, coerce
 from perturbations.registry import Registry
 from perturbations.testing.report import PerturbationError, require
 
 RESERVED = ("name", "config", "source")
 
 
-def check_class(kind: Registry, cls: Any, base: type) -> None:
+def check_class(kind: Registry, cls: type, base: type) -> None:
     """The class itself, and the declaration of each option."""
     derived, home = isinstance(cls, type) and issubclass(cls, base), kind.base.replace(":", ".")
     require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from {home}.")
@@ -57,7 +56,7 @@ def _check_declaration(cls: type, field: dataclasses.Field, kind: Registry) -> N
         ) from error
 
 
-def _bad_values(field: dataclasses.Field) -> list[Any]:
+def _bad_values(field: dataclasses.Field) -> list[object]:
     meta = field.metadata
     bad = [] if meta.get("low") is None else [meta["low"] - 1]
     bad += [] if meta.get("high") is None else [meta["high"] + 1]
@@ -65,7 +64,7 @@ def _bad_values(field: dataclasses.Field) -> list[Any]:
     return bad + (["no-such-choice"] if meta.get("choices") else [])
 
 
-def check_options(made: Any) -> None:
+def check_options(made: Options) -> None:
     """Values out of range are refused in words."""
     cls = type(made)
     present = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
@@ -89,7 +88,7 @@ def check_options(made: Any) -> None:
                 )
 
 
-def check_spec(made: Any) -> None:
+def check_spec(made: Options) -> None:
     """Another process can make the same thing from the spec."""
     name, spec = made.name, made.spec()
     try:

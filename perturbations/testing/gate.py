@@ -86,10 +86,17 @@ def _check_synchronisation(gate: Gate, step: GateStep, where: str) -> None:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        names = ("logits", "sampled", "temperature", "seeds", "positions", "generated")
-        fake = {name: mode.from_tensor(getattr(step, name)) for name in names}
+        fake = GateStep(
+            logits=mode.from_tensor(step.logits),
+            sampled=mode.from_tensor(step.sampled),
+            temperature=mode.from_tensor(step.temperature),
+            seeds=mode.from_tensor(step.seeds),
+            positions=mode.from_tensor(step.positions),
+            generated=mode.from_tensor(step.generated),
+            embeddings=step.embeddings,
+        )
         try:
-            gate.open(GateStep(**fake, embeddings=step.embeddings))
+            gate.open(fake)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PerturbationError(
                 f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token.",

@@ -6,16 +6,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
+from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 from perturbations.step import Step
 from perturbations.testing.density_check import check_density
@@ -33,6 +34,7 @@ from perturbations.testing.report import (
 ROWS, _DIMENSION = 7, 8
 _SIZES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
 _log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 
 
 def check_model(perturbation: Perturbation) -> None:
@@ -148,13 +150,13 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     require(finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
-def _first(values: list[Any]) -> Any:
+def _first(values: list[_Value]) -> _Value | None:
     return values[0] if values else None
 
 
 def _check_acts(proposal: Proposal, where: str) -> None:
     """Where it does not act, the edit is the token alone: whoever does not look at ``acts`` feeds the same."""
-    edit, acts = proposal.edit, proposal.acts
+    edit, acts = proposal.edit, present(proposal.acts, "proposal.acts")
     check_tensor(f"{where} acts", acts, (len(edit.ids),), torch.bool, edit.ids.device)
     alone = (edit.weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
     if ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any()):
@@ -198,9 +200,9 @@ def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
 def check_module(perturbation: Perturbation) -> None:
     """Learned parameters start alike in every process, and each row is its own."""
     torch.manual_seed(1)
-    module = perturbation.module(_DIMENSION)
+    module = _module(perturbation)
     torch.manual_seed(2)
-    other = perturbation.module(_DIMENSION)
+    other = _module(perturbation)
     for (name, one), two in zip(module.named_parameters(), other.parameters()):
         require(
             torch.equal(one, two),
@@ -218,11 +220,11 @@ def check_module(perturbation: Perturbation) -> None:
         fix = f"It must treat each row alone. {EVERY_ROW}"
         require(not difference, f"{label}: a row alone gives another result, {difference}.", fix)
         check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
-    whole = perturbation.module(_DIMENSION).requires_grad_()
-    reached = whole(rows, rows.flip(0)).square().sum()
+    trained = _module(perturbation).requires_grad_()
+    reached = trained(rows, rows.flip(0)).square().sum()
     if reached.requires_grad:
         reached.backward()
-    for name, parameter in whole.named_parameters():
+    for name, parameter in trained.named_parameters():
         require(
             parameter.grad is not None and torch.isfinite(parameter.grad).all(),
             f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
@@ -230,14 +232,28 @@ def check_module(perturbation: Perturbation) -> None:
         )
 
 
+def _module(perturbation: Perturbation) -> nn.Module:
+    return present(perturbation.module(_DIMENSION), f"the module of {perturbation.name}")
+
+
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:
     """The edits survive being written to a record, to bytes and back."""
-    parts = {name: None if part is None else part.numpy() for name, part in vars(proposal.edit).items()}
-    parts |= {"positions": step.positions.to(torch.int32).numpy(), "ids": proposal.edit.ids.to(torch.int32).numpy()}
-    parts["agreed"] = (proposal.tokens == step.sampled).numpy()
-    record = ReplayRecord(seed=1, prompt_tokens=1, num_tokens=int(step.positions[-1]) + 1, **parts)
+    edit = proposal.edit
+    record = ReplayRecord(
+        seed=1,
+        prompt_tokens=1,
+        num_tokens=int(step.positions[-1]) + 1,
+        positions=step.positions.to(torch.int32).numpy(),
+        ids=edit.ids.to(torch.int32).numpy(),
+        weights=edit.weights.numpy(),
+        sigma=None if edit.sigma is None else edit.sigma.numpy(),
+        vectors=None if edit.vectors is None else edit.vectors.numpy(),
+        normalizer=None if edit.normalizer is None else edit.normalizer.numpy(),
+        agreed=(proposal.tokens == step.sampled).numpy(),
+    )
     again = ReplayRecord.from_bytes(record.to_bytes())
-    for name, value in parts.items():
-        same = np.array_equal(value, getattr(again, name))
+    for name in ("positions", "ids", "weights", "sigma", "vectors", "normalizer", "agreed"):
+        one, two = getattr(record, name), getattr(again, name)
+        same = one is two if one is None or two is None else np.array_equal(one, two)
         fix = "Please report this: the record format is ours."
         require(same, f"{where} {name} does not survive a replay record.", fix)

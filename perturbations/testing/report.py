@@ -6,11 +6,17 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Answer = TypeVar("_Answer")
+_Asked = TypeVar("_Asked", bound="DataclassInstance")
 
 CLOSE = 1e-5
 _ORDER = (4, 0, 6, 2, 1, 5, 3)
@@ -32,7 +38,7 @@ class PerturbationError(AssertionError):
         super().__init__(f"{what} {fix}")
         self.what, self.fix = what, fix
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.what, self.fix)
 
 
@@ -42,7 +48,7 @@ def require(holds: object, what: str, fix: str) -> None:
         raise PerturbationError(what, fix)
 
 
-def check_tensor(label: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Raises where something is not a tensor of this shape, type and device; ``label`` names owner and tensor."""
     is_tensor = isinstance(tensor, Tensor)
     require(is_tensor, f"{label} is a {type(tensor).__name__}.", f"It must be a tensor of shape {shape}.")
@@ -53,7 +59,7 @@ def check_tensor(label: str, tensor: Any, shape: tuple[int, ...], dtype: torch.d
     require(tensor.device == device, f"{label} is on {tensor.device}.", fix)
 
 
-def answered(label: str, ask: Callable[[], Any], fix: str = "It must answer for any logits.") -> Any:
+def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must answer for any logits.") -> _Answer:
     """What a call gives; raises in words where it fails. ``label`` names owner and method."""
     try:
         return ask()
@@ -61,14 +67,14 @@ def answered(label: str, ask: Callable[[], Any], fix: str = "It must answer for 
         raise PerturbationError(f"{label} raises {type(error).__name__}: {error}", fix) from error
 
 
-def differing(one: Any, two: Any, exact: bool = False, name: str = "it") -> str | None:
+def differing(one: object, two: object, exact: bool = False, name: str = "it") -> str | None:
     """Where two tensors, or two dataclasses of tensors, differ, in words; None where they do not."""
-    if one is None or two is None:
-        return None
-    if dataclasses.is_dataclass(one):
+    if dataclasses.is_dataclass(one) and two is not None:
         names = [(field.name, f"{name}.{field.name}".removeprefix("it.")) for field in dataclasses.fields(one)]
         found = (differing(getattr(one, part), getattr(two, part), exact, label) for part, label in names)
         return next(filter(None, found), None)
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return None
     if one.shape != two.shape:
         return f"{name} has shape {tuple(one.shape)} and {tuple(two.shape)}"
     if one.dtype == torch.bool:
@@ -91,8 +97,14 @@ STEP_DRAWS = "Draw with step.uniform, step.gumbel, step.normal or step.draws: th
 
 
 def check_answers(
-    where: str, method: str, ask: Callable[[Any], Any], step: Any, *, given: str = "step.", draws: str = STEP_DRAWS
-) -> Any:
+    where: str,
+    method: str,
+    ask: Callable[[_Asked], _Answer],
+    step: _Asked,
+    *,
+    given: str = "step.",
+    draws: str = STEP_DRAWS,
+) -> _Answer:
     """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
 
     Args:
@@ -128,7 +140,7 @@ def check_answers(
     return answer
 
 
-def global_random_state() -> tuple[Any, ...]:
+def global_random_state() -> tuple[object, ...]:
     """The generators that nothing here may draw from."""
-    _, words, position, *gauss = np.random.get_state()
-    return torch.random.get_rng_state().numpy().tobytes(), words.tobytes(), position, gauss, random.getstate()
+    _, words, *rest = np.random.get_state(legacy=True)
+    return torch.random.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), rest, random.getstate()

@@ -11,16 +11,18 @@ from typing import Any
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.gates.base import Gate
+from perturbations.options import Options
 from perturbations.registry import Registry
 from perturbations.testing import gate as of_gate
 from perturbations.testing import proposal
 from perturbations.testing.declaration import check_class, check_options, check_spec
 from perturbations.testing.report import PerturbationError
 
+_Target = Options | type[Options] | str
 _Checks = Iterator[tuple[str, Callable[[], None]]]
 
 
-def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: Any) -> None:
+def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
     """Checks that a perturbation keeps the contract of :class:`perturbations.Perturbation`.
 
     Runs on a small synthetic model, in well under a second, on CPU.
@@ -36,12 +38,14 @@ def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **
     _raise_first(inspect(perturbation, "perturbation", **options))
 
 
-def check_gate(gate: Gate | type[Gate] | str, **options: Any) -> None:
+def check_gate(gate: Gate | type[Gate] | str, **options: object) -> None:
     """Checks that a gate keeps the contract of :class:`perturbations.Gate`; as :func:`check_perturbation`."""
     _raise_first(inspect(gate, "gate", **options))
 
 
-def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+def inspect(
+    target: _Target, kind: str = "perturbation", **options: object
+) -> Iterator[tuple[str, PerturbationError | None]]:
     """Runs one check after the other.
 
     Args:
@@ -60,7 +64,7 @@ def inspect(target: Any, kind: str = "perturbation", **options: Any) -> Iterator
 
 
 def outcomes(
-    target: Any, kept: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
+    target: _Target, kept: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
 ) -> Iterator[tuple[str, PerturbationError | None]]:
     """As :func:`inspect`, for whatever has a registry.
 
@@ -85,10 +89,10 @@ def outcomes(
             yield title, _outcome(run)
 
 
-def _class_of(target: Any, kept: Registry, options: dict[str, Any]) -> tuple[type, Any]:
+def _class_of(target: _Target, kept: Registry, options: dict[str, Any]) -> tuple[type[Options], Options | None]:
     if isinstance(target, str):
         return kept.get(target), None
-    if not isinstance(target, kept.base_class()):
+    if isinstance(target, type):
         return target, None
     if options:
         raise ValueError(
@@ -97,7 +101,7 @@ def _class_of(target: Any, kept: Registry, options: dict[str, Any]) -> tuple[typ
     return type(target), target
 
 
-def _shared_checks(made: Any) -> _Checks:
+def _shared_checks(made: Options) -> _Checks:
     yield "values out of range are refused, in words", partial(check_options, made)
     yield "another process makes the same from its spec", partial(check_spec, made)
 

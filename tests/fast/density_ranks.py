@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from perturbations.base import Perturbation
-from tests.fast.test_density import D, V, a_step, likely
-from tests.fast.test_density_loss import EVERY, Model, name_of, record_of, run
+from tests.fast.density_model import EVERY, Model, name_of, record_of, run
+from tests.fast.density_steps import D, V, a_step, likely
 
 HALF = D // 2
 

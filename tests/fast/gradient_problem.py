@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.density_loss import densities
-from ngrpo.trainer.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.density_loss import densities
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import streams
 from perturbations.base import Perturbation, Step
 from perturbations.edit import realise

@@ -12,7 +12,7 @@ from ngrpo.config import rules, run
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import Sampling
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 
 
 def run_of(*, sampling: Mapping[str, Any] | None = None, **values: Any) -> RunConfig:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ngrpo import advantages
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.metrics import reporting_trainer
+from ngrpo.trainers.openrlhf.metrics import reporting_trainer
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 

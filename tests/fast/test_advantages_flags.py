@@ -12,9 +12,9 @@ from ngrpo.advantages import create
 from ngrpo.config import parse, presets, run, sampling
 from ngrpo.config.run import current_run
 from ngrpo.hardware.cpu import PROFILE as CPU
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import install, launch
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import install, launch
+from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.upstream.openrlhf_flags import Flags
 from tests.fast.run import run_of
 
 
@@ -80,7 +80,9 @@ class TestAddedFlags:
     def test_the_advantage_stands_before_the_preset(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --preset dapo"))
         assert added.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 0.99999" in added
-        assert "0.16 0.24" in added and "0.28" not in added and "--reward.overlong_buffer_len" in added
+        assert "0.16 0.24" in added
+        assert "0.28" not in added
+        assert "--reward.overlong_buffer_len" in added
 
     def test_gspo_keeps_its_own_clip(self) -> None:
         for line in ("--advantage ngrpo --preset gspo", "--advantage ngrpo --actor.policy_loss_type gspo"):
@@ -173,7 +175,10 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "install", lambda conditions: None)
     cloudpickle.loads(cloudpickle.dumps(install.setup_hook(conditions, settings)))()  # as Ray carries it
     read = current_run()
-    assert read == settings and read is not settings and read.advantage.n == 2 and read.perturbation is None
+    assert read == settings
+    assert read is not settings
+    assert read.advantage.n == 2
+    assert read.perturbation is None
     assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {seam.attribute for seam in active(conditions)}
     assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets

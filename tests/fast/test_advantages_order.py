@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ngrpo import advantages
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.advantage_seams import own_advantages, own_reward
+from ngrpo.trainers.openrlhf.advantage_seams import own_advantages, own_reward
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngrpo import advantages
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 
 
 def advantage(rewards: list[float], **options: float) -> list[float]:

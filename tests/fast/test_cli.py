@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, models, tasks, train
+from ngrpo import cli, tasks
+from ngrpo.commands import train
 from ngrpo.config import parse, preflight, presets
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.models import packaged
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create, registry
 from perturbations.errors import UsageError
 
@@ -174,7 +176,9 @@ class TestMain:
     def test_bad_input_is_one_line_and_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["train", "--perturbation", "nieghbor"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("ngrpo: error: ") and "Traceback" not in error and error.count("\n") == 1
+        assert error.startswith("ngrpo: error: ")
+        assert "Traceback" not in error
+        assert error.count("\n") == 1
 
     def test_a_bug_shows_as_a_bug(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """Also where it is a ValueError, which bad input was once told by."""
@@ -185,7 +189,9 @@ class TestMain:
         monkeypatch.setattr(train, "run", broken)
         assert cli.main(["train"]) == 1
         error = capsys.readouterr().err
-        assert "Traceback" in error and "in broken" in error and "shapes (2, 3)" in error
+        assert "Traceback" in error
+        assert "in broken" in error
+        assert "shapes (2, 3)" in error
         assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
         assert "ngrpo: error:" not in error
 
@@ -197,6 +203,7 @@ class TestMain:
         assert cli.main(["train", "--perturbation", "divides:Mine"]) == 2
         assert "cannot load 'divides:Mine' (division by zero)" in capsys.readouterr().err
 
+    @pytest.mark.more
     def test_output_that_nobody_reads_to_the_end_is_no_bug(self) -> None:
         line = f"{sys.executable} -m ngrpo.cli train --help | head -1"
         done = subprocess.run(line, shell=True, capture_output=True, text=True)
@@ -230,10 +237,11 @@ class TestMain:
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("neighbor"))
         assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
 
+    @pytest.mark.more
     def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
         """In a process of its own: other tests register names and sources of any length."""
         calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
-        program = f"import json; from ngrpo.catalogue import listing; {calls}"
+        program = f"import json; from ngrpo.console.catalogue import listing; {calls}"
         done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
         wide, narrow, huge = json.loads(done.stdout)
         assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
@@ -274,7 +282,9 @@ class TestMain:
             "in [0, 1]",
         ):
             assert part in text
-        assert "--openrlhf-help" in text and "smollm2-135m" in text and "arithmetic" in text
+        assert "--openrlhf-help" in text
+        assert "smollm2-135m" in text
+        assert "arithmetic" in text
 
     def test_help_names_every_command_and_preset(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["--help"]) == 0
@@ -283,7 +293,7 @@ class TestMain:
             assert f"\n  {command} " in text
         assert cli.main(["train", "--help"]) == 0
         text = " ".join(capsys.readouterr().out.split())
-        for names in (presets.available(), models.PACKAGED, tasks.usage()):
+        for names in (presets.available(), packaged.PACKAGED, tasks.usage()):
             assert f": {', '.join(names)} " in text
         assert cli.main(["compare", "--help"]) == 0
         assert f"base algorithms: {', '.join(presets.available())}\n" in capsys.readouterr().out
@@ -308,9 +318,9 @@ class TestRun:
             calls.append(started)
 
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("ngrpo.trainer.launch.launch", launch)
+        monkeypatch.setattr("ngrpo.trainers.openrlhf.launch.launch", launch)
         monkeypatch.setattr(preflight, "check_stack", lambda: None)
-        monkeypatch.setattr(models, "resolve", lambda name, report: f"/resolved/{name}")
+        monkeypatch.setattr(packaged, "resolve", lambda name, report: f"/resolved/{name}")
         return calls
 
     def test_task_fills_in_what_is_not_given(self, launched: list, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +368,7 @@ class TestRun:
         assert launched == [] and list(tmp_path.iterdir()) == []
 
     def test_failed_training_is_code_1(self, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ngrpo.trainer import launch as module
+        from ngrpo.trainers.openrlhf import launch as module
 
         def fail(*_: object, **__: object) -> None:
             raise module.TrainingFailed("out of memory")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ngrpo.config import parse
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 STUB = "#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv))\n"
@@ -62,7 +62,7 @@ def test_the_rayjob_is_whole() -> None:
         pod = group["template"]["spec"]
         mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
-    from ngrpo.versions import versions
+    from ngrpo.upstream.versions import versions
 
     assert cluster["rayVersion"] == versions(None)["ray"]
 

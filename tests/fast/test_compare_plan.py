@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.compare import arguments, command
+from ngrpo.commands import compare as command
+from ngrpo.compare import arguments
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import eval_words, identity, run_config
 from ngrpo.config import parse
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 
@@ -85,7 +86,9 @@ def test_sampling_schedules_are_swept_and_belong_to_a_strategy() -> None:
 def test_one_line_per_strategy() -> None:
     made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
     arm = made.arms[1]
-    assert arm.training["base"] == "gspo" and arm.spec is not None and arm.spec["rate"] == 1.0
+    assert arm.training["base"] == "gspo"
+    assert arm.spec is not None
+    assert arm.spec["rate"] == 1.0
     assert has(made, 1, "--perturbation.rate 1.0 --perturbation.realization sampled")
     assert has(made, 1, "--preset gspo --advantage ngrpo")
 
@@ -96,7 +99,9 @@ def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
     file.write_text(DAMP)
     made = plan("--perturbations", f"none,{file}:Damp:sigma=0.5")
     config = run_config(made, made.runs()[1], Path("folder"))
-    assert config.spec["name"] == "x.py:Damp" and config.spec["source"] and config.spec["sigma"] == 0.5
+    assert config.spec["name"] == "x.py:Damp"
+    assert config.spec["source"]
+    assert config.spec["sigma"] == 0.5
     assert made.diagnosis is not None and made.diagnosis[-1] == f"'{file}:Damp' sigma=0.5"
 
 

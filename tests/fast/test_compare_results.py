@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 
-from ngrpo.compare import arguments, command, results, runs, screen
+from ngrpo.commands import compare as command
+from ngrpo.compare import results, runs, screen
 from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import identity
-from ngrpo.result_folder import CannotWrite, write_json
+from ngrpo.storage.result_folder import CannotWrite, write_json
 from perturbations.errors import UsageError
-
-MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]
-
-
-def plan(*words: str) -> Plan:
-    return arguments.parse([*MODEL, *words])[0]
+from tests.fast.compare_example import plan
 
 
 def empty(path: Path) -> ComparisonFolder:

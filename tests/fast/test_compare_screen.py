@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ngrpo.compare.screen import Screen
-from ngrpo.progress import StepLine
+from ngrpo.console.progress import StepLine
 
 RUN = SimpleNamespace(arm=SimpleNamespace(id="none"), seed=3)
 

@@ -29,7 +29,9 @@ def test_only_a_lock_that_nobody_works_under_is_removed(tmp_path: Path) -> None:
     finally:
         compiler.kill()
         compiler.wait()
-    assert not stale.exists() and young.exists() and busy.exists()
+    assert not stale.exists()
+    assert young.exists()
+    assert busy.exists()
     assert remove_stale_locks(tmp_path) == [busy], "its build has ended without removing it"
 
 

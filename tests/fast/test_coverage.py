@@ -13,6 +13,7 @@ from benchmarks import coverage, pooled
 SPREAD = coverage.WORLDS[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_students_t_covers_and_the_bootstrap_does_not(seeds: int) -> None:
     """400 trials, standard error 0.011 at 0.95. With five seeds a percentile interval reaches 1.96 · sqrt(4/5) standard
@@ -21,6 +22,7 @@ def test_students_t_covers_and_the_bootstrap_does_not(seeds: int) -> None:
     assert coverage.coverage(SPREAD, seeds, 400, coverage.percentile) < 0.90
 
 
+@pytest.mark.more
 def test_holm_keeps_the_chance_of_any_false_finding() -> None:
     """150 comparisons of eight equal strategies: without a correction far more than one in twenty calls one
     different, with it at most that many; 0.05 plus 2.5 standard errors of 0.018."""

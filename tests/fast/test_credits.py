@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import catalogue, credits, summary
+from ngrpo import credits
 from ngrpo.config import parse, rules
+from ngrpo.console import catalogue
 from ngrpo.credits.base import StepTokens
-from ngrpo.trainer import credit_seams
-from ngrpo.trainer.seams import active
+from ngrpo.report import summary
+from ngrpo.trainers.openrlhf import credit_seams
+from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 
@@ -97,7 +99,10 @@ def test_the_command_line() -> None:
     assert settings.specs.get("credit") == {"name": "top_entropy", "fraction": 0.3}
     assert settings.conditions == ("credit",)
     seams = {seam.ours for seam in active(["credit"])}
-    assert {"ngrpo.trainer.credit_seams:own_credit", "ngrpo.trainer.credit_seams:with_entropies"} < seams
+    assert {
+        "ngrpo.trainers.openrlhf.credit_seams:own_credit",
+        "ngrpo.trainers.openrlhf.credit_seams:with_entropies",
+    } < seams
     for words, message in (
         (["--credit", "top"], "unknown credit 'top'"),
         (["--credit.fraction", "0.3"], "--credit.fraction is given, but no credit. Add --credit NAME."),
@@ -119,7 +124,7 @@ def test_the_command_line() -> None:
     for preset, refused in (("grpo", False), ("gspo", True)):
         with pytest.raises(UsageError, match="the ratio is of the whole answer") if refused else nullcontext():
             rules.checked(parse.run_config([*complete, preset]))
-    assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help()
+    assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help("")
 
 
 # --- in OpenRLHF -----------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from ngrpo import credits
 from ngrpo.config import parse, rules
 from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.credits.simko import quantiles
-from ngrpo.trainer import credit_loss
-from ngrpo.trainer.log_prob_replacement import with_replacements
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import credit_loss
+from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
+from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
 
 
 def one_answer(rows: list[list[float]], tokens: list[int], advantage: float) -> tuple[LossTokens, Tensor]:
@@ -69,38 +70,6 @@ def test_the_quantile_is_each_answers_own() -> None:
 
 
 # --- in OpenRLHF's loss ----------------------------------------------------------------------------
-
-B, T, A, V = 3, 7, 5, 11
-LENGTHS = [(1, 7), (0, 6), (1, 7)]  # first and last real token of each row: padded on the left and on the right
-ACTIONS = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
-ADVANTAGES = torch.tensor([1.3, -0.7, -0.6]).unsqueeze(1).expand(B, A).contiguous()
-
-
-def reference(logits: Tensor, ids: Tensor, old: Tensor, k: int, alpha: float, penalty: float, q: float) -> Tensor:
-    """The paper's objective, written with its own ratios, token by token; gradients stop where it says sg."""
-    losses = []
-    for b in range(B):
-        of_answer = [t for t in range(A) if ACTIONS[b, t]]
-        steps = [T - 1 - A + t for t in of_answer]
-        log_p = logits[b, steps].log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1).detach()
-        ordered = entropy.sort().values.tolist()
-        place = q * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        threshold = ordered[low] + (place - low) * (ordered[high] - ordered[low])
-        for row, t, h in zip(log_p, of_answer, entropy.tolist()):
-            y, a = int(ids[b, T - A + t]), float(ADVANTAGES[b, t])
-            gamma = (row[y] - old[b, t]).exp()
-            if h > threshold and a > 0:
-                best = row.detach().argsort(descending=True)[:k]
-                # Any old probabilities of the candidates: they cancel.
-                of_k = (row[best] + torch.linspace(0.5, 2.0, k)).exp()
-                gamma = (1 - alpha) * gamma + alpha / k * ((gamma / of_k).detach() * of_k).sum()
-            elif h > threshold and a < 0 and y == int(row.argmax()):
-                a *= penalty
-            losses.append(-torch.minimum(gamma * a, gamma.clamp(0.8, 1.2) * a))
-    return torch.stack(losses).mean()
 
 
 def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -236,7 +205,7 @@ def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.Mon
 def test_only_such_a_credit_is_asked_in_the_loss() -> None:
     acting = [name for name in sorted(credits.available()) if credits.create(name).acts_in_loss]
     assert acting == ["simko"] and credits.create("top_entropy").in_loss(None) is None
-    ours = "ngrpo.trainer.credit_loss:training_step_with_credit"
+    ours = "ngrpo.trainers.openrlhf.credit_loss:training_step_with_credit"
     for name, among in (("simko", True), ("top_entropy", False)):
         rows = active(run_of(credit={"name": name}).conditions)
         assert (ours in {seam.ours for seam in rows}) is among

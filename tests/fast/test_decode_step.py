@@ -13,7 +13,7 @@ from benchmarks import decode_step
 from benchmarks.decode_step import Decoding, count, counting, loops
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from perturbations import ReplayRecord, available, create, registry
+from perturbations import FinishedTrajectory, available, create, registry
 
 NAMES = sorted(name for name in available() if name != "none")
 
@@ -113,10 +113,11 @@ def test_a_finished_request_waits_for_its_own_notes_alone(monkeypatch: pytest.Mo
     told()
     assert [one.waited for one in copies] == [0, 0, 0] and requests.running == 1
     (taken,) = requests.take(["request-0"]).values()
-    assert len(ReplayRecord.from_bytes(taken[0])) == 2 and len(taken[1]) == 2 * 4
+    taken = FinishedTrajectory.unpack(taken)
+    assert len(taken.record) == 2 and len(taken.log_probs) == 2
     assert [one.waited for one in copies] == [1, 1, 0]
     copies[2].arrived = True
     told("request-1")
     assert requests.running == 0 and len(decoding.perturber._store.live) == 0
     (taken,) = requests.take(None).values()
-    assert len(taken[1]) == 3 * 4 and copies[2].waited == 0
+    assert len(FinishedTrajectory.unpack(taken).log_probs) == 3 and copies[2].waited == 0

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, records
+from ngrpo.trainers.openrlhf.side_inputs import records
 from perturbations import ReplayRecord, check_perturbation, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope
-from tests.fast.test_replay import Embedder, small
+from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.replay_examples import Embedder, small
 from tests.stack.own_perturbations import DenseShake
 
 
@@ -46,7 +47,7 @@ def test_round_trip(size: int) -> None:
     np.testing.assert_array_equal(ReplayRecord.from_bytes(short.to_bytes()).vectors, vectors[:1])
     empty = record.truncate(2)
     assert ReplayRecord.from_bytes(empty.to_bytes()).vectors.shape == (0, size)
-    (found,) = records([TrajectoryRecord(record, np.zeros(9, np.float32)).pack()], 1)
+    (found,) = records([FinishedTrajectory(record, np.zeros(9, np.float32)).pack()], 1)
     assert found == record
 
 

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 from perturbations import density as d
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
-from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.testing.density_check import replayed
-
-V, D = 12, 6
+from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 
 
 def double(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64)
-
-
-def generator(seed: int = 4) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # --- Gaussian: STHT -------------------------------------------------------------------------------
@@ -217,25 +211,6 @@ def test_gradient_through_the_probabilities(kind: str) -> None:
     assert logits.grad[:, :3].abs().min() > 1e-6 and (logits.grad[:, 3] == 0.0).all()
 
 
-def a_step(probabilities: Tensor, temperature: float = 1.0, seed: int = 9) -> Step:
-    rows = len(probabilities)
-    embedding = torch.randn(probabilities.shape[1], D, generator=generator(7))
-    logits = probabilities.log() + 2.5
-    tokens = torch.zeros(rows, dtype=torch.int64)
-    seeds, positions = torch.full((rows,), seed), torch.arange(5, 5 + rows)
-    return Step(logits, tokens, torch.full((rows,), temperature), seeds, positions, matrix_embeddings(embedding))
-
-
-def likely(rows: int, seed: int = 3) -> Tensor:
-    return torch.softmax(torch.randn(rows, V, generator=generator(seed)), dim=-1)
-
-
-PERTURBATIONS = [
-    create("gumbel", density="gumbel"),
-    create("dirichlet", density="dirichlet", alpha=4.0),
-    create("normal", density="normal"),
-    create("gaussian", density="gaussian", base="soft", k=5),
-]
 EXACT = [
     create("gumbel", density="exact"),
     create("dirichlet", density="exact", alpha=4.0),

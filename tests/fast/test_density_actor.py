@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ngrpo.trainer.model_actors import replaying_actor, replaying_reference, replaying_training_step
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_reference, replaying_training_step
 from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
+from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.strategies.gumbel import Gumbel
+from tests.fast.density_model import batch, log_probs_of, perturbed, run
+from tests.fast.density_steps import generator
+from tests.fast.policy_actor import TEMPERATURE, Actor, Language, PolicyModelActor
 from tests.fast.run import run_with
-from tests.fast.test_density import generator
-from tests.fast.test_density_loss import Model, batch, hooked, log_probs_of, perturbed, run
-
-TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +38,6 @@ class Warm(Gumbel):
 
 
 PERTURBATION = Warm()
-
-
-class Language(Model):
-    """The small model with Hugging Face's name for its embedding."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-
-class Actor(nn.Module):
-    """What OpenRLHF's Actor does, without a transformer."""
-
-    temperature = TEMPERATURE
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Language()
-
-    def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
-        log_probs = hooked(self.model(sequences) / self.temperature, torch.roll(sequences, -1, 1))[:, :-1]
-        return log_probs[:, -action_mask.shape[1] :] * action_mask
-
-
-class PolicyModelActor:
-    def __init__(self) -> None:
-        self.actor = self.model = Actor()
-
-    def forward(self, sequences: Any, action_mask: Any, attention_mask: Any, mm_train_inputs_list: Any = None) -> Any:
-        with torch.no_grad():
-            return self.actor(sequences, action_mask, attention_mask)
 
 
 class Seen:
@@ -96,7 +65,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, lis
     records[1] = records[0].truncate(5)  # nothing was perturbed there
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    rides = [TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
+    rides = [FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
     inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
     return inputs, mask, records
 

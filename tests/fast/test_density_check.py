@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.registry import get
@@ -112,7 +112,7 @@ def maker(batches: list[list[Tensor]]) -> Any:
 
 
 def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainer.metrics import _token_log_probs
+    from ngrpo.trainers.openrlhf.metrics import _token_log_probs
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
     tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]

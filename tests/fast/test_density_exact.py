@@ -10,7 +10,7 @@ import torch
 from perturbations import streams
 from perturbations.registry import create
 from perturbations.testing.density_check import replayed
-from tests.fast.test_density import a_step, likely
+from tests.fast.density_steps import a_step, likely
 
 
 def term(g: float) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,32 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainer.density_loss import densities, token_log_probs
-from ngrpo.trainer.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.density_loss import densities
 from perturbations import streams
-from perturbations.base import Perturbation, Replayed, Step
+from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 from perturbations.strategies.gumbel import Gumbel
+from tests.fast.density_model import EVERY, Model, batch, hooked, log_probs_of, name_of, perturbed, record_of, run
+from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 from tests.fast.run import check_flags, run_of
-from tests.fast.test_density import PERTURBATIONS, D, V, a_step, generator, likely
-
-
-def record_of(perturbation: Perturbation, step: Step, prompt: int = 5) -> ReplayRecord:
-    edit = perturbation.propose(step).edit
-    return ReplayRecord(
-        int(step.seeds[0]),
-        prompt,
-        prompt + len(step.seeds),
-        step.positions.numpy().astype(np.int32),
-        edit.ids.numpy().astype(np.int32),
-        edit.weights.numpy(),
-        None if edit.sigma is None else edit.sigma.numpy(),
-        np.ones(len(step.seeds), dtype=bool),
-        normalizer=None if edit.normalizer is None else edit.normalizer.numpy(),
-    )
 
 
 def test_a_density_costs_four_bytes_per_position() -> None:
@@ -48,74 +32,6 @@ def test_a_density_costs_four_bytes_per_position() -> None:
     assert np.array_equal(again.normalizer, with_normalizer.normalizer) and again == with_normalizer
     assert ReplayRecord.from_bytes(without.to_bytes()).normalizer is None
     assert np.array_equal(with_normalizer.truncate(9).normalizer, with_normalizer.normalizer[:4])
-
-
-class Model(nn.Module):
-    """An embedding and a head; logits of a row depend on that row's input alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(V, D), nn.Linear(D, V)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
-
-
-def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
-hooked = with_replacements(log_probs_of)
-
-
-def a_gaussian(base: str) -> Perturbation:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the argmax
-        return create("gaussian", density="gaussian", base=base)
-
-
-EVERY = [*PERTURBATIONS, a_gaussian("token"), a_gaussian("fuzzy")]
-
-
-def name_of(perturbation: Perturbation) -> str:
-    return "-".join([perturbation.name, *([perturbation.base] if perturbation.name == "gaussian" else [])])
-
-
-def batch(perturbation: Perturbation) -> tuple[Tensor, Tensor, list[ReplayRecord | None]]:
-    """Three right-padded samples of 12, 9 and 7 tokens with 4, none and 3 perturbed positions, one of them cut off."""
-    tokens = torch.randint(0, V, (3, 12), generator=generator())
-    mask = torch.ones_like(tokens)
-    mask[1, 9:], mask[2, 7:] = 0, 0
-    first = record_of(perturbation, a_step(likely(4)))
-    third = record_of(perturbation, a_step(likely(3), seed=5))
-    return tokens, mask, [first, None, third]
-
-
-def perturbed(record: ReplayRecord | None, mask: Tensor) -> list[tuple[int, int]]:
-    """Index and position of what a record holds within its row's length."""
-    return [(i, t) for i, t in enumerate(record.positions.tolist() if record else []) if t < int(mask.sum())]
-
-
-def run(
-    model: Model,
-    perturbation: Perturbation,
-    tokens: Tensor,
-    mask: Tensor,
-    records: list,
-    packed: bool = False,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Any]:
-    labels, shape = torch.roll(tokens, -1, 1), tokens.shape
-    if packed:
-        tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
-    scope = ReplayScope(model.embedding, perturbation=perturbation)
-    with scope(records, mask), densities(scope, temperature) as ours:
-        result = hooked(model(tokens) / temperature, labels)
-        if packed:
-            result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
-        result = torch.cat([ours.for_policy_loss(result[:, :-1]), result[:, -1:]], dim=1)
-    return result, ours
 
 
 class OfTheAdvantage(Gumbel):
@@ -157,7 +73,7 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, ours = run(model, perturbation, tokens, mask, records, packed)
+    got, seen = run(model, perturbation, tokens, mask, records, packed)
     with ReplayScope(model.embedding)(records, mask):
         logits = model(tokens)
     want = log_probs_of(logits, torch.roll(tokens, -1, 1))
@@ -182,9 +98,8 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
     changed = (got - plain).abs() > 1e-6
     assert changed[mask.bool()].sum() == 0 if perturbation.draws_token else changed[mask.bool()].sum() >= 6
-    own = token_log_probs(got[:, 4:-1].detach(), records, ours.tokens, mask)
     answers = mask[:, 5:].bool()
-    torch.testing.assert_close(own[answers], plain[:, 4:-1].detach()[answers])
+    torch.testing.assert_close(seen.own[answers], plain[:, 4:-1].detach()[answers])
 
 
 @pytest.mark.parametrize("perturbation", EVERY[:-1], ids=name_of)
@@ -226,9 +141,9 @@ def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Pertur
     """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, ours = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
+    got, seen = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
     assert torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
-    assert ours.tokens.shape == (0,)
+    assert seen.tokens.shape == (0,)
     calls, seen = [], []
 
     def count(_module: nn.Module, _inputs: Any, output: Tensor) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ngrpo.cli import main
 from ngrpo.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
 from ngrpo.diagnose.sample import Sample
-from ngrpo.result_folder import CannotWrite
+from ngrpo.storage.result_folder import CannotWrite
 from perturbations.errors import UsageError
 
 

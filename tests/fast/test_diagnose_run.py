@@ -13,7 +13,7 @@ from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose import diagnosis, measuring
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task
-from ngrpo.result_folder import read_json
+from ngrpo.storage.result_folder import read_json
 from perturbations.errors import UsageError
 
 SAMPLING = GroupSampling(group=2, max_tokens=4)

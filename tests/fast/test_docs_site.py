@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ngrpo import catalogue
 from ngrpo.config.kinds import FLAGS
+from ngrpo.console import catalogue
 from perturbations import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,11 +45,8 @@ def nav_pages(part: Any) -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
     listed = nav_pages(config["nav"])
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | {
-        "contributing.md",
-        "changelog.md",
-        "recipes.md",
-    }
+    made = {"index.md", "contributing.md", "changelog.md", "recipes.md", "papers.md"}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | made
     assert len(listed) == len(set(listed))
     assert set(listed) == pages, "mkdocs.yml, `nav`"
 
@@ -59,17 +56,18 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
     page = method_pages.page(kept, name)
     heads = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert page.startswith(f"# `{name}`\n\n") and "Options" in heads
-    assert f"`{FLAGS[kept]} {name}`" in page and ":class:" not in page and "``" not in page.replace("```", "")
+    assert f"`{FLAGS[kept]} {name}`" in page
+    assert ":class:" not in page
+    assert "``" not in page.replace("```", "")
     for field in catalogue.own_options(kept, kept.get(name)):
         assert f"`{FLAGS[kept]}.{field.name}`" in page
     if kept.kind in method_pages.FORMULAS:
         assert set(heads) & set(method_pages.FORMULAS[kept.kind].values()), "a docstring with its formula"
         assert "```text" in page, "a picture"
     if kept.kind not in ("gate", "replay buffer"):
-        assert "Implemented, and what differs" in heads, f"a row of docs/methods.md for {name}"
-        assert "**What is implemented.**" in page and "**Token in the text.**" not in page, "of the right table"
+        assert "Implemented, and what differs" in heads, f"an entry under this head on one of {method_pages.TABLES}"
     if kept is registry.perturbations and name != "none":
-        assert "When to use it" in heads and "What it changes and costs" in heads, "rows of docs/choosing.md"
+        assert "When to use it" in heads and "What it changes and costs" in heads, "rows of docs/methods.md"
         assert "https://arxiv.org/abs/" in page
 
 
@@ -91,11 +89,20 @@ def test_pictures_are_whole_and_say_what_they_show() -> None:
 def test_the_readme_is_read_in_minutes() -> None:
     """What it is, the pictures, the commands, one result, where to go on; everything else has its page."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) < 900
+    assert len(text.partition("\n## Documentation\n")[0].split()) < 600
     assert all(f"`{name}`" in text for name in registry.perturbations.in_tree())
-    assert all(
-        f"(docs/{page})" in text for page in ("start.md", "install.md", "methods.md", "training.md", "compare.md")
-    )
+
+
+def test_the_readme_is_the_index() -> None:
+    """The one list of all pages: it is the home of the site as well."""
+    links = set(re.findall(r"\]\(docs/([\w/]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert links == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_a_method_is_tabulated_once() -> None:
+    """One entry for each on all pages, so that no two can disagree."""
+    heads = [name for head, _ in method_pages.entries() for name in re.findall(r"`(\w+)`", head)]
+    assert sorted(heads) == sorted(name for kept, name in METHODS if kept.kind not in ("gate", "replay buffer"))
 
 
 def test_links_between_pages_lead_somewhere() -> None:

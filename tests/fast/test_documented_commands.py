@@ -23,9 +23,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, openrlhf_parser
+from ngrpo import cli
 from ngrpo.config.kinds import FLAGS
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream import openrlhf_parser
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import registry
 from tests.conftest import ROOT
 from tests.fast.documented import PAGES, Command, blocks, commands
@@ -42,7 +43,7 @@ ELSEWHERE = {
     r"make matrix RELEASES=\S+": (NETWORK, "tests/fast/test_matrix.py"),
     r"make gpu( STAGE=\w)?": (GPU, "tests/stack/test_gpu_script.py"),
     r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),
-    r"python -m ngrpo\.trainer\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
+    r"python -m ngrpo\.trainers\.openrlhf\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
     r"ngrpo data \w+( && ngrpo data \w+)*": (NETWORK, "tests/fast/test_data_preparation.py"),
     r"ray start --(head|address) .*": ("begins a cluster", "tests/pipeline/test_faults.py"),
     r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),
@@ -151,11 +152,11 @@ def run(command: Command, words: list[str], folder: Path) -> int:
         rest = rest if "--help" in rest else completed(command, rest)
         return cli.main([name, *rest, *([] if {"--help", "--dry-run"} & set(rest) else ["--dry-run"])])
     if name == "eval":
-        from ngrpo.evaluate.command import check
+        from ngrpo.commands.eval import check
 
         return check(rest) or 0
     if name == "diagnose":
-        from ngrpo.diagnose.command import check
+        from ngrpo.commands.diagnose import check
 
         return check(rest) or 0
     if name == "new":

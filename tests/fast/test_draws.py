@@ -14,8 +14,8 @@ from perturbations import streams
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
-from tests.fast.test_density import D, V, a_step, generator, likely
-from tests.fast.test_density_loss import record_of
+from tests.fast.density_model import record_of
+from tests.fast.density_steps import D, V, a_step, generator, likely
 
 
 def test_recorded_noise_is_that_of_its_seed_to_float32_rounding() -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, openrlhf_parser, placement
-from ngrpo.dry_run import memory_estimate, model_size
-from ngrpo.dry_run.model_size import ModelSize
+from ngrpo import cli
+from ngrpo.hardware import memory_estimate
+from ngrpo.models import model_size
+from ngrpo.models.model_size import ModelSize
+from ngrpo.upstream import openrlhf_parser, placement
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
 BASE += " --reward.remote_url r.py --data.prompt_dataset p.jsonl --vllm.num_engines 2 --train.batch_size 8"
@@ -293,7 +295,9 @@ class TestCommand:
     def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--task arithmetic --model some/model --rollout.top_p 0.9 --perturbation.rate 1"
         text = self.run(line, capsys)
-        assert text.count("warning: ") == 2 and "--sampling.correct_mask" in text and "greedy" in text
+        assert text.count("warning: ") == 2
+        assert "--sampling.correct_mask" in text
+        assert "greedy" in text
 
     def test_a_task_that_cannot_be_made_is_a_check_that_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--task math:none.jsonl --model some/model", capsys, code=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.trainer.rollout_actor import EngineProof
+from ngrpo.trainers.openrlhf.rollout_actor import EngineProof
 from tests.fast.run import run_with
 
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo import advantages, credits, policy_noises
-from ngrpo.catalogue import described
 from ngrpo.config import entry_check, preflight
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer.model_actors import replaying_actor, replaying_training_step
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.console.catalogue import described
+from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_training_step
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.parameters import freeze
 from perturbations.registry import create
+from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.density_model import batch
+from tests.fast.policy_actor import PolicyModelActor
 from tests.fast.run import check_flags, run_of, run_with
-from tests.fast.test_density_actor import PolicyModelActor
-from tests.fast.test_density_loss import batch
 
 MODEL = ["--actor.model_name_or_path", "m"]
 GROUPS = ["--algo.advantage.estimator", "group_norm"]
@@ -186,7 +186,7 @@ def kl_gradient(monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation) -> 
         sequences=tokens,
         action_mask=action,
         attention_mask=mask,
-        mm_train_inputs=[TrajectoryRecord(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records],
+        mm_train_inputs=[FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records],
         advantages=torch.ones(action.shape),
     )
     trainer = SimpleNamespace(
@@ -205,9 +205,9 @@ def test_the_kl_term_is_the_tokens_in_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_score_that_no_loss_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainer.density_loss import densities
+    from ngrpo.trainers.openrlhf.density_loss import densities
     from perturbations.replay.scope import ReplayScope
-    from tests.fast.test_density_loss import Model, hooked
+    from tests.fast.density_model import Model, hooked
 
     perturbation, model = made("gaussian", base="soft", density="gaussian", k=5), Model()
     tokens, mask, records = batch(perturbation)

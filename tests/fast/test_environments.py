@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from ngrpo import environments, summary, tasks
+from ngrpo import environments, tasks
 from ngrpo.environments import process
+from ngrpo.report import summary
 from ngrpo.tasks import verifiers
 from perturbations.errors import UsageError
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from ngrpo.evaluate import mean_at_n, pass_at_k
-from tests.fast.test_import import HEAVY, probe
+from tests.fast.import_probe import HEAVY, probe
 
 
 def test_exact_enumeration() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ngrpo import models
+from ngrpo.commands.eval import run
 from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.evaluate import engine as engines
-from ngrpo.evaluate.command import run
 from ngrpo.evaluate.engine import Generated
-from ngrpo.result_folder import ResultFolder, read_json
+from ngrpo.models import packaged
+from ngrpo.storage.result_folder import ResultFolder, read_json
 from perturbations.errors import UsageError
 
 PROBLEMS = [
@@ -79,7 +79,9 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     assert result["pass_at_k"] == pytest.approx({"1": 1 / 2, "2": 5 / 6, "3": 1.0})
     assert result["problems"] == [{"id": "p1", "n": 3, "correct": 2}, {"id": "p2", "n": 3, "correct": 1}]
     assert (result["model"], result["dataset"], result["scorer"]) == ("made-up", "sums", "task:arithmetic")
-    assert result["cut"] == pytest.approx(1 / 3) and result["parsed"] == 1.0 and result["tokens_per_answer"] == 5.0
+    assert result["cut"] == pytest.approx(1 / 3)
+    assert result["parsed"] == 1.0
+    assert result["tokens_per_answer"] == 5.0
     assert {"vllm", "torch"} <= result["versions"].keys() and result["machine"]["cores"]
     assert result["versions"]["model runner"] == "V2"
     assert read_json(tmp_path / "evaluation.json") == result
@@ -106,7 +108,9 @@ def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 4 and not (tmp_path / "evaluation.json").exists()
     kept, llm.asked, llm.stop_after = lines(tmp_path), 0, 10**9
     result = evaluate(llm, PROBLEMS, out=tmp_path, n=3)
-    assert llm.asked == 2 and lines(tmp_path)[:4] == kept and result["mean_at_n"] == pytest.approx(1 / 2)
+    assert llm.asked == 2
+    assert lines(tmp_path)[:4] == kept
+    assert result["mean_at_n"] == pytest.approx(1 / 2)
     evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[3])  # another k needs no samples
     assert llm.asked == 2
 
@@ -141,12 +145,12 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
-    before = models.fingerprint(str(tmp_path))
-    assert before == models.fingerprint(str(tmp_path)) and models.fingerprint("owner/name") is None
+    before = packaged.fingerprint(str(tmp_path))
+    assert before == packaged.fingerprint(str(tmp_path)) and packaged.fingerprint("owner/name") is None
     changed = bytearray(3 << 20)
     changed[(3 << 20) // 2] = 1
     weights.write_bytes(changed)
-    assert models.fingerprint(str(tmp_path)) != before
+    assert packaged.fingerprint(str(tmp_path)) != before
 
 
 def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:
@@ -293,11 +297,13 @@ def test_bad_words(words: str, says: str) -> None:
 
 
 def test_help_and_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
-    from ngrpo.evaluate.command import _engine_options
+    from ngrpo.commands.eval import _engine_options
 
     assert run(["--help"], report=print) == 0
     shown = capsys.readouterr().out
-    assert "--rescore" in shown and "--perturbation NAME" in shown and "aime2025" in shown
+    assert "--rescore" in shown
+    assert "--perturbation NAME" in shown
+    assert "aime2025" in shown
     words = ["--n", "4", "--vllm.tensor_parallel_size", "2", "--vllm.enforce-eager", "--vllm.dtype=float32", "--seed=1"]
     assert _engine_options(words) == (
         ["--n", "4", "--seed=1"],

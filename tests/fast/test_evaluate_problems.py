@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ngrpo.evaluate import load_problems, load_task
-from ngrpo.evaluate.layouts import BOXED, LETTER
-from ngrpo.evaluate.problems import BENCHMARKS
+from ngrpo.scoring.layouts import BOXED, LETTER
+from ngrpo.scoring.problems import BENCHMARKS
 from perturbations.errors import UsageError
 
 GPQA = {
@@ -57,7 +57,9 @@ def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
 
 def test_real_verl_parquet(shared_data: Path) -> None:
     aime = load_problems(str(shared_data / "aime2025.parquet"))
-    assert len(aime) == 30 and aime[0].answer == "70" and {p.scorer for p in aime} == {"math"}
+    assert len(aime) == 30
+    assert aime[0].answer == "70"
+    assert {p.scorer for p in aime} == {"math"}
     assert aime[0].question.startswith("Find the sum of all integer bases")
     test = load_problems(str(shared_data / "math_test.parquet"))
     # Row 3527 has lost its target; its solution has the answer in its box.
@@ -302,13 +304,14 @@ def test_a_hub_out_of_reach_is_one_message_within_seconds(
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])
 def test_the_model_is_looked_for_before_the_problems(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo import cli, models
+    from ngrpo import cli
+    from ngrpo.models import packaged
 
     def missing(name: str) -> None:
         raise UsageError(f"model {name!r}: there is no such folder")
 
-    monkeypatch.setattr(models, "check_on_hub", missing)
-    monkeypatch.setattr("ngrpo.evaluate.problems._hub_rows", lambda *_: pytest.fail("the problems came first"))
+    monkeypatch.setattr(packaged, "check_on_hub", missing)
+    monkeypatch.setattr("ngrpo.scoring.problems._hub_rows", lambda *_: pytest.fail("the problems came first"))
     assert cli.main([command, "--model", "no-such", "--data", "aime2025"]) == 2
 
 

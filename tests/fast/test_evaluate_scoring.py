@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.answers import last_boxed, last_statement, stated, visible
 from ngrpo.evaluate import Problem, load_task, score
-from ngrpo.evaluate.choices import extract
+from ngrpo.scoring.answers import last_boxed, last_statement, stated, visible
+from ngrpo.scoring.choices import extract
 from perturbations.errors import UsageError
 
 

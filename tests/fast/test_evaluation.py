@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo.trainer.rollout_requests import AnswerNumbers, numbered_requests
+from ngrpo.trainers.openrlhf.rollout_requests import numbered_requests
+from perturbations.seeds import AnswerNumbers
 from tests.fast.run import run_with
 
 

@@ -18,7 +18,7 @@ from ngrpo.config.kinds import FLAGS
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
 
-@pytest.mark.parametrize("name", ["custom_perturbation", "custom_gate"])
+@pytest.mark.parametrize("name", ["custom_perturbation", pytest.param("custom_gate", marks=pytest.mark.more)])
 def test_custom_examples_check_themselves(name: str) -> None:
     script = Path(__file__).resolve().parents[2] / "examples" / f"{name}.py"
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
@@ -36,6 +36,7 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
     assert not any(arm.notes for arm in plan.arms), "a row of the ablation would be greedy decoding"
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
     """Each row is a training that is accepted, and every method of the tree is in one."""

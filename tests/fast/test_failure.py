@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ngrpo.trainer import failure
-from ngrpo.trainer.failure import (
+from ngrpo.trainers.openrlhf import failure
+from ngrpo.trainers.openrlhf.failure import (
     RUN_ID,
     disk_full,
     end_processes,
@@ -60,7 +60,9 @@ def test_memory_that_ran_out_is_one_paragraph() -> None:
     outer = TaskError("300 lines")
     outer.cause = inner
     explained = memory_ran_out(outer)
-    assert explained is not None and "\n" not in explained and len(explained) < 700
+    assert explained is not None
+    assert "\n" not in explained
+    assert len(explained) < 700
     assert "22.4 of 23.5 GB" in explained
     assert "ray::PolicyModelActor.fit 9.5 GB, VLLM::EngineCore 8.5 GB, python3 7.5 GB" in explained
     assert "sixth" not in explained and "--train.micro_batch_size" in explained
@@ -83,15 +85,20 @@ def test_a_node_without_flash_attn_is_named(words: str) -> None:
     outer = RuntimeError("the actor died")
     outer.__cause__ = ImportError(words)
     explained = flash_attn_missing(outer)
-    assert explained is not None and "on every node" in explained and "sdpa" in explained and words in explained
+    assert explained is not None
+    assert "on every node" in explained
+    assert "sdpa" in explained
+    assert words in explained
     assert flash_attn_missing(ImportError("No module named 'flask'")) is None
 
 
 def test_a_node_without_the_project_is_named() -> None:
     outer = RuntimeError("The actor died")
-    outer.__cause__ = ModuleNotFoundError("No module named 'ngrpo.trainer'")
+    outer.__cause__ = ModuleNotFoundError("No module named 'ngrpo.trainers.openrlhf'")
     said = project_missing(outer)
-    assert said is not None and "without ngrpo" in said and said.endswith("No module named 'ngrpo.trainer'")
+    assert said is not None
+    assert "without ngrpo" in said
+    assert said.endswith("No module named 'ngrpo.trainers.openrlhf'")
     assert project_missing(ImportError("No module named 'ngrpolite'")) is None
 
 
@@ -150,5 +157,8 @@ def test_processes_that_a_killed_worker_left_are_ended(orphan: int, monkeypatch:
 )
 def test_a_full_disk_is_named(text: str, what: str) -> None:
     told = disk_full(RuntimeError(text))
-    assert told is not None and "no space is left" in told and text in told and told.startswith(what)
+    assert told is not None
+    assert "no space is left" in told
+    assert text in told
+    assert told.startswith(what)
     assert disk_full(RuntimeError("something else")) is None

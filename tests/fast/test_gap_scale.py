@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer import metrics, unperturbed
-from ngrpo.trainer.gap import GapScale, ReplayGap
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
-from ngrpo.trainer.unperturbed import ANSWERS, Turns, UnperturbedAnswer
+from ngrpo.trainers.openrlhf import metrics, unperturbed
+from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
+from ngrpo.trainers.openrlhf.side_inputs import unpack
+from ngrpo.trainers.openrlhf.unperturbed import ANSWERS, Turns, UnperturbedAnswer
 from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.run import run_with
 
 NAMES = ("unperturbed", "perturbed", "plain", "before")
@@ -78,7 +79,7 @@ def test_without_an_unperturbed_answer_nothing_is_judged_and_the_next_step_is_as
 
 
 def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngrpo.trainer.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
     GapScale(True).check(step(unperturbed=0.02, plain=0.67, perturbed=0.63, before=0.14), 10.0, strict=False)
     printed = capsys.readouterr().out
     assert printed.startswith("ngrpo warning:") and "--perturbation.strict" in printed
@@ -96,10 +97,10 @@ def test_the_first_answers_of_each_round_are_followed() -> None:
 ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
 
 
-def record(answer: UnperturbedAnswer | None) -> TrajectoryRecord:
+def record(answer: UnperturbedAnswer | None) -> FinishedTrajectory:
     none = np.zeros((0, 1), np.int32)
     replay = ReplayRecord(1, 1, 2, none[:, 0], none, none.astype(np.float32), None, none[:, 0].astype(bool))
-    return TrajectoryRecord(replay, np.array([np.nan, -1.0], np.float32), unperturbed=answer)
+    return FinishedTrajectory(replay, np.array([np.nan, -1.0], np.float32), unperturbed=answer)
 
 
 def test_an_answer_travels_with_its_sample() -> None:

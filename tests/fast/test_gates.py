@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from perturbations import streams
-from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate, GateOptions, protected_tokens
-from perturbations.step import GateStep, Positions
-
-
-def of_one(seed: int, first: int, positions: np.ndarray) -> Positions:
-    """Positions of one trajectory."""
-    return Positions(np.full(len(positions), seed), np.full(len(positions), first), positions)
+from perturbations.step import Positions
+from tests.fast.gate_steps import F, T, of_one, schedule, step_with
 
 
 def chosen(gate: GateOptions, seed: int = 1, first: int = 5, length: int = 15) -> list[int]:
@@ -26,23 +21,6 @@ def chosen(gate: GateOptions, seed: int = 1, first: int = 5, length: int = 15) -
     selected = gate.selects(of_one(seed, first, at))
     assert selected.dtype == bool and selected.shape == at.shape
     return at[selected].tolist()
-
-
-def schedule(rate: float, **options: int) -> GateOptions:
-    return GateOptions(rate=rate, **options)
-
-
-def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated: list[int] | None = None) -> GateStep:
-    rows = len(logits)
-    return GateStep(
-        logits,
-        torch.tensor(sampled or [0] * rows),
-        torch.ones(rows),
-        torch.arange(100, 100 + rows),
-        torch.arange(10, 10 + rows),
-        matrix_embeddings(torch.eye(logits.shape[1])),
-        generated=torch.tensor(generated or [0] * rows),
-    )
 
 
 # --- the draw and the schedule --------------------------------------------------------------------
@@ -152,9 +130,6 @@ def admitted(state: Conditions, tokens: list[int], row: int = 0) -> list[bool]:
         result.append(bool(state.passes(rows, one, torch.zeros(1, 10))))
         state.observe(rows, one)
     return result
-
-
-T, F = True, False
 
 
 @pytest.mark.parametrize(

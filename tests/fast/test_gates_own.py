@@ -19,7 +19,7 @@ from perturbations.gates.default import BoundGate
 from perturbations.options import option
 from perturbations.step import GateStep, Positions, Step
 from perturbations.testing import PerturbationError, check_gate
-from tests.fast.test_gates import F, T, of_one, schedule, step_with
+from tests.fast.gate_steps import F, T, of_one, schedule, step_with
 
 
 def test_every_gate_conforms() -> None:

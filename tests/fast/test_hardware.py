@@ -16,10 +16,10 @@ from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.hardware import attention, profile_for
 from ngrpo.hardware.cpu import engine_of_processes
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import install, launch
-from ngrpo.trainer.failure import RUN_ID
-from ngrpo.trainer.launch import conditions_for, worker_env
+from ngrpo.trainers.openrlhf import install, launch
+from ngrpo.trainers.openrlhf.failure import RUN_ID
+from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
@@ -180,11 +180,12 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
     assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
 
 
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
         "from ngrpo.hardware import attention; attention.has_flash_attn = lambda: False\n"
-        "from ngrpo.trainer.launch import launch, RunConfig\n"
+        "from ngrpo.trainers.openrlhf.launch import launch, RunConfig\n"
         "launch(RunConfig(openrlhf=('--help',), hardware='cuda'))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
@@ -272,7 +273,7 @@ def test_worker_environment(monkeypatch) -> None:
 
 def test_importing_is_light() -> None:
     program = (
-        "import sys, ngrpo.hardware, ngrpo.trainer.launch;"
+        "import sys, ngrpo.hardware, ngrpo.trainers.openrlhf.launch;"
         "heavy = {'torch', 'vllm', 'openrlhf', 'ray', 'deepspeed', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

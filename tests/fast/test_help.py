@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from ngrpo import cli
 
-SOURCE = ast.parse(Path(cli.__file__).read_text(encoding="utf-8"))
-COMMANDS = next(
-    [key.value for key in node.value.keys]
-    for node in ast.walk(SOURCE)
-    if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "commands"
-)
+COMMANDS = cli.COMMANDS
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -15,9 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ngrpo import cli, models, openrlhf_parser
+from ngrpo import cli
 from ngrpo.compare import arguments
 from ngrpo.config import parse, preflight
+from ngrpo.models import packaged
+from ngrpo.upstream import openrlhf_parser
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -93,12 +95,12 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         raise UsageError("stopped before anything is loaded")
 
     monkeypatch.chdir(tmp_path)
-    for name in ("ngrpo.trainer.launch.launch", "ngrpo.evaluate.engine.build", "ngrpo.compare.runs.command"):
+    for name in ("ngrpo.trainers.openrlhf.launch.launch", "ngrpo.evaluate.engine.build", "ngrpo.compare.runs.command"):
         monkeypatch.setattr(name, started)
     monkeypatch.setattr(preflight, "check_stack", lambda: None)
     # The last step before an engine: whatever is right until there ends there.
-    monkeypatch.setattr(models, "resolve", stopped)
-    monkeypatch.setattr(models, "check_on_hub", stopped)
+    monkeypatch.setattr(packaged, "resolve", stopped)
+    monkeypatch.setattr(packaged, "check_on_hub", stopped)
     yield
     assert list(tmp_path.iterdir()) == []
 

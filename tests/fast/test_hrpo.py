@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import parameters_file
 from ngrpo.config import parse
+from ngrpo.storage import parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
@@ -21,7 +21,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.strategies.hrpo import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.recipes import words_of
-from tests.fast.test_replay import Embedder, small
+from tests.fast.replay_examples import Embedder, small
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
 
@@ -194,7 +194,7 @@ def test_a_model_takes_one_module() -> None:
 
 
 def test_learning_rates_make_groups() -> None:
-    from ngrpo.trainer.model_actors import separate
+    from ngrpo.trainers.openrlhf.model_actors import separate
 
     a, b, c, d = (nn.Parameter(torch.zeros(1)) for _ in range(4))
     groups = [{"params": [a, b, c], "weight_decay": 0.1}, {"params": [d], "weight_decay": 0.0}]
@@ -208,7 +208,7 @@ def test_learning_rates_make_groups() -> None:
 @register("scaled")
 @dataclass(frozen=True, kw_only=True)
 class Scaled(Perturbation):
-    """The perturbation with parameters of docs/hrpo.md."""
+    """The perturbation with parameters of docs/own_perturbation.md."""
 
     def propose(self, step: Step) -> Proposal:
         values, ids = step.logits.topk(8, dim=-1)

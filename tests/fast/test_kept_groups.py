@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from ngrpo.config import parse
-from ngrpo.trainer import kept_groups
-from ngrpo.trainer.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from ngrpo.trainer.seams import active
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf import kept_groups
+from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
+from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.run import run_of, run_with
 
 
@@ -56,7 +56,7 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
         rollout = np.full(2 + length, -1.0, np.float32)
         rollout[:2] = np.nan
         rollout[2] = -1.5
-        side.append(TrajectoryRecord(record(3), rollout).pack() if perturbed and place % 2 else None)
+        side.append(FinishedTrajectory(record(3), rollout).pack() if perturbed and place % 2 else None)
     return [
         SimpleNamespace(
             sequences=sequences,
@@ -189,7 +189,8 @@ def test_the_flag() -> None:
     settings = parse.run_config(words)
     assert settings.report_groups == 3 and settings.conditions == ("report_groups",)
     ours = [seam.ours for seam in active(["report_groups"])]
-    assert ours[-1] == "ngrpo.trainer.kept_groups:kept_groups" and "ngrpo.trainer.metrics:reporting_trainer" in ours
+    assert ours[-1] == "ngrpo.trainers.openrlhf.kept_groups:kept_groups"
+    assert "ngrpo.trainers.openrlhf.metrics:reporting_trainer" in ours
     assert parse.run_config(["--report.groups", "0"]) == run_of()
     for wrong in ("17", "-1", "x", "1.5"):
         with pytest.raises(UsageError, match=f"--report.groups {wrong}: a whole number of prompts"):

@@ -31,13 +31,15 @@ def test_what_a_row_names_is_there(kind: Kind) -> None:
 
 
 def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fast.eighth_kind"]
+    command = [sys.executable, "-m", "tests.fast.further_kind"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for name in ("list", "of name"):
-        assert found[name][0] == 0 and "short" in found[name][1] and "bonus" in found[name][1], name
+        assert found[name][0] == 0, name
+        assert "short" in found[name][1], name
+        assert "bonus" in found[name][1], name
     assert "--bonus.size" in found["of name"][1]
     assert "--bonus NAME" in found["help"][1] and "--bonus.size" in found["help"][1]
     assert "bonus              what is added to a reward" in found["kinds"][1]
@@ -49,5 +51,7 @@ def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:
     assert "--bonus.size is given, but no bonus. Add --bonus NAME." in found["without"][1]
     assert "unknown flag '--bonuss'. Did you mean '--bonus'?" in found["misspelt"][1]
     assert "--bonus short: size=0.25" in found["dry run"][1]
-    assert found["again"] and found["worker"] == 0.5 and found["conditions"] == ["bonus"]
+    assert found["again"]
+    assert found["worker"] == 0.5
+    assert found["conditions"] == ["bonus"]
     assert found["compare"] == {"name": "short", "size": 0.75}

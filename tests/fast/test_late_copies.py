@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.trajectories import Chunks, TrajectoryStore
-from perturbations import ReplayRecord, create, registry
+from perturbations import FinishedTrajectory, create, registry
 from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
 
@@ -201,6 +200,7 @@ def test_records_and_masks_are_what_they_are_without_delay(lag: float) -> None:
     assert set(taken[0]) == set(taken[1]) == {"a", "b", "c"}
     for name in taken[0]:
         assert taken[0][name] == taken[1][name], name
-        record, mask = ReplayRecord.from_bytes(taken[1][name][0]), SamplingMask.from_bytes(taken[1][name][2])
+        found = FinishedTrajectory.unpack(taken[1][name])
+        record, mask = found.record, found.sampling_mask
         assert len(record) and [len(ids) for ids in mask.left()] == [9] * len(mask)
         assert mask.positions.tolist() == list(range(PROMPT, record.num_tokens))

@@ -23,50 +23,23 @@ MODULES = {
 # From the ground up; a module stands where the longest part of its name stands.
 FLOORS = (
     ("perturbations",),
-    (
-        "ngrpo",
-        "ngrpo.openrlhf_flags",
-        "ngrpo.openrlhf_parser",
-        "ngrpo.placement",
-        "ngrpo.processes",
-        "ngrpo.yaml_file",
-        "ngrpo.text_table",
-        "ngrpo.terminal_chart",
-        "ngrpo.versions",
-        "ngrpo.token_texts",
-        "ngrpo.result_folder",
-        "ngrpo.bootstrap",
-        "ngrpo.significance",
-        "ngrpo.sandbox",
-    ),
-    ("ngrpo.models", "ngrpo.model_support"),
-    ("ngrpo.parameters_file", "ngrpo.events", "ngrpo.reward_files"),
-    (
-        "ngrpo.answers",
-        "ngrpo.datafiles",
-        "ngrpo.environments",
-        "ngrpo.override_probe",
-        "ngrpo.reward_files",
-        "ngrpo.advantages",
-        "ngrpo.credits",
-        "ngrpo.policy_noises",
-        "ngrpo.sampling_schedules",
-    ),
+    ("ngrpo", "ngrpo.upstream", "ngrpo.storage", "ngrpo.statistics", "ngrpo.sandbox"),
+    ("ngrpo.models",),
+    ("ngrpo.advantages", "ngrpo.credits", "ngrpo.policy_noises", "ngrpo.sampling_schedules", "ngrpo.second_rounds"),
     ("ngrpo.config",),
-    ("ngrpo.hardware", "ngrpo.rollout"),
-    ("ngrpo.trainer", "ngrpo.trl"),
-    ("ngrpo.summary", "ngrpo.progress"),
-    # A task's answers are checked as evaluation checks them, and evaluation has the problems of tasks.
-    ("ngrpo.tasks", "ngrpo.evaluate", "ngrpo.command_parser"),
+    ("ngrpo.hardware", "ngrpo.rollout", "ngrpo.environments", "ngrpo.scoring"),
+    ("ngrpo.console",),
+    ("ngrpo.trainers", "ngrpo.tasks"),
     ("ngrpo.config.rules",),  # of OpenRLHF, of the hardware and of tasks
-    ("ngrpo.data_preparation", "ngrpo.dry_run", "ngrpo.train", "ngrpo.check", "ngrpo.doctor", "ngrpo.report"),
+    ("ngrpo.evaluate", "ngrpo.report"),
     ("ngrpo.diagnose",),
     ("ngrpo.compare",),
-    ("ngrpo.catalogue", "ngrpo.pictures", "ngrpo.new", "ngrpo.cli"),
+    ("ngrpo.commands",),
+    ("ngrpo.cli",),
 )
 WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
-# Names that say what a file is in its folder: the contract, its default, a command, the package itself.
-SAME_MEANING = {"__init__.py", "base.py", "default.py", "command.py"}
+# Names that say what a file is in its folder: the contract, its default, the package itself.
+SAME_MEANING = {"__init__.py", "base.py", "default.py"}
 
 
 def floor_of(module: str) -> int:
@@ -104,7 +77,7 @@ GRAPH = {module: imports(module) for module in MODULES}
 
 
 def test_deferred_and_typed_imports_are_seen() -> None:
-    assert "ngrpo.models" in GRAPH["ngrpo.evaluate.command"][0], "an import inside a function"
+    assert "ngrpo.models.packaged" in GRAPH["ngrpo.commands.eval"][0], "an import inside a function"
     runs, typed = GRAPH["ngrpo.diagnose.screen_table"]
     assert "ngrpo.config.arms" in typed and "ngrpo.config.arms" not in runs, "for type checkers only"
 
@@ -127,7 +100,7 @@ def test_the_library_knows_nothing_of_the_integration() -> None:
 
 def test_rollout_and_trainer_know_nothing_of_the_workbench() -> None:
     for module in MODULES:
-        if module.startswith(("ngrpo.rollout", "ngrpo.trainer")):
+        if module.startswith(("ngrpo.rollout", "ngrpo.trainers.openrlhf")):
             assert not [other for other in set.union(*GRAPH[module]) if other.startswith(WORKBENCH)], module
 
 
@@ -141,7 +114,8 @@ def test_no_circles() -> None:
 def test_one_name_for_one_thing() -> None:
     homes = defaultdict(list)
     for path in MODULES.values():
-        homes[path.name].append(str(path.parent.relative_to(ROOT)))
+        if path.parent.name != "commands":  # a command's file has the command's name
+            homes[path.name].append(str(path.parent.relative_to(ROOT)))
     assert not {name: found for name, found in homes.items() if len(found) > 1 and name not in SAME_MEANING}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,21 @@ import torch
 from torch import Tensor
 
 from ngrpo.config import parse, sampling
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.rollout.sampling_mask import SamplingMask
-from ngrpo.trainer.density_loss import densities
-from ngrpo.trainer.log_prob_replacement import with_replacements
-from ngrpo.trainer.mask_correction import corrected
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack
-from ngrpo.trainer.turns import Conversation
+from ngrpo.trainers.openrlhf.density_loss import densities
+from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.openrlhf.mask_correction import corrected
+from ngrpo.trainers.openrlhf.side_inputs import unpack
+from ngrpo.trainers.openrlhf.turns import Conversation
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
+from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.density_model import Model, log_probs_of, record_of
+from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
-from tests.fast.test_density import V, a_step, likely
-from tests.fast.test_density_loss import Model, log_probs_of, record_of
 
 hooked = with_replacements(log_probs_of)
 
@@ -38,7 +40,7 @@ def carried(left: dict[int, list[int]] | None, length: int = 12, replay: ReplayR
         others = [v for v in range(V) if v not in ids]
         entries[t] = (len(others) < len(ids), np.array(others if len(others) < len(ids) else ids))
     mask = None if left is None else SamplingMask.of(V, entries)
-    return TrajectoryRecord(replay or empty, np.zeros(length, np.float32), mask).pack()
+    return FinishedTrajectory(replay or empty, np.zeros(length, np.float32), mask).pack()
 
 
 def batch() -> tuple[Tensor, Tensor, list[dict[int, list[int]]]]:
@@ -176,7 +178,7 @@ def test_what_cannot_be_corrected_is_an_error() -> None:
 
 def test_a_sample_carries_its_mask() -> None:
     (with_mask, without) = unpack([carried({3: [1, 2]}), carried(None)])
-    assert [ids.tolist() for ids in with_mask.mask.left()] == [[1, 2]] and without.mask is None
+    assert [ids.tolist() for ids in with_mask.sampling_mask.left()] == [[1, 2]] and without.sampling_mask is None
 
 
 def test_the_turns_of_a_trajectory_are_joined() -> None:
@@ -184,10 +186,12 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
     conversation = Conversation({})
     for prompt, answer, left in (([1, 2], [3, 4], {2: [3, 8], 3: [4]}), ([1, 2, 3, 4, 9], [5], {})):
         sample = carried(left, len(prompt) + len(answer))
-        log_probs = np.zeros(len(answer), np.float32).tobytes()
+        found = FinishedTrajectory.unpack(sample)
+        record = dataclasses.replace(found.record, prompt_tokens=len(prompt), num_tokens=len(prompt) + len(answer))
+        turn = dataclasses.replace(found, record=record, log_probs=np.zeros(len(answer), np.float32))
         conversation.go_on(prompt)
-        conversation.add((sample["perturbation_record"], log_probs, sample["sampling_mask"]), prompt, answer)
-    mask = conversation.record.mask
+        conversation.add(turn.pack(), prompt, answer)
+    mask = conversation.trajectory.sampling_mask
     assert mask.positions.tolist() == [2, 3] and [ids.tolist() for ids in mask.left()] == [[3, 8], [4]]
 
 

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 
 from ngrpo.config import parse
-from ngrpo.progress import Reporter
-from ngrpo.trainer.gap import ReplayGap, check_gap
-from ngrpo.trainer.metrics import QUOTIENTS, add_measures, step_metrics
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, records, unpack
+from ngrpo.console.progress import Reporter
+from ngrpo.trainers.openrlhf.gap import ReplayGap, check_gap
+from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
+from ngrpo.trainers.openrlhf.side_inputs import records, unpack
 from perturbations import ReplayRecord, create
 from perturbations.errors import UsageError
+from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.step import Positions
 
 NAN = np.nan
 SHIFT_SUM, SHIFT_COUNT = QUOTIENTS["perturbation/shift"]
 
 
-def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> TrajectoryRecord:
+def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> FinishedTrajectory:
     count = len(positions)
     record = ReplayRecord(
         1,
@@ -36,7 +37,7 @@ def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> Tr
         None,
         np.array(agreed, bool),
     )
-    return TrajectoryRecord(record, np.array(log_probs, np.float32))
+    return FinishedTrajectory(record, np.array(log_probs, np.float32))
 
 
 def test_measures_by_hand() -> None:
@@ -92,10 +93,10 @@ def test_shift_is_the_quotient_of_the_sums() -> None:
 def test_records_round_trip() -> None:
     one = kept([1], [True], [NAN, -1.5])
     (back, nobody, image) = unpack([one.pack(), None, {"pixel_values": 3}])
-    assert back.replay == one.replay
+    assert back.record == one.record
     np.testing.assert_array_equal(back.log_probs, one.log_probs)
     assert nobody is None and image is None
-    assert records([one.pack(), one.pack()], 2) == [one.replay, one.replay]
+    assert records([one.pack(), one.pack()], 2) == [one.record, one.record]
     for side_inputs in (None, [one.pack(), None], [one.pack()]):
         with pytest.raises(RuntimeError, match="of 2 samples have no replay record"):
             records(side_inputs, 2)
@@ -163,7 +164,7 @@ def test_what_a_wrong_replay_leaves_as_it_is(perturbed: float, plain: float, bef
 
 
 def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("ngrpo.trainer.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
     for _ in range(3):
         check_gap(measures(1.0, 0.01), 10.0, strict=False)
     printed = capsys.readouterr().out

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli, model_support
+from ngrpo import cli
+from ngrpo.models import model_support
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")
@@ -69,7 +70,9 @@ def test_what_config_json_does_not_tell_is_said() -> None:
     remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
     remote["quantization_config"] = {"quant_method": "awq"}
     told = model_support.of_config(remote).told()
-    assert told.count("not known:") == 4 and "auto_map" in told and "quantization" in told
+    assert told.count("not known:") == 4
+    assert "auto_map" in told
+    assert "quantization" in told
 
 
 def test_particular_embeddings_and_layers_are_noted() -> None:
@@ -79,8 +82,36 @@ def test_particular_embeddings_and_layers_are_noted() -> None:
 
 
 def test_a_type_on_which_the_replay_was_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_support, "_measured", lambda model_type: "wrong")
-    assert model_support.of_config(config("LlamaForCausalLM", "llama")).refused
+    monkeypatch.setattr(model_support, "_measured", lambda model_type: ("wrong", "the replay is wrong"))
+    refused = model_support.of_config(config("LlamaForCausalLM", "llama")).refused
+    assert refused == ("on a tiny model of this type the replay is wrong (docs/models.md)",)
+
+
+def test_what_the_table_tells_of_a_type_is_told_as_it_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verdict, told in (
+        ("right", "the replay is exact"),
+        ("doubtful", "wrong by the rule on largest gaps"),
+        ("unknown", "vLLM 0.29 did not run a tiny model of it on a CPU"),
+    ):
+        monkeypatch.setattr(model_support, "_measured", lambda model_type, found=(verdict, told): found)
+        found = model_support.of_config(config("LlamaForCausalLM", "llama"))
+        assert not found.refused and told in found.told()
+        assert any(told in line for line in found.unknown) == (verdict == "unknown")
+
+
+def test_of_which_engine_and_trainer_make_different_models() -> None:
+    vision = config("Cohere2VisionForConditionalGeneration", "cohere2_vision", vision_config={})
+    assert any("logit_scale" in reason for reason in model_support.of_config(vision).refused)
+    assert not model_support.of_config({**vision, "text_config": {"logit_scale": 1.0}}).refused
+    rope = {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    for corrected in ({}, {"apply_yarn_scaling": False}):
+        text = {"model_type": "ministral3", "rope_parameters": {**rope, **corrected}}
+        for given in (
+            config("Ministral3ForCausalLM", **text),
+            config("Mistral3ForConditionalGeneration", "mistral3", text_config=text),
+        ):
+            told = " ".join(model_support.of_config(given).unknown)
+            assert ("apply_yarn_scaling" in told) == (not corrected)
 
 
 def test_a_model_that_is_not_here_is_not_known() -> None:

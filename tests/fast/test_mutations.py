@@ -16,6 +16,7 @@ def test_each_mutation_can_be_made(mutation: Mutation) -> None:
     assert mutation.old != mutation.new and mutation.tests
 
 
+@pytest.mark.more
 def test_a_caught_mutation_and_one_that_survives(tmp_path: Path) -> None:
     """In a small project of its own: one test, which holds one of two lines."""
     (tmp_path / "tests" / "fast").mkdir(parents=True)

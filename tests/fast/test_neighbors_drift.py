@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import neighbor_drift as engine_drift
-from ngrpo.trainer.metrics import neighbor_drift, reporting_trainer
+from ngrpo.trainers.openrlhf.metrics import neighbor_drift, reporting_trainer
 from perturbations.neighbors import Drift
 from tests.fast.run import run_with
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.two_ranks import run_two_ranks
 
 
+@pytest.mark.more
 def test_two_ranks_find_what_one_finds() -> None:
     for output in run_two_ranks("tests.fast.neighbor_ranks"):
         assert output.split() == ["torch.float32", "torch.bfloat16"]

@@ -20,6 +20,7 @@ __all__ = ["clean"]  # each test in a folder of its own, and what it registers i
 KINDS = [registry.kind.replace(" ", "_") for registry in FLAGS]
 
 
+@pytest.mark.more
 def test_what_it_writes_passes_its_own_tests_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in KINDS:
         assert cli.main(["new", kind, f"their_{kind}", "made"]) == 0

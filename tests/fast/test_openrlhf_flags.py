@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 
 WORDS = ["stray", "--a", "1", "--b", "--c=x", "--a", "2", "0.5", "--e=", "--f", "-1", "--d"]
 
@@ -36,7 +36,9 @@ def test_flag_by_flag_is_every_word() -> None:
     flags = list(Flags(WORDS))
     assert [word for flag in flags for word in flag.words] == WORDS
     assert [flag.name for flag in flags] == ["", "--a", "--b", "--c", "--a", "--e", "--f", "--d"]
-    assert flags[4].values == ("2", "0.5") and flags[3].values == ("x",) and flags[2].values == ()
+    assert flags[4].values == ("2", "0.5")
+    assert flags[3].values == ("x",)
+    assert flags[2].values == ()
 
 
 def test_defaults_are_added_only_where_absent_and_told() -> None:
@@ -55,7 +57,7 @@ def test_replaced_in_both_spellings_and_in_what_was_added() -> None:
 
 
 def test_it_imports_nothing_of_the_project() -> None:
-    code = "import sys, ngrpo.openrlhf_flags as f; ours = ('ngrpo.', 'perturbations.')"
-    code += "; sys.exit([m for m in sys.modules if m.startswith(ours) and m != f.__name__] or 0)"
+    code = "import sys, ngrpo.upstream.openrlhf_flags as f; ours = ('ngrpo.', 'perturbations.')"
+    code += "; sys.exit([m for m in sys.modules if m.startswith(ours) and m not in (f.__name__, f.__package__)] or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

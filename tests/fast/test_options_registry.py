@@ -276,7 +276,9 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(tmp_path)
     first = importlib.import_module("their_first")
     text = message(lambda: importlib.import_module("their_second"))
-    assert "'twice'" in text and "their_first.Theirs" in text and "another name" in text
+    assert "'twice'" in text
+    assert "their_first.Theirs" in text
+    assert "another name" in text
     importlib.reload(first)  # the same class again is no duplicate
     registry.perturbations.registered.pop("neighbor")  # even before ours was imported
     text = message(lambda: importlib.import_module("their_clash"))
@@ -290,7 +292,9 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_spec_round_trip(name: str) -> None:
     perturbation = create(name, seed=5, until="none", protect="1,2")
     spec = perturbation.spec()
-    assert spec["name"] == name and spec["seed"] == 5 and spec["until"] is None
+    assert spec["name"] == name
+    assert spec["seed"] == 5
+    assert spec["until"] is None
     again = create(**spec)
     assert again == perturbation and again.fingerprint() == perturbation.fingerprint()
     assert create(name, seed=6).fingerprint() != perturbation.fingerprint()
@@ -328,7 +332,9 @@ def test_gate_and_activity_follow_the_options() -> None:
     perturbation = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
     assert (perturbation.rate, perturbation.every, perturbation.burn_in, perturbation.gate) == (0.2, 2, 3, None)
     assert (perturbation.until, perturbation.entropy_min, perturbation.protect) == ("x", 1.0, "digits")
-    assert perturbation.active and not create("neighbor", rate=0).active and not create("none").active
+    assert perturbation.active
+    assert not create("neighbor", rate=0).active
+    assert not create("none").active
 
 
 def test_defaults_are_those_of_the_papers() -> None:

@@ -18,6 +18,10 @@ import perturbations
 from ngrpo.config.kinds import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "_site"))
+
+from paper_page import page  # noqa: E402
+
 PACKAGES = ("perturbations", "ngrpo")
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -61,6 +65,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     assert {"ngrpo/report/style.css", "ngrpo/report/script.js", "ngrpo/report/templates/page.html"} <= inside
 
 
+@pytest.mark.more
 def test_the_wheel_installs_and_runs_where_nothing_else_is(wheel: Path, tmp_path: Path) -> None:
     """Importing, `ngrpo --version` and `ngrpo --help` need no other package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
@@ -92,7 +97,10 @@ def test_every_paper_that_is_named_is_cited() -> None:
     papers = cited()
     assert len(papers) == len(citation()["references"])
     for number, paper in papers.items():
-        assert paper["type"] == "article" and paper["title"] and paper["authors"] and paper["year"], number
+        assert paper["type"] == "article", number
+        assert paper["title"], number
+        assert paper["authors"], number
+        assert paper["year"], number
         assert paper["identifiers"][0] == {"type": "other", "value": f"arXiv:{number}"}
     classes = [kept.get(name) for kept in FLAGS for name in kept.in_tree()]
     registered = {number for cls in classes for number in ARXIV.findall(getattr(cls, "paper", ""))}
@@ -100,11 +108,12 @@ def test_every_paper_that_is_named_is_cited() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     named = {number for text in texts for number in ARXIV.findall(text)}
     missing = (registered | named) - set(papers)
-    assert not missing, f"not in CITATION.cff: {sorted(missing)}; docs/papers.md has a row for each, too"
+    assert not missing, f"not in CITATION.cff: {sorted(missing)}"
 
 
 def test_the_page_of_papers_is_the_citations() -> None:
-    rows = re.findall(r"^\| \[(.+)\]\(https://arxiv\.org/abs/(.+?)\) \| (.+?) \|", PAPERS.read_text(), re.MULTILINE)
+    """Made from them; each row says where the paper is used here."""
+    rows = re.findall(r"^\| \[(.+)\]\(https://arxiv\.org/abs/(.+?)\) \| (.+?) \| \S.* \|", page(), re.MULTILINE)
     papers = cited()
     assert {number for _, number, _ in rows} == set(papers) and len(rows) == len(papers)
     for title, number, authors in rows:
@@ -117,10 +126,7 @@ def test_n_grpo_is_cited_as_it_was_published() -> None:
     where = "https://aclanthology.org/2026.findings-acl.1443/"
     paper = cited()["2606.10768"]
     assert [each["value"] for each in paper["identifiers"][1:]] == [where] and "ACL 2026" in paper["collection-title"]
-    assert where in PAPERS.read_text(encoding="utf-8") and where in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-PAPERS = ROOT / "docs" / "papers.md"
+    assert where in page() and where in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["llms.txt", "CONTRIBUTING.md"])

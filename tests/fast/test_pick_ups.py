@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.trainer.rollout_actor import PickUps
+from ngrpo.trainers.openrlhf.rollout_actor import PickUps
 
 
 class Engine:

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer import rollout_actor, turns
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, unpack, without_ours
+from ngrpo.trainers.openrlhf import rollout_actor, turns
+from ngrpo.trainers.openrlhf.side_inputs import unpack, without_ours
 from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 
 PAD = 7
 
 
-def record(length: int) -> TrajectoryRecord:
+def record(length: int) -> FinishedTrajectory:
     ids, weights = np.array([[3, 4]], np.int32), np.array([[0.25, 0.75]], np.float32)
     replay = ReplayRecord(5, 1, length, np.array([length - 1], np.int32), ids, weights, None, np.array([True]))
-    return TrajectoryRecord(replay, np.zeros(length, np.float32))
+    return FinishedTrajectory(replay, np.zeros(length, np.float32))
 
 
 def test_a_models_forward_gets_its_pictures_and_not_our_records() -> None:
@@ -47,10 +48,10 @@ def test_openrlhf_merges_what_is_left() -> None:
 
 def test_a_response_keeps_its_pictures_beside_the_record() -> None:
     conversation = turns.Conversation({})
-    conversation.record, conversation._tokens = record(4), np.arange(4)
+    conversation.trajectory, conversation._tokens = record(4), np.arange(4)
     response = {"observation_tokens": [0, 1, 2, 3], "mm_train_inputs": {"pixel_values": torch.ones(1)}}
     kept = turns.finished(conversation, response)["mm_train_inputs"]
-    assert "pixel_values" in kept and unpack([kept])[0].replay.positions.tolist() == [3]
+    assert "pixel_values" in kept and unpack([kept])[0].record.positions.tolist() == [3]
 
 
 class Engine:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fast.gradient_cases import CASES, NO_GRADIENT
 from tests.fast.gradient_problem import estimate
 from tests.fast.gradient_truth import truth
-from tests.fast.test_policy_gradient import CASES, NO_GRADIENT
 
 LEAST = 0.99
 # One of each kind of density; the others, and the tokens, which compare nothing with the rollout, now and then.
@@ -22,6 +22,7 @@ _SLOW = [name for name in CASES if name not in [f"{each}-density" for each in _A
 _PARAMETERS = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in CASES]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["bandit", "two-steps"])
 @pytest.mark.parametrize("case", _PARAMETERS)
 def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) -> None:

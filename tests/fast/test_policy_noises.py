@@ -14,10 +14,10 @@ from torch import nn
 
 from ngrpo import policy_noises
 from ngrpo.config import parse, preflight, rules
-from ngrpo.openrlhf_flags import Flags
-from ngrpo.trainer import policy_noise
-from ngrpo.trainer.importance import importance_measures
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import policy_noise, weight_sync
+from ngrpo.trainers.openrlhf.importance import importance_measures
+from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
@@ -195,7 +195,7 @@ class Actors:
             def plain(self) -> None:
                 sent.append(self.actor.model.module.input_layernorm.weight.detach().clone())
 
-            broadcast_to_vllm = policy_noise.sent_with_noise(plain)
+            broadcast_to_vllm = weight_sync.sent_with_noise(plain)
 
         class Plain:
             trainer = Trainer()
@@ -203,7 +203,7 @@ class Actors:
             def broadcast_to_vllm(self) -> None:
                 self.trainer.broadcast_to_vllm()
 
-        self.actor = policy_noise.told_of_noise(Plain)()
+        self.actor = weight_sync.told_of_noise(Plain)()
 
     def async_run_method(self, method_name: str, **kwargs: Any) -> None:
         getattr(self.actor, method_name)(**kwargs)
@@ -258,13 +258,17 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     assert evaluation == "evaluation" and len(sent) == 6
     ones = torch.ones(4)
     assert torch.equal(clean, ones) and torch.equal(again, ones), "stage 0, and the evaluation"
-    assert not torch.equal(first, ones) and torch.equal(first, back) and not torch.equal(second, first)
+    assert not torch.equal(first, ones)
+    assert torch.equal(first, back)
+    assert not torch.equal(second, first)
     assert torch.equal(trainer.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
     assert trainer.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
     # Resumed after the first step, the engines get what they had.
     resumed: list[Any] = []
     policy_noise.noisy_trainer(PlainTrainer)(resumed, trainer.saved[0]).fit()
-    assert torch.equal(resumed[0], first) and torch.equal(resumed[1], second) and len(resumed) == 2
+    assert torch.equal(resumed[0], first)
+    assert torch.equal(resumed[1], second)
+    assert len(resumed) == 2
 
 
 # --- the command line ------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import reward_files, versions
 from ngrpo.config import preflight
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.scoring import reward_files
+from ngrpo.upstream import versions
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import available, create
 from perturbations.errors import UsageError
 from perturbations.registry import get

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
 from benchmarks.exactness import in_tree
+from ngrpo.rollout.async_scheduling import Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.notes import Notes
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import create, registry
 from perturbations.strategies.soft import Soft
@@ -27,8 +27,14 @@ PLANS = (
     Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, drawn="greedy"),
     Plan(seed=5),
 )
+# Each is compiled first; the others are `make test-more`.
+IN_MAKE_TEST = ("neighbor", "gumbel")
+CASES = [
+    pytest.param(name, PLANS[i % len(PLANS)], marks=[] if name in IN_MAKE_TEST else pytest.mark.more)
+    for i, name in enumerate(NAMES)
+]
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
-MAY_WAIT = ("/rollout/notes.py", "/gates/default.py")
+MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py")
 
 
 def made(name: str, **options: Any) -> Any:
@@ -41,7 +47,7 @@ def run(perturbation: Any, plan: Plan) -> None:
         assert {kind for kind, line in device.waits if not line.split(":")[0].endswith(MAY_WAIT)} == set()
 
 
-@pytest.mark.parametrize(("name", "plan"), [(name, PLANS[i % len(PLANS)]) for i, name in enumerate(NAMES)])
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_requests_together_on_a_gpu_are_each_alone_on_a_cpu(name: str, plan: Plan) -> None:
     run(made(name), plan)
 

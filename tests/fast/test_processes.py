@@ -13,23 +13,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngrpo.command_parser import telling_what_is_kept
+from ngrpo.commands.command_parser import telling_what_is_kept
 
 # A command with a child that has started a child of its own; the innermost waits as an engine's process does.
 COMMAND = """
 import subprocess, sys, time
-from ngrpo import cli, processes
+from ngrpo import cli
+from ngrpo.commands import train
+from ngrpo.hardware import processes
 
-ENGINE = "from ngrpo import processes; processes.end_with_owner(); print('ready', flush=True)"
+ENGINE = "from ngrpo.hardware import processes; processes.end_with_owner(); print('ready', flush=True)"
 ENGINE += "; import time; time.sleep(60)"
 MIDDLE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ENGINE!r}])"
 
-def run(words):
+def run(words, report):
     with processes.own_children():
         subprocess.Popen([sys.executable, "-c", MIDDLE])
     time.sleep(60)
 
-cli._train = run
+train.run = run
 sys.modules["vllm"] = sys  # as if an engine had been loaded here
 sys.argv = ["ngrpo", "train"]
 cli.console()
@@ -72,9 +74,9 @@ COMPARE += " --rollout.n_samples_per_prompt 2"
     ("command", "words", "sign", "code"),
     [
         ("compare", COMPARE, signal.SIGTERM, 143),
-        ("compare", COMPARE, signal.SIGKILL, -9),
-        ("eval", PROBLEMS, signal.SIGTERM, 143),
-        ("diagnose", f"{PROBLEMS} --prompts 1", signal.SIGINT, 130),
+        pytest.param("compare", COMPARE, signal.SIGKILL, -9, marks=pytest.mark.more),
+        pytest.param("eval", PROBLEMS, signal.SIGTERM, 143, marks=pytest.mark.more),
+        pytest.param("diagnose", f"{PROBLEMS} --prompts 1", signal.SIGINT, 130, marks=pytest.mark.more),
     ],
 )
 def test_a_command_ends_with_all_that_it_started(

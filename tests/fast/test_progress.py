@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import progress
-from ngrpo.progress import Reporter, follow
+from ngrpo.console import progress
+from ngrpo.console.progress import Reporter, follow
 
 STEP = (
     "(PPOTrainer pid=1) INFO ✨ Global step 3: {'act_loss': -0.1, 'rollout/reward_mean': 0.21875,"
@@ -70,7 +70,7 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     code = f"""
 import os, subprocess
 from pathlib import Path
-from ngrpo.progress import into_file
+from ngrpo.console.progress import into_file
 print("before", flush=True)
 with into_file(Path({str(folder / "a" / "train.log")!r})):
     print("python line")
@@ -89,14 +89,18 @@ def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
     for line in ("python line", "child line", "raw error line", "Global step 3"):
         assert line in log
     out = done.stdout.splitlines()
-    assert done.returncode == 0 and out[0] == "before" and out[-1] == "after"
+    assert done.returncode == 0
+    assert out[0] == "before"
+    assert out[-1] == "after"
     assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout + done.stderr
 
 
 def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     done = run(tmp_path, "raise SystemExit(2)")
     assert done.returncode == 2 and "after" not in done.stdout
-    assert "child line" in done.stderr and "the whole log:" in done.stderr and "train.log" in done.stderr
+    assert "child line" in done.stderr
+    assert "the whole log:" in done.stderr
+    assert "train.log" in done.stderr
 
 
 @pytest.mark.parametrize("body", ["pass", "raise SystemExit(2)"])

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.rollout.sampling_mask import SamplingMask
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainer import trajectory_record
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf import side_inputs
 from perturbations import ReplayRecord, UsageError, check_perturbation, create, replaying
 from perturbations.replay import packing
-from perturbations.replay.record import MOST_CANDIDATES, model_fingerprint
-from tests.fast.test_replay import Embedder, a_record, small
+from perturbations.replay.packing import MOST_CANDIDATES
+from perturbations.replay.record import model_fingerprint
+from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.replay_examples import Embedder, a_record, small
 
 CASES = {
     "plain": a_record(),
@@ -93,6 +94,7 @@ def test_every_token_of_a_small_vocabulary_can_be_mixed() -> None:
     check_perturbation("hrpo", k=1000)
 
 
+@pytest.mark.more
 def test_any_altered_byte_and_any_cut_is_refused() -> None:
     """Each of the 255 other values of each byte."""
     tried = 0
@@ -110,16 +112,16 @@ def test_any_altered_byte_and_any_cut_is_refused() -> None:
 
 def test_what_travels_beside_a_record_has_a_checksum_too() -> None:
     mask = SamplingMask.of(49152, {2: (False, np.array([3, 7, 900])), 5: (True, np.array([1]))})
-    packed = TrajectoryRecord(a_record(), np.arange(9, dtype=np.float32), mask).pack()
-    (found,) = trajectory_record.unpack([packed])
-    assert found.log_probs.tolist() == list(range(9)) and found.mask.by_position().keys() == {2, 5}
+    packed = FinishedTrajectory(a_record(), np.arange(9, dtype=np.float32), mask).pack()
+    (found,) = side_inputs.unpack([packed])
+    assert found.log_probs.tolist() == list(range(9)) and found.sampling_mask.by_position().keys() == {2, 5}
     assert {name for name, part in packed.items() if isinstance(part, bytes)} == packed.keys()
     for name, part in packed.items():
         for place in range(len(part)):
             altered = part[:place] + bytes([part[place] ^ 1]) + part[place + 1 :]
             for other in (altered, part[:place]):
                 with pytest.raises(ValueError, match=r"damaged|version"):
-                    trajectory_record.unpack([{**packed, name: other}])
+                    side_inputs.unpack([{**packed, name: other}])
 
 
 def test_a_record_of_another_version_says_so() -> None:

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.rollout import plugin, take_trajectories
+from ngrpo.rollout import async_scheduling, take_trajectories
 from ngrpo.rollout.records import check_installed
-from perturbations import ReplayRecord
+from perturbations import FinishedTrajectory, ReplayRecord
 
 PROMPT, COMPUTED = 3, 6
 
 
-def sent() -> tuple[bytes, bytes]:
+def sent() -> dict[str, bytes]:
     """What a worker hands over: three prompt tokens, six computed ones, two of them perturbed, one past the answer."""
     positions = np.array([4, 8], np.int32)
     ids, weights = np.array([[5, 7], [5, 9]], np.int32), np.full((2, 2), 0.5, np.float32)
     record = ReplayRecord(11, PROMPT, PROMPT + COMPUTED, positions, ids, weights, None, np.ones(2, bool))
-    return record.to_bytes(), np.arange(COMPUTED, dtype=np.float32).tobytes()
+    return FinishedTrajectory(record, np.arange(COMPUTED, dtype=np.float32)).pack()
 
 
 class FrontEnd:
@@ -32,7 +32,7 @@ class FrontEnd:
 
     def finish(self, name: str, tokens: int) -> None:
         state = SimpleNamespace(request_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
-        plugin._with_length(lambda front, state: None)(self, state)
+        async_scheduling.keep_length(lambda front, state: None)(self, state)
 
 
 def engine(front: FrontEnd, taken: dict[str, Any]) -> Any:
@@ -56,7 +56,7 @@ def test_a_record_is_cut_to_the_answer() -> None:
 
 
 def test_lengths_that_nobody_asks_for_do_not_pile_up(monkeypatch: Any) -> None:
-    monkeypatch.setattr(plugin, "_LENGTHS_KEPT", 3)
+    monkeypatch.setattr(async_scheduling, "_LENGTHS_KEPT", 3)
     front = FrontEnd()
     for i in range(10):
         front.finish(f"{i}-aaaaaaaa", i)

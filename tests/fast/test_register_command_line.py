@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, summary
+from ngrpo import cli
 from ngrpo.config import parse
+from ngrpo.report import summary
 from perturbations import create, create_gate
 from tests.fast.own_files import GATE, clean, message, write
 

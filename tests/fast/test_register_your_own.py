@@ -153,6 +153,7 @@ def test_a_process_without_the_files_makes_the_same_perturbation_and_gate() -> N
     assert elsewhere(REBUILD, sent).splitlines() == 2 * [perturbation.fingerprint() for perturbation in made]
 
 
+@pytest.mark.more
 def test_a_traceback_elsewhere_shows_the_users_line() -> None:
     write("mine.py")
     text = Path("mine.py").read_text().replace("one_hot(step.sampled)", "one_hot(step.smapled)")
@@ -171,6 +172,7 @@ except AttributeError:
     assert "mine.py" in shown and "return Proposal(one_hot(step.smapled), step.sampled)" in shown
 
 
+@pytest.mark.more
 def test_a_script_is_its_own_file() -> None:
     """A perturbation in the script that is run: workers make it from the script's text, under another module name."""
     write("script.py", decorator='@register("mine")')
@@ -229,6 +231,7 @@ py-modules = ["their_package", "their_gates"]
 """
 
 
+@pytest.mark.more
 def test_a_package_that_pip_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("project/their_package.py", decorator='@register("wobble")')
     Path("project/their_gates.py").write_text(GATE)

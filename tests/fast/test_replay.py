@@ -14,29 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import FinishedTrajectory, ReplayBuffer, ReplayRecord, UsageError, registry, replaying
-from perturbations.replay.buffers.base import OVERHEAD
+from perturbations import FinishedTrajectory, ReplayBuffer, UsageError, registry, replaying
 from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.trajectory import OVERHEAD
 from perturbations.streams import Stream, keys, normal
-
-
-def a_record(count: int = 4, k: int = 3, **changes: Any) -> ReplayRecord:
-    draws = np.random.default_rng(count + 10 * k)
-    weights = draws.random((count, k)).astype(np.float32)
-    record = ReplayRecord(
-        (1 << 48) - 7,
-        300,
-        9000,
-        np.array([300, 301, 556, 8999][:count], np.int32),
-        draws.integers(0, 49152, (count, k), dtype=np.int32),
-        weights,
-        None,
-        draws.random(count) < 0.5,
-    )
-    return dataclasses.replace(record, **changes)
+from tests.fast.replay_examples import Embedder, a_record, small
 
 
 def test_truncate() -> None:
@@ -120,14 +104,15 @@ def test_a_full_buffer_is_not_gone_through_for_one_request() -> None:
     """With 100,000 trajectories held, each further one cost the worker's step a millisecond and a half."""
     buffer, one = registry.buffers.create("memory"), finished(1)
     held = Counted({str(i): one for i in range(1000)})
-    object.__setattr__(buffer, "_held", held)
-    object.__setattr__(buffer, "_bytes", 1000 * one.size)
+    buffer._content.held, buffer._content.size = held, 1000 * one.size
     buffer.add("new", one)
     buffer.add("7", one)
     buffer.drop(["8", "never there"])
     assert buffer.take("9") is one
     assert held.walks == 0
-    assert len(buffer) == 999 and buffer.names()[-2:] == ["new", "7"] and buffer._bytes == 999 * one.size
+    assert len(buffer) == 999
+    assert buffer.names()[-2:] == ["new", "7"]
+    assert buffer._content.size == 999 * one.size
 
 
 def test_dropping_asks_a_users_buffer_for_the_names_alone() -> None:
@@ -205,7 +190,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
     from ngrpo.compare import arguments, runs
     from ngrpo.rollout.settings import read_buffer
-    from ngrpo.trainer.rollout_actor import perturbed_engine
+    from ngrpo.trainers.openrlhf.rollout_actor import perturbed_engine
 
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
     (tmp_path / "mine.py").write_text(BUFFER)
@@ -229,7 +214,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     async def confirm(actor: Any, perturbation: Any) -> None:
         return None
 
-    monkeypatch.setattr("ngrpo.trainer.rollout_actor.confirm", confirm)
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", confirm)
     for run in plan.runs():
         settings = runs.run_config(plan, run, tmp_path)
         monkeypatch.setattr("ngrpo.config.run._current", settings)
@@ -251,35 +236,6 @@ def test_rows_by_hand() -> None:
         assert rows[:2].tolist() == want
     with pytest.raises(ValueError, match="ring attention"):
         flat_rows(sample, position, (1, 3), right)
-
-
-class Embedder(nn.Module):
-    """A model that is its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding.from_pretrained(torch.arange(20.0).view(10, 2), freeze=False)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.embedding(tokens)
-
-
-def small(positions: list[int], sigma: float | None = None) -> ReplayRecord:
-    """Mixes rows 1 and 3, (2, 3) and (6, 7), half and half: (4, 5)."""
-    count = len(positions)
-    return ReplayRecord(
-        9,
-        0,
-        3,
-        np.array(positions, np.int32),
-        np.tile(np.array([[1, 3]], np.int32), (count, 1)),
-        np.full((count, 2), 0.5, np.float32),
-        None if sigma is None else np.full(count, sigma, np.float32),
-        np.ones(count, bool),
-    )
 
 
 def test_substitution_by_hand() -> None:

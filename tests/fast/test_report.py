@@ -35,7 +35,9 @@ def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
     assert "runs/gumbel-2/train.log" in page.text
     assert "within noise of none in Mean@8 and Pass@8" in page.text
     assert "+0.037, beyond noise" in page.text and "−0.006, within noise" in page.text
-    assert "Mean@8" in page.text and "×1.02" in page.text and "5.77 GiB" in page.text
+    assert "Mean@8" in page.text
+    assert "×1.02" in page.text
+    assert "5.77 GiB" in page.text
     assert re.search("before training 0.131 0.220 0.341 0.484 –", page.words)
     assert "One seed only" not in page.text and "Bands run from the lowest to the highest seed" in page.text
     assert "by Holm's correction for 3 comparisons within each column" in page.text
@@ -131,7 +133,9 @@ def test_text_from_data_is_escaped(tmp_path: Path) -> None:
     assert len(page.all("script")) == len(plain.all("script")) == 1
     assert {tag for tag, _ in page.tags} == {tag for tag, _ in plain.tags}
     assert {key for _, attrs in page.tags for key in attrs} == {key for _, attrs in plain.tags for key in attrs}
-    assert "\u202e" not in text and "\x07" not in text and "[U+202E]␇\ufffd 😀 שלום" in page.text
+    assert "\u202e" not in text
+    assert "\x07" not in text
+    assert "[U+202E]␇\ufffd 😀 שלום" in page.text
     tip = json.loads(next(attrs["data-tip"] for attrs in page.all("mark") if "alert" in (attrs["data-tip"] or "")))
     assert tip["mixture"][1] == ["⏎", "0.300", 0.3]
     assert tip["title"].startswith("</script><script>alert(1)</script>\"'&<b>") and tip["title"].endswith("⏎")
@@ -226,6 +230,7 @@ def without_each(data: Any) -> list[tuple[str, Any]]:
     return copies
 
 
+@pytest.mark.more
 def test_missing_or_odd_parts_never_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only format, strategies and runs are needed; everything else may be absent or of another kind."""
     # A thousand pages are rendered whole; each one safe on the disk would take most of the time.

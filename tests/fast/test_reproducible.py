@@ -17,8 +17,8 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.rollout import settings
-from ngrpo.trainer import reproducible
-from ngrpo.trainer.seams import active
+from ngrpo.trainers.openrlhf import reproducible
+from ngrpo.trainers.openrlhf.seams import active
 from perturbations import available, create
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
@@ -86,7 +86,7 @@ def test_an_unperturbed_run_has_stock_training() -> None:
     """Its engine has seeded draws, its order is fixed; nothing of replay, density or measures is in place."""
     ours = {seam.ours.split(":")[0] for seam in active(run_of(reproducible=True).conditions) if seam.ours}
     draws_and_order = {"rollout_actor", "rollout_requests", "reproducible", "resume"}
-    assert ours == {f"ngrpo.trainer.{name}" for name in draws_and_order}
+    assert ours == {f"ngrpo.trainers.openrlhf.{name}" for name in draws_and_order}
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.rollout import requests as rollout_requests
 from ngrpo.rollout.request_names import RequestNames, external_id
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import ReplayRecord, create
+from perturbations import ReplayRecord, create, seeds
 from perturbations.registry import buffers
-from perturbations.replay.buffers.base import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory
 
 ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-12345678"]
 
@@ -67,7 +66,9 @@ def test_records_are_handed_over_once_and_dropped_with_all_samples() -> None:
     assert books.buffer.names() == [SAMPLES[0]] and len(books.requests._names) == 2
     books.requests.drop(["d-12345678"])
     books.end(SAMPLES[1])
-    assert not books.buffer.names() and not books.store.live and not books.requests._dropped
+    assert not books.buffer.names()
+    assert not books.store.live
+    assert not books.requests._dropped
     assert len(books.requests._names) == 0
 
 
@@ -102,13 +103,13 @@ def test_no_call_walks_through_what_is_held(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_prompts_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_requests, "_PROMPTS_KNOWN", 2)
-    books, seeds = Books(), []
+    monkeypatch.setattr(seeds, "_PROMPTS_KNOWN", 2)
+    books, drawn = Books(), []
     for number, prompt in enumerate((1, 2, 1, 3, 1, 2)):
         name = f"{number}-12345678"
         books.run(name, prompt=prompt)
-        seeds.append(books.store.live[name].seed)
+        drawn.append(books.store.live[name].seed)
         books.end(name)
-    assert len(books.requests._seen) == 2
-    assert len(set(seeds[:5])) == 5, "the prompt that is asked again and again stays known"
-    assert seeds[5] == seeds[1], "the one that was forgotten is asked for the first time again"
+    assert len(books.requests._counts) == 2
+    assert len(set(drawn[:5])) == 5, "the prompt that is asked again and again stays known"
+    assert drawn[5] == drawn[1], "the one that was forgotten is asked for the first time again"

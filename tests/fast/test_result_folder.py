@@ -5,26 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ngrpo.result_folder import CannotWrite, ResultFolder, read_json, write_json, write_text, writing
+from ngrpo.storage.result_folder import CannotWrite, ResultFolder, read_json, write_json, write_text, writing
 from perturbations.errors import UsageError
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The system refuses what is beyond this size, in the middle of a write, as it does where the disk is full."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+from tests.fast.file_limit import largest_file
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

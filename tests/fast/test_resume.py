@@ -7,8 +7,8 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-from ngrpo.trainer.resume import resuming_generator, resuming_trainer
-from ngrpo.trainer.visits import Visits
+from ngrpo.trainers.openrlhf.resume import resuming_generator, resuming_trainer
+from ngrpo.trainers.openrlhf.visits import Visits
 
 
 class Trainer:

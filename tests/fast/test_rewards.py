@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.trainer.rewards import SECONDS, CheckedReward, RewardFailed
-from ngrpo.trainer.rollout_actor import RecordingExecutor
+from ngrpo.trainers.openrlhf.rewards import SECONDS, CheckedReward, RewardFailed
+from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from ngrpo import policy_noises
+from ngrpo.commands import eval as command
 from ngrpo.compare import arguments, results
 from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose.policies import policy_of
-from ngrpo.evaluate import command, engine
+from ngrpo.evaluate import engine, outcome
 from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
 from perturbations.errors import UsageError
@@ -28,10 +29,16 @@ def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolic
 
 def test_what_is_asked_for() -> None:
     found = policy("--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02", step=7)
-    assert found.schedule.name == "ead" and found.scale == 0.02 and not found.plain
+    assert found.schedule.name == "ead"
+    assert found.scale == 0.02
+    assert not found.plain
     told = found.described()
-    assert told["training_step"] == 7 and told["sigma"] == 0.02 and told["policy_noise"]["name"] == "psn"
-    assert policy().plain and policy().described() == {} and policy().scale == 0.0
+    assert told["training_step"] == 7
+    assert told["sigma"] == 0.02
+    assert told["policy_noise"]["name"] == "psn"
+    assert policy().plain
+    assert policy().described() == {}
+    assert policy().scale == 0.0
     # Twenty of 100 steps: stage 2 of 10, 1e-2 · (1/20)^(1/9).
     aqn = policy("--policy_noise", "aqn", step=20, steps=100)
     assert aqn.scale == pytest.approx(1e-2 * 20 ** (-1 / 9)) and aqn.notes == []
@@ -99,7 +106,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
-    """As `ngrpo.trainer.policy_noise` sends it before the rollouts of the step, on the Hugging Face parameters."""
+    """As `policy_noise.py` of the trainer sends it before the rollouts of the step, on the Hugging Face parameters."""
     from transformers import AutoModelForCausalLM
 
     asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05", step=3)
@@ -146,7 +153,9 @@ def test_strategies_of_a_diagnosis() -> None:
     arms = parse_arms(None, (), lines, rollouts=True)
     assert [arm.id for arm in arms] == lines
     plain, hot, noisy = map(policy_of, arms)
-    assert plain.plain and hot.schedule.tau_max == 1.5 and hot.noise is None
+    assert plain.plain
+    assert hot.schedule.tau_max == 1.5
+    assert hot.noise is None
     assert noisy.noise.name == "psn" and noisy.schedule is None
     for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
         with pytest.raises(UsageError, match="is for a training"):
@@ -164,3 +173,17 @@ def test_a_comparison_diagnoses_its_arms_as_they_roll_out() -> None:
     rows = [{"name": "none sampling.schedule=ead"}, {"name": "none"}]
     named = results._named({"strategies": rows, "samples": []}, arms)
     assert [row["name"] for row in named["strategies"]] == ["none sampling.schedule=ead base=gspo", "none"]
+
+
+def test_a_result_says_what_its_answers_were_drawn_with() -> None:
+    problem = SimpleNamespace(id="p", scorer="exact")
+    settings = {"model": "m", "dataset": "d", "scorer": "exact", "n": 1, "perturbation": None}
+    settings["sampling"] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0}
+    sample = {"problem": "p", "correct": True, "tokens": 3, "reward": 1.0, "parsed": True, "finish": "stop"}
+    words = ["--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02"]
+    asked = policy(*words, step=7).described()
+    for told in (asked, {}):
+        result = outcome.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
+        assert told.items() <= result.items() and ("sigma" in result) == bool(told)
+        line = "drawn with    sampling schedule ead, policy noise psn, σ 0.02, of training step 7\n"
+        assert (line in outcome.table(result, "f")) == bool(told)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, train
+from ngrpo import cli
+from ngrpo.commands import train
 from ngrpo.compare import arguments, runs
 from ngrpo.config import parse, preflight, rules
 from ngrpo.config.kinds import FLAGS, KINDS
 from ngrpo.config.run import FILE, RunConfig, current_run
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.own_files import clean
 from tests.fast.recipes import METHODS, PAPERS, words_of
@@ -130,9 +131,9 @@ def test_a_flag_stands_in_place_of_the_file(tmp_path: Path) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """`ngrpo train` up to the launch, which is recorded instead of run."""
     started: list[RunConfig] = []
-    monkeypatch.setattr("ngrpo.trainer.launch.launch", started.append)
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.launch.launch", started.append)
     monkeypatch.setattr(preflight, "check_stack", lambda: None)
-    monkeypatch.setattr("ngrpo.models.resolve", lambda name, report: name)
+    monkeypatch.setattr("ngrpo.models.packaged.resolve", lambda name, report: name)
     return started
 
 

@@ -12,8 +12,8 @@ import torch
 
 from ngrpo import sampling_schedules
 from ngrpo.config import preflight
-from ngrpo.openrlhf_flags import Flags
 from ngrpo.sampling_schedules.base import NextTokens
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import InputEdit, Perturbation, Proposal, Step, available, check_perturbation, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError

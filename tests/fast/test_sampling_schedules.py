@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.decode_step import Decoding, counting
 from ngrpo import sampling_schedules
-from ngrpo.openrlhf_flags import Flags
 from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
-from ngrpo.trainer.importance import importance_measures
+from ngrpo.trainers.openrlhf.importance import importance_measures
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create, streams
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
@@ -159,7 +159,10 @@ def test_a_schedule_keeps_its_contract(name: str) -> None:
     given = NextTokens(logits, torch.full((64,), 0.7), rows, steps, answers, counts)
     found = schedule.factor(given)
     if found is not None:
-        assert found.shape == (64,) and found.dtype == torch.float32 and (found > 0).all() and found.isfinite().all()
+        assert found.shape == (64,)
+        assert found.dtype == torch.float32
+        assert (found > 0).all()
+        assert found.isfinite().all()
         single = [
             schedule.factor(
                 NextTokens(logits[i], torch.tensor([0.7]), *(part[i] for part in (rows, steps, answers, counts)))
@@ -191,7 +194,9 @@ def test_a_decode_step_waits_for_nothing(name: str) -> None:
         decoding.perturber.finish = with_factor
         for _ in range(4):
             decoding.step()
-    assert counts.steps == 4 and not counts.waits and counts.uploads <= 3 * counts.steps
+    assert counts.steps == 4
+    assert not counts.waits
+    assert counts.uploads <= 3 * counts.steps
 
 
 # --- the objective ----------------------------------------------------------------------------------------------

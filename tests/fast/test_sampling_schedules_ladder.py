@@ -15,15 +15,15 @@ from ngrpo import sampling_schedules
 from ngrpo.config import parse
 from ngrpo.evaluate import engine
 from ngrpo.evaluate.engine import Sampling
-from ngrpo.openrlhf_flags import Flags
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.settings import KEY
 from ngrpo.sampling_schedules.base import NextTokens
-from ngrpo.trainer import rollout_requests
-from ngrpo.trainer.rollout_actor import RecordingExecutor, _conversation
+from ngrpo.trainers.openrlhf import rollout_requests
+from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
-from tests.fast.test_sampling_schedules_run import Generator, Step
+from tests.fast.schedule_doubles import Generator, Step
 
 
 def of_answers(logits: torch.Tensor, answers: list[int], counts: list[int]) -> NextTokens:

@@ -12,49 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.decode_step import Decoding
-from ngrpo import catalogue, sampling_schedules
+from ngrpo import sampling_schedules
 from ngrpo.config import parse, preflight, rules
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.console import catalogue
 from ngrpo.rollout import settings
 from ngrpo.rollout.request_check import checked
-from ngrpo.rollout.requests import RunningRequests
 from ngrpo.sampling_schedules.base import Run
-from ngrpo.trainer import metrics, rollout_requests, sampling_schedule
-from ngrpo.trainer.seams import active
-from perturbations import create, registry
+from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
+from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
+from tests.fast.schedule_doubles import Generator, Step
 
 NAMES = sorted(sampling_schedules.available())
 
 
 # --- the rollout ------------------------------------------------------------------------------------------------
-
-
-class Step:
-    """A perturber with requests, asked at one step of theirs."""
-
-    def __init__(self, **schedule: Any) -> None:
-        decoding = Decoding(create("none"), 4)
-        self.perturber = decoding.perturber
-        self.perturber._schedule = sampling_schedules.create(**schedule)
-        self.requests = RunningRequests(
-            create("none"), self.perturber._store, self.perturber, registry.buffers.create("memory")
-        )
-        for name in decoding.requests:
-            self.perturber._store.close(name)
-
-    def add(self, name: str, prompt: int, **arguments: Any) -> None:
-        params = SimpleNamespace(seed=None, extra_args={"perturbation": arguments})
-        new = SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5] * prompt)
-        self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new]))
-
-    def factor(self, names: list[str], starts: list[int], counts: list[int], greedy: list[int] | None = None) -> list:
-        size = len(names)
-        self.perturber.begin(names, np.array(starts), np.array(counts), np.zeros(size, dtype=bool))
-        given = None if greedy is None else torch.tensor(greedy)
-        return self.perturber.temperature_factor(torch.zeros(size, 8), torch.ones(size), given).tolist()
 
 
 def test_a_position_has_its_temperature_however_it_is_computed() -> None:
@@ -110,30 +85,6 @@ def test_an_engine_reads_its_schedule() -> None:
 
 
 # --- in OpenRLHF ------------------------------------------------------------------------------------------------
-
-
-class Generator:
-    """As OpenRLHF's: asks an engine for samples at a temperature."""
-
-    def __init__(self, asked: list[Any], **rollout: Any) -> None:
-        def remote(sampling_params: Any, **kwargs: Any) -> None:
-            asked.append((sampling_params.temperature, sampling_params.extra_args["perturbation"]))
-
-        self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
-        self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
-
-    def _generate_vllm(self, **kwargs: Any) -> None:
-        self._dispatch_prompts_to_vllm(["a"], **kwargs)
-
-    def generate_samples(self, **kwargs: Any) -> None:
-        self._generate_vllm(**kwargs)
-
-    def generate_eval_samples(self, **kwargs: Any) -> None:
-        self._generate_vllm(**kwargs)
-
-    def _dispatch_prompts_to_vllm(self, prompts: list[str], **kwargs: Any) -> None:
-        params = SimpleNamespace(temperature=kwargs.get("temperature", 1.0), extra_args=None)
-        self.vllm_engines[0].generate_responses.remote(sampling_params=params)
 
 
 def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,12 +220,12 @@ def test_what_is_in_place_for_a_schedule() -> None:
     """Also that a checkpoint holds the round, which the training step of the requests follows from."""
     rows = {seam.ours for seam in active(["sampling_schedule"])}
     assert {
-        "ngrpo.trainer.resume:resuming_trainer",
-        "ngrpo.trainer.sampling_schedule:scheduled_trainer",
-        "ngrpo.trainer.rollout_requests:numbered_requests",
-        "ngrpo.trainer.rollout_actor:perturbed_engine",
-        "ngrpo.trainer.metrics:measured_rollout_policy",
-        "ngrpo.trainer.metrics:reporting_trainer",
+        "ngrpo.trainers.openrlhf.resume:resuming_trainer",
+        "ngrpo.trainers.openrlhf.sampling_schedule:scheduled_trainer",
+        "ngrpo.trainers.openrlhf.rollout_requests:numbered_requests",
+        "ngrpo.trainers.openrlhf.rollout_actor:perturbed_engine",
+        "ngrpo.trainers.openrlhf.metrics:measured_rollout_policy",
+        "ngrpo.trainers.openrlhf.metrics:reporting_trainer",
     } < rows
 
 
@@ -300,7 +251,8 @@ def test_the_command_line() -> None:
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.").replace("?", r"\?")):
             parse.run_config(words)
-    assert "sampling schedule" in catalogue.listing() and "--sampling.schedule.tau_max" in catalogue.train_help()
+    assert "sampling schedule" in catalogue.listing()
+    assert "--sampling.schedule.tau_max" in catalogue.train_help("")
     assert "token 300  0.378" in catalogue.described("ead") and "entropy 4.14" in catalogue.described("edt")
 
 

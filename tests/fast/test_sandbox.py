@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import models, tasks
-from ngrpo.answers import generated
-from ngrpo.openrlhf_flags import Flags
+from ngrpo import tasks
+from ngrpo.models import packaged
 from ngrpo.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
+from ngrpo.scoring.answers import generated
 from ngrpo.tasks import minimum_sum, shortcut, star_graph, two_peaks
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
@@ -38,7 +39,9 @@ def test_demonstrations_of_digit_sums() -> None:
         if way == "copy":
             assert said == ["3"]
         else:
-            assert way == "count" and said[:-1] == ["0", "1", "9", "4"] and said[-1] in ("6", "7")
+            assert way == "count"
+            assert said[:-1] == ["0", "1", "9", "4"]
+            assert said[-1] in ("6", "7")
             counted, right = counted + 1, right + (said[-1] == "6")
     assert abs(counted / 4000 - digit_sums.COUNTED) < 0.02 and abs(right / counted - digit_sums.SKILL) < 0.025
     late = digit_sums.demonstration(chance, digits, late=True).split()
@@ -68,7 +71,9 @@ def test_minimum_sum(numbers: list[int], best: int) -> None:
 
 def test_star() -> None:
     edges, path = star_graphs.problem(random.Random(0))
-    assert len(edges) == 12 and len(path) == 5 and sum(a == path[0] for a, _ in edges) == 3
+    assert len(edges) == 12
+    assert len(path) == 5
+    assert sum(a == path[0] for a, _ in edges) == 3
     assert all(edge in edges for edge in itertools.pairwise(path))
     assert path[-1] not in {a for a, _ in edges}  # the end of its arm
     assert len(star_graphs.NODES) ** -star_graphs.LENGTH < 1e-6  # the chance of a right answer
@@ -132,8 +137,8 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(making, "STEPS", 2)
     said: list[str] = []
-    folder = Path(models.resolve("sandbox", report=said.append))
-    assert folder == models.folder_of("sandbox") == Path(models.resolve("sandbox", report=said.append))
+    folder = Path(packaged.resolve("sandbox", report=said.append))
+    assert folder == packaged.folder_of("sandbox") == Path(packaged.resolve("sandbox", report=said.append))
     assert len(said) == 1 and "sandbox" in said[0]
     threads = torch.get_num_threads()
     try:

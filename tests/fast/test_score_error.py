@@ -35,6 +35,7 @@ def test_the_score_of_a_drawn_vector_is_not_drowned(base: str, kind: str) -> Non
     assert relative_error(perturbation, perturbation.log_density, step, mismatch(kind, 0.1, head)) <= 0.2
 
 
+@pytest.mark.more
 def test_no_density_is_drowned_and_differences_are() -> None:
     """At 0.1 a threshold on the policy's own probability moves a candidate in or out: at most a third of the score."""
     found = dict(rows(SIZES[0]))

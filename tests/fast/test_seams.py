@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from ngrpo.trainer import seams
-from ngrpo.trainer.seams import SEAMS, Seam, SeamMismatch, active, check, found
+from ngrpo.trainers.openrlhf import seams
+from ngrpo.trainers.openrlhf.seams import SEAMS, Seam, SeamMismatch, active, check, found
 
 STACK = all(find_spec(name) for name in ("openrlhf", "vllm", "ray", "torch"))
 needs_stack = pytest.mark.skipif(not STACK, reason="needs openrlhf, vllm, ray and torch installed")
@@ -60,8 +60,10 @@ def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> No
         check(("cpu",), [row, broken])
     message = str(error.value)
     assert message.startswith("1 of 2 seams")
-    assert broken.target in message and state in message and row.checked.replace(" ", "==") in message
-    assert "ngrpo/trainer/seams.py" in message
+    assert broken.target in message
+    assert state in message
+    assert row.checked.replace(" ", "==") in message
+    assert "ngrpo/trainers/openrlhf/seams.py" in message
 
 
 def test_a_package_that_is_not_installed_is_a_mismatch_too() -> None:
@@ -93,7 +95,7 @@ def test_rows_apply_on_import_and_compose(tmp_path, monkeypatch) -> None:
     )
     program = """
         import sys
-        from ngrpo.trainer import seams, install
+        from ngrpo.trainers.openrlhf import seams, install
         row = lambda attribute, ours: seams.Seam('upstream_pkg.late', attribute, ours, 'x', '', 'u 1', 'w')
         seams.SEAMS = (row('A.f', 'mine:one'), row('A.f', 'mine:two'), row('<import>', 'mine:stand_in'))
         install.install(['x'])

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from ngrpo.rollout import plugin
+from ngrpo.rollout.async_scheduling import LENGTHS
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
-from ngrpo.rollout.settings import LENGTHS
-from perturbations import ReplayRecord
+from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
 from perturbations.replay.record import model_fingerprint
 
@@ -150,7 +150,7 @@ def ask(server: Server, request: Any, path: str = "/v1/completions") -> tuple[in
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
 
 
-LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32).tobytes()
+LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32)
 
 
 @pytest.mark.parametrize(
@@ -171,22 +171,22 @@ LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32).tobytes()
     ],
 )
 def test_each_choice_has_its_record(path: str, answer: dict[str, Any], names: list[str]) -> None:
-    kept = [dataclasses.replace(KEPT, seed=i).to_bytes() for i in range(len(names))]
-    held = {f"{name}-12345678": (kept[i], LOG_PROBS, b"") for i, name in enumerate(names)}
+    kept = [dataclasses.replace(KEPT, seed=i) for i in range(len(names))]
+    held = {f"{name}-12345678": FinishedTrajectory(kept[i], LOG_PROBS).pack() for i, name in enumerate(names)}
     server = Server(answer, held)
     status, found = ask(server, {"prompt": "a", "perturbation": {"seed": 3, "return_record": True}}, path)
     assert status == 200
     for choice in found["choices"]:
-        assert base64.b64decode(choice["perturbation_record"]) == kept[choice["index"]]
+        assert base64.b64decode(choice["perturbation_record"]) == kept[choice["index"]].to_bytes()
         assert choice["perturbation_log_probs"] == [-0.5, -1.0]
     assert server.got == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3}'}}
 
 
 def test_a_record_ends_where_its_answer_does() -> None:
     """At a stop string the worker is already further: here by one of two tokens, which the edit at 3 was fed for."""
-    further = dataclasses.replace(KEPT, positions=np.array([3])).to_bytes()
+    further = FinishedTrajectory(dataclasses.replace(KEPT, positions=np.array([3])), LOG_PROBS).pack()
     answer = {"id": "cmpl-1", "choices": [{"index": 0}]}
-    server = Server(answer, {"cmpl-1-0-12345678": (further, LOG_PROBS, b"")}, {"cmpl-1-0-12345678": 1})
+    server = Server(answer, {"cmpl-1-0-12345678": further}, {"cmpl-1-0-12345678": 1})
     _, found = ask(server, {"prompt": "a", "stop": ["b"], "perturbation": {"return_record": True}})
     (choice,) = found["choices"]
     record = ReplayRecord.from_bytes(base64.b64decode(choice["perturbation_record"]))

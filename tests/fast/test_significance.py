@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo import significance
 from ngrpo.compare import verdicts
-from ngrpo.evaluate.estimators import pass_at_k
+from ngrpo.statistics import significance
+from ngrpo.statistics.estimators import pass_at_k
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:
@@ -102,7 +102,9 @@ def test_correction_decides_and_leaves_the_untested_out() -> None:
     significance.correct([*found, single])
     assert [each["within_noise"] for each in found] == [True, True]
     assert all(each["comparisons"] == 2 and each["p_corrected"] > 0.06 for each in found)
-    assert "comparisons" not in single and not single["within_noise"] and single["over"] == "problems"
+    assert "comparisons" not in single
+    assert not single["within_noise"]
+    assert single["over"] == "problems"
 
 
 @pytest.mark.parametrize(("pairs", "comparisons"), [(3, 1), (5, 1), (5, 8), (10, 8)])

@@ -7,67 +7,21 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from perturbations import streams
-from perturbations.base import Proposal, Step
+from perturbations.base import Step
 from perturbations.edit import InputEdit, mix, realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.registry import create
-
-# Cosine, dot, L2 and L1 neighbors of token 0 are worked out in test_neighbors.py:
-# cosine 1, 2, 3, 4; dot 2, 1, 3, 4; L2 and L1 3, 4, 1, 2.
-E = torch.tensor([[1.0, 0.0], [4.0, 3.0], [6.0, 8.0], [0.0, 1.0], [-1.0, 0.0]])
-P = [8 / 16, 4 / 16, 2 / 16, 1 / 16, 1 / 16]
-
-
-class FixedNoise(Step):
-    """A step whose draws are given, by token id."""
-
-    def gumbel(self, n: Tensor) -> Tensor:
-        return self.noise.gather(-1, n)
-
-    normal = gumbel
-
-    def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
-        object.__setattr__(self, "shape", shape)
-        return self.noise.gather(-1, ids)
-
-
-def step_of(
-    probabilities: list[float],
-    sampled: int = 3,
-    temperature: float = 1.0,
-    embeddings: ModelEmbeddings | None = None,
-    noise: list[float] | None = None,
-) -> Step:
-    """One position whose temperature-scaled logits are log p, plus a constant, which must not matter."""
-    logits = torch.tensor([probabilities]).log() + 2.5
-    rest = (torch.tensor([sampled]), torch.tensor([temperature]), torch.tensor([7]), torch.tensor([11]))
-    if noise is None:
-        return Step(logits, *rest, embeddings or matrix_embeddings(E))
-    step = FixedNoise(logits, *rest, embeddings or matrix_embeddings(E))
-    object.__setattr__(step, "noise", torch.tensor([noise + [0.0] * (len(probabilities) - len(noise))]))
-    return step
-
-
-def row(proposal: Proposal) -> tuple[list[int], list[float], int]:
-    """Candidates, weights and token of the only position."""
-    edit = proposal.edit
-    return edit.ids[0].tolist(), edit.weights[0].tolist(), proposal.tokens.item()
-
-
-def close(*values: float) -> object:
-    return pytest.approx(list(values), abs=2e-6)
-
+from tests.fast.strategy_steps import EMBEDDING, PROBABILITIES, approximately, gumbel, only_proposal, repeated, step_of
 
 # --- none -----------------------------------------------------------------------------------------
 
 
 def test_none_feeds_the_sampled_token() -> None:
-    proposal = create("none").propose(step_of(P, sampled=3))
-    assert row(proposal) == ([3], [1.0], 3)
-    assert realise(proposal.edit, matrix_embeddings(E).lookup, None).tolist() == [[0.0, 1.0]]
+    proposal = create("none").propose(step_of(PROBABILITIES, sampled=3))
+    assert only_proposal(proposal) == ([3], [1.0], 3)
+    assert realise(proposal.edit, matrix_embeddings(EMBEDDING).lookup, None).tolist() == [[0.0, 1.0]]
 
 
 # --- neighbor: N-GRPO -----------------------------------------------------------------------------
@@ -78,17 +32,17 @@ def test_neighbor_paper() -> None:
 
     e' = 4/7 (1, 0) + 2/7 (4, 3) + 1/7 (6, 8) = ((4 + 8 + 6)/7, (6 + 8)/7) = (18/7, 2). The text: the anchor.
     """
-    proposal = create("neighbor").propose(step_of(P, sampled=3))
-    ids, weights, token = row(proposal)
+    proposal = create("neighbor").propose(step_of(PROBABILITIES, sampled=3))
+    ids, weights, token = only_proposal(proposal)
     assert (ids, token) == ([0, 1, 2], 0)
-    assert weights == close(4 / 7, 2 / 7, 1 / 7)
-    assert realise(proposal.edit, matrix_embeddings(E).lookup, None)[0].tolist() == close(18 / 7, 2.0)
+    assert weights == approximately(4 / 7, 2 / 7, 1 / 7)
+    assert realise(proposal.edit, matrix_embeddings(EMBEDDING).lookup, None)[0].tolist() == approximately(18 / 7, 2.0)
 
 
 def test_neighbor_set_is_by_embedding_not_by_probability() -> None:
     """Anchor 0, but the likeliest others are 3 and 4: the set is still {0, 1, 2}, with p = 6 : 1 : 1."""
-    ids, weights, _ = row(create("neighbor").propose(step_of([6 / 16, 1 / 16, 1 / 16, 5 / 16, 3 / 16])))
-    assert ids == [0, 1, 2] and weights == close(6 / 8, 1 / 8, 1 / 8)
+    ids, weights, _ = only_proposal(create("neighbor").propose(step_of([6 / 16, 1 / 16, 1 / 16, 5 / 16, 3 / 16])))
+    assert ids == [0, 1, 2] and weights == approximately(6 / 8, 1 / 8, 1 / 8)
 
 
 @pytest.mark.parametrize(
@@ -96,28 +50,35 @@ def test_neighbor_set_is_by_embedding_not_by_probability() -> None:
     [(0.5, (16, 4, 1)), (2.0, (2, math.sqrt(2), 1))],  # p^2 = 64 : 16 : 4; sqrt p = sqrt 8 : 2 : sqrt 2
 )
 def test_neighbor_mix_temperature(temperature: float, shares: tuple[float, ...]) -> None:
-    _, weights, _ = row(create("neighbor", mix_temperature=temperature).propose(step_of(P)))
-    assert weights == close(*(s / sum(shares) for s in shares))
+    _, weights, _ = only_proposal(create("neighbor", mix_temperature=temperature).propose(step_of(PROBABILITIES)))
+    assert weights == approximately(*(s / sum(shares) for s in shares))
 
 
 def test_neighbor_paper_weights_do_not_see_the_sampling_temperature_twice() -> None:
     """The logits are scaled already, so the step's temperature must not enter again."""
-    hot, cold = step_of(P, temperature=1.5), step_of(P, temperature=0.3)
+    hot, cold = step_of(PROBABILITIES, temperature=1.5), step_of(PROBABILITIES, temperature=0.3)
     perturbation = create("neighbor")
-    assert row(perturbation.propose(hot)) == row(perturbation.propose(cold)) == row(perturbation.propose(step_of(P)))
+    assert (
+        only_proposal(perturbation.propose(hot))
+        == only_proposal(perturbation.propose(cold))
+        == only_proposal(perturbation.propose(step_of(PROBABILITIES)))
+    )
 
 
 @pytest.mark.parametrize(
     ("metric", "ids"), [("cosine", [0, 1, 2]), ("dot", [0, 2, 1]), ("l2", [0, 3, 4]), ("l1", [0, 3, 4])]
 )
 def test_neighbor_metrics(metric: str, ids: list[int]) -> None:
-    assert row(create("neighbor", metric=metric).propose(step_of(P)))[0] == ids
+    assert only_proposal(create("neighbor", metric=metric).propose(step_of(PROBABILITIES)))[0] == ids
 
 
 def test_neighbor_k() -> None:
-    assert row(create("neighbor", k=2).propose(step_of(P)))[:2] == ([0, 1], close(2 / 3, 1 / 3))
-    ids, weights, _ = row(create("neighbor", k=5).propose(step_of(P)))
-    assert ids == [0, 1, 2, 3, 4] and weights == close(*P)
+    assert only_proposal(create("neighbor", k=2).propose(step_of(PROBABILITIES)))[:2] == (
+        [0, 1],
+        approximately(2 / 3, 1 / 3),
+    )
+    ids, weights, _ = only_proposal(create("neighbor", k=5).propose(step_of(PROBABILITIES)))
+    assert ids == [0, 1, 2, 3, 4] and weights == approximately(*PROBABILITIES)
 
 
 OUTPUT = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.5, 0.5], [2.0, 0.1]])
@@ -125,7 +86,7 @@ OUTPUT = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.5, 0.5], [2.0, 0.
 
 def two_spaces() -> ModelEmbeddings:
     """Input embeddings E; output embeddings in which token 0 is nearest to 4, then 3."""
-    return ModelEmbeddings(lambda ids: E[ids], lambda: E, lambda: OUTPUT)
+    return ModelEmbeddings(lambda ids: EMBEDDING[ids], lambda: EMBEDDING, lambda: OUTPUT)
 
 
 def test_neighbor_released() -> None:
@@ -137,19 +98,21 @@ def test_neighbor_released() -> None:
     p = [1 / 2, 1 / 16, 1 / 8, 1 / 16, 1 / 4]
     step = step_of(p, sampled=3, temperature=0.25 / math.log(2), embeddings=two_spaces())
     proposal = create("neighbor", variant="released", k=2).propose(step)
-    ids, weights, token = row(proposal)
+    ids, weights, token = only_proposal(proposal)
     assert (ids, token) == ([0, 4], 3)
-    assert weights == close(2 / 3, 1 / 3)
-    assert realise(proposal.edit, two_spaces().lookup, None)[0].tolist() == close(1 / 3, 0.0)
+    assert weights == approximately(2 / 3, 1 / 3)
+    assert realise(proposal.edit, two_spaces().lookup, None)[0].tolist() == approximately(1 / 3, 0.0)
 
 
 def test_neighbor_released_anchor_weight_is_between_a_half_and_0_731() -> None:
     """Temperature 1, k = 2: certain (p = 1, 0) gives e/(e + 1) = 0.731, equal p give 0.5."""
     perturbation = create("neighbor", variant="released", k=2)
-    certain = row(perturbation.propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1]
-    assert certain == close(math.e / (math.e + 1), 1 / (math.e + 1))
-    assert row(perturbation.propose(step_of([0.5, 0.5, 0.0, 0.0, 0.0])))[1] == close(0.5, 0.5)
-    assert row(create("neighbor", k=2).propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1] == close(1.0, 0.0)
+    certain = only_proposal(perturbation.propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1]
+    assert certain == approximately(math.e / (math.e + 1), 1 / (math.e + 1))
+    assert only_proposal(perturbation.propose(step_of([0.5, 0.5, 0.0, 0.0, 0.0])))[1] == approximately(0.5, 0.5)
+    assert only_proposal(create("neighbor", k=2).propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1] == approximately(
+        1.0, 0.0
+    )
 
 
 @pytest.mark.parametrize("weights", ["logits", "probs"])
@@ -162,28 +125,30 @@ def test_neighbor_parts_are_independent(weights: str, realization: str, space: s
     """
     p = [1 / 2, 1 / 4, 0.0, 0.0, 1 / 4]
     perturbation = create("neighbor", k=2, weights=weights, realization=realization, space=space)
-    ids, got, token = row(perturbation.propose(step_of(p, sampled=1, embeddings=two_spaces())))
+    ids, got, token = only_proposal(perturbation.propose(step_of(p, sampled=1, embeddings=two_spaces())))
     anchor = 2 / 3 if weights == "logits" else math.exp(0.25) / (math.exp(0.25) + 1)
     assert ids == [0, 1 if space == "input" else 4]
-    assert got == close(anchor, 1 - anchor)
+    assert got == approximately(anchor, 1 - anchor)
     assert token == (0 if realization == "anchor" else 1)
 
 
 def test_neighbor_skips_special_tokens_only_if_asked() -> None:
-    embeddings = matrix_embeddings(E, special_ids=[1])
-    assert row(create("neighbor").propose(step_of(P, embeddings=embeddings)))[0] == [0, 1, 2]
-    ids, weights, _ = row(create("neighbor", skip_special=True).propose(step_of(P, embeddings=embeddings)))
-    assert ids == [0, 2, 3] and weights == close(8 / 11, 2 / 11, 1 / 11)
+    embeddings = matrix_embeddings(EMBEDDING, special_ids=[1])
+    assert only_proposal(create("neighbor").propose(step_of(PROBABILITIES, embeddings=embeddings)))[0] == [0, 1, 2]
+    ids, weights, _ = only_proposal(
+        create("neighbor", skip_special=True).propose(step_of(PROBABILITIES, embeddings=embeddings))
+    )
+    assert ids == [0, 2, 3] and weights == approximately(8 / 11, 2 / 11, 1 / 11)
 
 
 def test_neighbors_follow_the_weights_after_a_refresh() -> None:
-    embedding = E.clone()
+    embedding = EMBEDDING.clone()
     embeddings = matrix_embeddings(embedding)
     perturbation = create("neighbor", k=2)
-    assert row(perturbation.propose(step_of(P, embeddings=embeddings)))[0] == [0, 1]
+    assert only_proposal(perturbation.propose(step_of(PROBABILITIES, embeddings=embeddings)))[0] == [0, 1]
     embedding[4] = torch.tensor([1.0, 0.0])
     embeddings.refresh()
-    assert row(perturbation.propose(step_of(P, embeddings=embeddings)))[0] == [0, 4]
+    assert only_proposal(perturbation.propose(step_of(PROBABILITIES, embeddings=embeddings)))[0] == [0, 4]
 
 
 # --- gaussian: STHT -------------------------------------------------------------------------------
@@ -196,7 +161,7 @@ Q = [4 / 8, 2 / 8, 1 / 8, 1 / 8]
 def gaussian(temperature: float = 1.0, **options: object) -> tuple[list[int], list[float], int, float]:
     perturbation = create("gaussian", **options)
     proposal = perturbation.propose(step_of(Q, 3, temperature, matrix_embeddings(RMS2)))
-    return (*row(proposal), proposal.edit.sigma.item())
+    return (*only_proposal(proposal), proposal.edit.sigma.item())
 
 
 def test_gaussian_on_the_token() -> None:
@@ -209,14 +174,14 @@ def test_gaussian_fuzzy_is_on_the_argmax() -> None:
 
 def test_gaussian_soft() -> None:
     """softmax(z / 0.5) over the two likeliest: p^2 = 16 : 4, so 4/5 and 1/5; the text has the sampled one."""
-    assert gaussian(base="soft", k=2) == ([0, 1], close(4 / 5, 1 / 5), 3, pytest.approx(0.66))
-    assert gaussian(base="soft", k=2, tau=1.0)[1] == close(2 / 3, 1 / 3)
+    assert gaussian(base="soft", k=2) == ([0, 1], approximately(4 / 5, 1 / 5), 3, pytest.approx(0.66))
+    assert gaussian(base="soft", k=2, tau=1.0)[1] == approximately(2 / 3, 1 / 3)
 
 
 def test_gaussian_soft_temperature_is_that_of_the_raw_logits() -> None:
     """The step has z / T with T = 0.5, which is already z / τ for τ = 0.5: p itself, 2/3 and 1/3."""
-    assert gaussian(0.5, base="soft", k=2)[1] == close(2 / 3, 1 / 3)
-    assert gaussian(2.0, base="soft", k=2)[1] == close(16 / 17, 1 / 17)  # p^(2/0.5) = 4^4 : 2^4
+    assert gaussian(0.5, base="soft", k=2)[1] == approximately(2 / 3, 1 / 3)
+    assert gaussian(2.0, base="soft", k=2)[1] == approximately(16 / 17, 1 / 17)  # p^(2/0.5) = 4^4 : 2^4
 
 
 @pytest.mark.parametrize(
@@ -257,34 +222,32 @@ def test_gaussian_noise_is_normal_with_that_scale() -> None:
     ],
 )
 def test_soft(options: dict, weights: list[float]) -> None:
-    ids, got, token = row(create("soft", **options).propose(step_of(P, sampled=4)))
+    ids, got, token = only_proposal(create("soft", **options).propose(step_of(PROBABILITIES, sampled=4)))
     # In the place of a token that top-p cuts the first one stands again.
-    assert ids == [i if w else 0 for i, w in enumerate(weights)] and got == close(*weights) and token == 4
+    assert ids == [i if w else 0 for i, w in enumerate(weights)]
+    assert got == approximately(*weights)
+    assert token == 4
 
 
 def test_soft_mixture() -> None:
     """2/3 (1, 0) + 1/3 (4, 3) = (2, 1)."""
-    edit = create("soft", k=2).propose(step_of(P)).edit
-    assert realise(edit, matrix_embeddings(E).lookup, None)[0].tolist() == close(2.0, 1.0)
+    edit = create("soft", k=2).propose(step_of(PROBABILITIES)).edit
+    assert realise(edit, matrix_embeddings(EMBEDDING).lookup, None)[0].tolist() == approximately(2.0, 1.0)
 
 
 # --- gumbel: SofT-GRPO ----------------------------------------------------------------------------
 
 
-def gumbel(probabilities: list[float], noise: list[float], **options: object) -> tuple[list[int], list[float], int]:
-    return row(create("gumbel", **options).propose(step_of(probabilities, noise=noise)))
-
-
 def test_gumbel_weights_and_token() -> None:
     """p = 4/7, 2/7, 1/7, g = 0, ln 4, ln 2, τ_g = 1: weights as p e^g = 4 : 8 : 2. Text: the largest."""
-    ids, weights, token = gumbel(P, [0.0, math.log(4), math.log(2)], k=3, top_p=1.0, tau=1.0)
+    ids, weights, token = gumbel(PROBABILITIES, [0.0, math.log(4), math.log(2)], k=3, top_p=1.0, tau=1.0)
     assert (ids, token) == ([0, 1, 2], 1)
     assert weights == pytest.approx([2 / 7, 4 / 7, 1 / 7], abs=1e-5)  # 1e-6 inside the logarithm
 
 
 def test_gumbel_default_temperature_is_a_tenth() -> None:
     """(p e^g)^10 with p = 2 : 1 and g = 0: 1024 : 1."""
-    _, weights, token = gumbel(P, [0.0, 0.0], k=2)
+    _, weights, token = gumbel(PROBABILITIES, [0.0, 0.0], k=2)
     assert weights == pytest.approx([1024 / 1025, 1 / 1025], abs=1e-5) and token == 0
 
 
@@ -292,14 +255,16 @@ def test_gumbel_noise_is_clamped() -> None:
     """g = 5, -9, 0 becomes 3, -1.5, 0: weights as 4 e^3 : 2 e^-1.5 : 1; unclamped 4 e^5 : 2 e^-9 : 1."""
     for clamp, noise in ((True, [3.0, -1.5, 0.0]), (False, [5.0, -9.0, 0.0])):
         shares = [p * math.exp(g) for p, g in zip((4, 2, 1), noise)]
-        got = gumbel(P, [5.0, -9.0, 0.0], k=3, top_p=1.0, tau=1.0, clamp=clamp)[1]
+        got = gumbel(PROBABILITIES, [5.0, -9.0, 0.0], k=3, top_p=1.0, tau=1.0, clamp=clamp)[1]
         assert got == pytest.approx([s / sum(shares) for s in shares], rel=1e-3)
 
 
 def test_gumbel_top_p_comes_before_the_noise() -> None:
     """top-p 0.6 leaves 0 and 1, renormalised 2 : 1; the third has weight 0 however large its noise."""
-    ids, weights, token = gumbel(P, [0.0, 0.0, 3.0], k=3, top_p=0.6, tau=1.0)
-    assert ids == [0, 1, 0] and weights == pytest.approx([2 / 3, 1 / 3, 0.0], abs=1e-5) and token == 0
+    ids, weights, token = gumbel(PROBABILITIES, [0.0, 0.0, 3.0], k=3, top_p=0.6, tau=1.0)
+    assert ids == [0, 1, 0]
+    assert weights == pytest.approx([2 / 3, 1 / 3, 0.0], abs=1e-5)
+    assert token == 0
 
 
 def test_gumbel_floor_inside_the_logarithm() -> None:
@@ -309,17 +274,11 @@ def test_gumbel_floor_inside_the_logarithm() -> None:
     assert weights[1] == pytest.approx(1.001e-6 * math.exp(4.5), rel=1e-3)
 
 
-def many(n: int, probabilities: list[float]) -> Step:
-    logits = torch.tensor([probabilities]).log().expand(n, -1).contiguous()
-    tokens = torch.zeros(n, dtype=torch.int64)
-    return Step(logits, tokens, torch.ones(n), torch.full((n,), 9), torch.arange(n), matrix_embeddings(E))
-
-
 def test_gumbel_token_is_a_sample_from_the_probabilities() -> None:
     """The Gumbel-max trick, over 100,000 positions and all five tokens: chi-squared with 4 degrees."""
     n = 100_000
-    proposal = create("gumbel", k=5, top_p=1.0, clamp=False).propose(many(n, P))
-    want = torch.tensor(P, dtype=torch.float64) * n
+    proposal = create("gumbel", k=5, top_p=1.0, clamp=False).propose(repeated(n, PROBABILITIES))
+    want = torch.tensor(PROBABILITIES, dtype=torch.float64) * n
     chi = ((proposal.tokens.bincount(minlength=5) - want) ** 2 / want).sum().item()
     assert chi < 18.5  # exceeded by 0.1% of fair samples
     largest = proposal.edit.ids.gather(-1, proposal.edit.weights.argmax(-1, keepdim=True)).flatten()
@@ -327,7 +286,7 @@ def test_gumbel_token_is_a_sample_from_the_probabilities() -> None:
 
 
 def test_gumbel_draws_come_from_the_weights_stream() -> None:
-    step = many(50, P)
+    step = repeated(50, PROBABILITIES)
     weights = create("gumbel", k=3, top_p=1.0, tau=1.0).propose(step).edit.weights
     keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
     noise = streams.gumbel(keys, 3).clamp(-1.5, 3.0)

@@ -16,7 +16,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.registry import create, create_gate
 from perturbations.step import Positions
-from tests.fast.test_strategies import E, P, close, many, row, step_of
+from tests.fast.strategy_steps import EMBEDDING, PROBABILITIES, approximately, only_proposal, repeated, step_of
 
 
 class GivenDraws(Step):
@@ -28,7 +28,7 @@ class GivenDraws(Step):
 
 def drawn(probabilities: list[float], first: int, *others: int) -> Step:
     logits = torch.tensor([probabilities]).log() - 1.5
-    rest = (torch.tensor([first]), torch.ones(1), torch.tensor([7]), torch.tensor([11]), matrix_embeddings(E))
+    rest = (torch.tensor([first]), torch.ones(1), torch.tensor([7]), torch.tensor([11]), matrix_embeddings(EMBEDDING))
     step = GivenDraws(logits, *rest)
     object.__setattr__(step, "given", list(others))
     return step
@@ -46,7 +46,7 @@ def replayed(edit: InputEdit, token: int, probabilities: list[float], temperatur
     """One position in the second of two rows, of a policy with these probabilities at temperature 1."""
     z = torch.tensor([[1.0] * len(probabilities), probabilities]).log() / temperature + 0.7
     log_probs = torch.log_softmax(z, dim=-1)[1:, token]
-    lookup = matrix_embeddings(E).lookup
+    lookup = matrix_embeddings(EMBEDDING).lookup
     return Replayed(z, torch.tensor([1]), log_probs, temperature, edit, None, lookup)
 
 
@@ -55,13 +55,13 @@ def replayed(edit: InputEdit, token: int, probabilities: list[float], temperatur
 
 def test_multiplex() -> None:
     """p = .5, .3, .2; draws 0, 1, 0: weights .5, .3, .5 over 1.3, so 1/1.3 = .769231 and .3/1.3 = .230769."""
-    ids, weights, token = row(create("multiplex").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
+    ids, weights, token = only_proposal(create("multiplex").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
     assert (ids, token) == ([0, 1, 0], 0)
     assert by_token(ids, weights) == {0: pytest.approx(0.769231, abs=1e-6), 1: pytest.approx(0.230769, abs=1e-6)}
 
 
 def test_multiplex_average() -> None:
-    ids, weights, _ = row(create("multiplex", weights="average").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
+    ids, weights, _ = only_proposal(create("multiplex", weights="average").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
     assert by_token(ids, weights) == {0: pytest.approx(2 / 3), 1: pytest.approx(1 / 3)}
 
 
@@ -69,7 +69,7 @@ def test_multiplex_joint_density() -> None:
     """2 ln .5 + ln .3 = -2.590267: a draw that repeats another counts again."""
     perturbation = create("multiplex", density="joint")
     edit = perturbation.propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)).edit
-    assert perturbation.log_density(replayed(edit, 0, [0.5, 0.3, 0.2])).tolist() == close(-2.590267)
+    assert perturbation.log_density(replayed(edit, 0, [0.5, 0.3, 0.2])).tolist() == approximately(-2.590267)
 
 
 def test_multiplex_joint_density_among_the_tokens_left() -> None:
@@ -78,26 +78,28 @@ def test_multiplex_joint_density_among_the_tokens_left() -> None:
     edit = perturbation.propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)).edit
     whole = replayed(edit, 0, [0.5, 0.3, 0.2])
     left = Replayed(whole.logits, whole.rows, torch.tensor([0.625]).log(), 1.0, edit, None, whole.lookup)
-    assert perturbation.log_density(left).tolist() == close(2 * math.log(0.625) + math.log(0.375))
+    assert perturbation.log_density(left).tolist() == approximately(2 * math.log(0.625) + math.log(0.375))
 
 
 def test_further_draws_are_independent_samples() -> None:
     """Pairs of 100,000 positions against p_i p_j: chi-squared with 24 degrees, 0.999 quantile 51.2."""
     n = 100_000
-    draws = many(n, P).draws(2)
+    draws = repeated(n, PROBABILITIES).draws(2)
     counts = torch.bincount(draws[:, 0] * 5 + draws[:, 1], minlength=25).double()
-    expected = n * torch.outer(torch.tensor(P), torch.tensor(P)).flatten().double()
+    expected = n * torch.outer(torch.tensor(PROBABILITIES), torch.tensor(PROBABILITIES)).flatten().double()
     assert ((counts - expected).square() / expected).sum() < 51.2
 
 
 def test_distinct_draws_are_without_replacement() -> None:
     """Ordered pairs after token 0 against p_j / (1 − p_0) · p_k / (1 − p_0 − p_j): 11 degrees, 0.999 quantile 31.3."""
     n = 30_000
-    draws = many(n, P).draws(2, distinct=True)
+    draws = repeated(n, PROBABILITIES).draws(2, distinct=True)
     counts = torch.bincount(draws[:, 0] * 5 + draws[:, 1], minlength=25).double().view(5, 5)
     statistic = 0.0
     for j, k in itertools.permutations(range(1, 5), 2):
-        expected = n * P[j] / (1 - P[0]) * P[k] / (1 - P[0] - P[j])
+        expected = (
+            n * PROBABILITIES[j] / (1 - PROBABILITIES[0]) * PROBABILITIES[k] / (1 - PROBABILITIES[0] - PROBABILITIES[j])
+        )
         statistic += (counts[j, k] - expected) ** 2 / expected
         counts[j, k] = 0.0
     assert statistic < 31.3 and not counts.any(), "no token twice"
@@ -128,7 +130,7 @@ def test_distinct_draws_of_a_sure_policy_and_over_blocks() -> None:
 
 
 def test_further_draws_are_among_those_that_the_request_allows() -> None:
-    step = many(2000, P)
+    step = repeated(2000, PROBABILITIES)
     allowed = step.logits.clone()
     allowed[:, [0, 3, 4]] = -torch.inf
     step = Step(**{**vars(step), "drawable": allowed})
@@ -138,17 +140,18 @@ def test_further_draws_are_among_those_that_the_request_allows() -> None:
     # The weights are of the whole distribution's probabilities, whose ratio is the same.
     step = Step(**{**vars(step), "sampled": draws[:, 0]})
     edit = create("multiplex").propose(step).edit
-    p = torch.tensor(P)[edit.ids]
+    p = torch.tensor(PROBABILITIES)[edit.ids]
     torch.testing.assert_close(edit.weights, p / p.sum(-1, keepdim=True))
 
 
+@pytest.mark.more
 def test_further_draws_over_several_blocks_of_tokens() -> None:
     """Of 150 tokens, all but two of the middle ones excluded: chi-squared with 87 degrees, 0.999 quantile 133."""
     n, size = 100_000, 150
     z = torch.randn(size, generator=torch.Generator().manual_seed(3))
     z[64:128] = -torch.inf
     z[100:102] = 1.0
-    draws = Step(**{**vars(many(n, P)), "logits": z.expand(n, -1)}).draws(2)
+    draws = Step(**{**vars(repeated(n, PROBABILITIES)), "logits": z.expand(n, -1)}).draws(2)
     expected = n * torch.softmax(z.double(), dim=-1)
     for counts in (torch.bincount(draws[:, j], minlength=size).double() for j in (0, 1)):
         assert len(counts) == size and (counts[expected == 0.0] == 0.0).all()
@@ -161,7 +164,7 @@ def test_a_long_tail_is_drawn_as_often_as_it_should_be() -> None:
     n, size = 400, 50_001
     logits = torch.full((n, size), 0.5 / (size - 1)).log()
     logits[:, 0] = math.log(0.5)
-    step = many(n, P)
+    step = repeated(n, PROBABILITIES)
     draws = Step(**{**vars(step), "logits": logits}).draws(1)
     assert (draws == 0).float().mean().item() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(n))
     assert len(draws[draws > 0].unique()) > 0.95 * (draws > 0).sum()
@@ -182,7 +185,7 @@ def test_a_long_tail_is_drawn_as_often_as_it_should_be() -> None:
 )
 def test_moi(probabilities: list[float], sampled: int, beta: float, expected: list[float], entropy: str) -> None:
     perturbation = create("moi", k=len(probabilities), beta=beta, entropy=entropy)
-    ids, weights, token = row(perturbation.propose(step_of(probabilities, sampled=sampled)))
+    ids, weights, token = only_proposal(perturbation.propose(step_of(probabilities, sampled=sampled)))
     found = by_token(ids, weights)
     assert (ids[0], token) == (sampled, sampled)
     assert [found[i] for i in range(len(expected))] == pytest.approx(expected, abs=2e-6)
@@ -194,8 +197,10 @@ def test_moi_entropy_of_all_or_of_the_likeliest() -> None:
     y is not among the two: its weight is 1 - H / 2 all the same.
     """
     for entropy, h in (("all", 0.937231), ("top", 0.954434)):
-        ids, weights, _ = row(create("moi", k=2, entropy=entropy).propose(step_of([0.5, 0.3, 0.2], sampled=2)))
-        assert ids == [2, 0, 1] and weights == close(1 - h / 2, 0.625 * h / 2, 0.375 * h / 2)
+        ids, weights, _ = only_proposal(
+            create("moi", k=2, entropy=entropy).propose(step_of([0.5, 0.3, 0.2], sampled=2))
+        )
+        assert ids == [2, 0, 1] and weights == approximately(1 - h / 2, 0.625 * h / 2, 0.375 * h / 2)
 
 
 # --- SeLaR ------------------------------------------------------------------------------------------
@@ -208,7 +213,7 @@ def test_moi_entropy_of_all_or_of_the_likeliest() -> None:
 def test_selar(probabilities: list[float], expected: list[float]) -> None:
     """H = .937231 and .983539: (1 + H) p, less H at the likeliest. The text keeps the sampled token."""
     proposal = create("selar").propose(step_of(probabilities, sampled=2))
-    assert row(proposal) == ([2, 0, 1, 2], close(0.0, *expected), 2)
+    assert only_proposal(proposal) == ([2, 0, 1, 2], approximately(0.0, *expected), 2)
     assert proposal.acts.tolist() == [True]
 
 
@@ -216,7 +221,7 @@ def test_selar_is_selective() -> None:
     """p = .9, .07, .03: H = .351507 < .5, an ordinary position; with the threshold below, it is mixed."""
     step = step_of([0.9, 0.07, 0.03], sampled=1)
     proposal = create("selar").propose(step)
-    assert row(proposal) == ([1, 0, 1, 2], [1.0, 0.0, 0.0, 0.0], 1) and proposal.acts.tolist() == [False]
+    assert only_proposal(proposal) == ([1, 0, 1, 2], [1.0, 0.0, 0.0, 0.0], 1) and proposal.acts.tolist() == [False]
     assert create("selar", threshold=0.3515).propose(step).acts.tolist() == [True]
     assert create("selar", threshold=0.3516).propose(step).acts.tolist() == [False]
 
@@ -228,8 +233,8 @@ def test_lepo() -> None:
     """p = .6, .3, .1, g = 0, 1, -.5, τ = .5: w as below; Σ w ln p = -.965329; the text is the likeliest."""
     perturbation = create("lepo", k=3, top_p=1.0, density="lepo")
     proposal = perturbation.propose(step_of([0.6, 0.3, 0.1], sampled=2, noise=[0.0, 1.0, -0.5]))
-    assert row(proposal) == ([0, 1, 2], close(0.349958, 0.646465, 0.003576), 0)
-    assert perturbation.log_density(replayed(proposal.edit, 0, [0.6, 0.3, 0.1])).tolist() == close(-0.965329)
+    assert only_proposal(proposal) == ([0, 1, 2], approximately(0.349958, 0.646465, 0.003576), 0)
+    assert perturbation.log_density(replayed(proposal.edit, 0, [0.6, 0.3, 0.1])).tolist() == approximately(-0.965329)
 
 
 def test_lepo_noise_is_not_clamped_and_cut_tokens_take_no_part() -> None:
@@ -237,9 +242,9 @@ def test_lepo_noise_is_not_clamped_and_cut_tokens_take_no_part() -> None:
     perturbation = create("lepo", k=3, top_p=0.85, tau=1.0, density="lepo")
     proposal = perturbation.propose(step_of([0.6, 0.3, 0.1], noise=[0.0, 5.0, 9.0]))
     share = 0.3 * math.exp(5) / (0.6 + 0.3 * math.exp(5))
-    assert row(proposal) == ([0, 1, 0], close(1 - share, share, 0.0), 0)
+    assert only_proposal(proposal) == ([0, 1, 0], approximately(1 - share, share, 0.0), 0)
     expected = (1 - share) * math.log(0.6) + share * math.log(0.3)
-    assert perturbation.log_density(replayed(proposal.edit, 0, [0.6, 0.3, 0.1])).tolist() == close(expected)
+    assert perturbation.log_density(replayed(proposal.edit, 0, [0.6, 0.3, 0.1])).tolist() == approximately(expected)
 
 
 def test_the_gate_of_the_first_tokens() -> None:
@@ -264,8 +269,8 @@ def test_latent(temperature: float) -> None:
     tempered = torch.softmax(torch.tensor([0.6, 0.3, 0.1]).log() / temperature, dim=-1).tolist()
     perturbation = create("latent", k=3, density="latent")
     proposal = perturbation.propose(step_of(tempered, temperature=temperature, noise=[-2.0, 0.4, 3.7]))
-    ids, weights, token = row(proposal)
-    assert (ids, token) == ([2, 1, 0], 2) and weights == close(0.775510, 0.172800, 0.051691)
+    ids, weights, token = only_proposal(proposal)
+    assert (ids, token) == ([2, 1, 0], 2) and weights == approximately(0.775510, 0.172800, 0.051691)
     density = perturbation.log_density(replayed(proposal.edit, 2, [0.6, 0.3, 0.1], temperature))
     assert density.tolist() == pytest.approx([-2.520226], abs=1e-5)
 
@@ -279,7 +284,7 @@ def test_latent_density_is_not_clamped() -> None:
         density = perturbation.log_density(replayed(edit, 2, [(1 - now) / 2, (1 - now) / 2, now]))
         assert density.tolist() == pytest.approx([-delta - math.exp(-delta)], abs=1e-5)
     edit = InputEdit(edit.ids, edit.weights, normalizer=torch.tensor([math.log(0.1) - 0.5]))
-    assert perturbation.log_density(replayed(edit, 2, [0.6, 0.3, 0.1])).tolist() == close(0.5 - math.exp(0.5))
+    assert perturbation.log_density(replayed(edit, 2, [0.6, 0.3, 0.1])).tolist() == approximately(0.5 - math.exp(0.5))
 
 
 @pytest.mark.parametrize(
@@ -299,11 +304,11 @@ def test_latent_gradient_of_a_negative_answer(advantage: float | None, one_sided
         z = torch.tensor([[0.0, 0.0, 0.0], [0.3, -0.2, 0.9]], requires_grad=True)
         log_p = torch.log_softmax(z.detach()[1], dim=-1)[2]
         edit = InputEdit(torch.tensor([[2]]), torch.ones(1, 1), normalizer=(log_p + delta).view(1))
-        lookup = matrix_embeddings(E).lookup
+        lookup = matrix_embeddings(EMBEDDING).lookup
         advantages = None if advantage is None else torch.tensor([advantage])
         given = Replayed(z, torch.tensor([1]), log_p.view(1), 1.0, edit, None, lookup, advantages)
         density = perturbation.log_density(given)
-        assert density.tolist() == close(-delta - math.exp(-delta))
+        assert density.tolist() == approximately(-delta - math.exp(-delta))
         density.sum().backward()
         # d log p_2 / d z_2 = 1 - p_2.
         assert z.grad[1, 2].item() == pytest.approx(gradient * (1 - math.exp(log_p)), abs=1e-5)
@@ -312,17 +317,20 @@ def test_latent_gradient_of_a_negative_answer(advantage: float | None, one_sided
 def test_latent_takes_the_nucleus_and_at_least_k() -> None:
     """P = 8 : 4 : 2 : 1 : 1, of 16: a nucleus of .7 holds tokens 0 and 1; large noise elsewhere does not count."""
     noise = [0.0, 0.0, 3.0, 3.0, 2.9]
-    assert row(create("latent", k=2, top_p=0.7).propose(step_of(P, noise=noise)))[0] == [0, 1]
-    assert row(create("latent", k=3, top_p=0.7).propose(step_of(P, noise=noise)))[0] == [2, 0, 1]
-    assert row(create("latent", k=2, top_p=1.0).propose(step_of(P, noise=noise)))[0] == [2, 3]
-    assert row(create("latent", k=2, top_p=1.0, pool=3).propose(step_of(P, noise=noise)))[0] == [2, 0]
+    assert only_proposal(create("latent", k=2, top_p=0.7).propose(step_of(PROBABILITIES, noise=noise)))[0] == [0, 1]
+    assert only_proposal(create("latent", k=3, top_p=0.7).propose(step_of(PROBABILITIES, noise=noise)))[0] == [2, 0, 1]
+    assert only_proposal(create("latent", k=2, top_p=1.0).propose(step_of(PROBABILITIES, noise=noise)))[0] == [2, 3]
+    assert only_proposal(create("latent", k=2, top_p=1.0, pool=3).propose(step_of(PROBABILITIES, noise=noise)))[0] == [
+        2,
+        0,
+    ]
 
 
 def test_latent_density_is_a_mean_over_the_tokens_that_kept_a_weight() -> None:
     """Weights .7, .3 and one that float32 lost, normalizer 0: Δ = ln(.7/.6), 0; (−.154151 − 6/7 − 1) / 2, not / 3."""
     edit = InputEdit(torch.tensor([[0, 1, 0]]), torch.tensor([[0.7, 0.3, 0.0]]), normalizer=torch.zeros(1))
     density = create("latent", k=3, density="latent").log_density(replayed(edit, 0, [0.6, 0.3, 0.1]))
-    assert density.tolist() == close(-1.005647)
+    assert density.tolist() == approximately(-1.005647)
 
 
 def test_latent_refuses_what_it_could_not_replay() -> None:

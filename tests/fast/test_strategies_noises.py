@@ -12,31 +12,31 @@ from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
-from tests.fast.test_strategies import P, close, many, row, step_of
+from tests.fast.strategy_steps import PROBABILITIES, approximately, only_proposal, repeated, step_of
 
 # --- dirichlet and normal: the other noises of SofT-GRPO's release ---------------------------------
 
 
 def test_dirichlet() -> None:
     """γ = 1, 2, 1 drawn with shapes α p = 2 (4/7, 2/7, 1/7): weights 1/4, 1/2, 1/4; the text takes the largest."""
-    step = step_of(P, noise=[0.0, math.log(2), 0.0])
+    step = step_of(PROBABILITIES, noise=[0.0, math.log(2), 0.0])
     proposal = create("dirichlet", k=3, top_p=1.0, alpha=2.0, density="dirichlet").propose(step)
-    assert row(proposal) == ([0, 1, 2], close(1 / 4, 1 / 2, 1 / 4), 1)
-    assert step.shape[0].tolist() == close(8 / 7, 4 / 7, 2 / 7)
-    assert proposal.edit.normalizer.tolist() == close(math.log(4))
+    assert only_proposal(proposal) == ([0, 1, 2], approximately(1 / 4, 1 / 2, 1 / 4), 1)
+    assert step.shape[0].tolist() == approximately(8 / 7, 4 / 7, 2 / 7)
+    assert proposal.edit.normalizer.tolist() == approximately(math.log(4))
 
 
 def test_dirichlet_top_p_comes_before_the_noise() -> None:
-    step = step_of(P, noise=[0.0, math.log(3), 9.0])
-    ids, weights, token = row(create("dirichlet", k=3, top_p=0.6).propose(step))
-    assert (ids, token) == ([0, 1, 0], 1) and weights == close(1 / 4, 3 / 4, 0.0)
+    step = step_of(PROBABILITIES, noise=[0.0, math.log(3), 9.0])
+    ids, weights, token = only_proposal(create("dirichlet", k=3, top_p=0.6).propose(step))
+    assert (ids, token) == ([0, 1, 0], 1) and weights == approximately(1 / 4, 3 / 4, 0.0)
 
 
 def test_dirichlet_mean_and_variance() -> None:
     """Dirichlet(α p) with α = 3: mean p, variance p (1 - p) / (α + 1), over 100,000 positions."""
     n = 100_000
-    weights = create("dirichlet", k=5, top_p=1.0, alpha=3.0).propose(many(n, P)).edit.weights.double()
-    for i, p in enumerate(P):
+    weights = create("dirichlet", k=5, top_p=1.0, alpha=3.0).propose(repeated(n, PROBABILITIES)).edit.weights.double()
+    for i, p in enumerate(PROBABILITIES):
         variance = p * (1 - p) / 4
         assert weights[:, i].mean().item() == pytest.approx(p, abs=4 * math.sqrt(variance / n))
         assert weights[:, i].var().item() == pytest.approx(variance, rel=0.03)
@@ -44,20 +44,22 @@ def test_dirichlet_mean_and_variance() -> None:
 
 def test_normal() -> None:
     """p = 2/3, 1/3 and ε = 1, -2: y = 43/60, 14/60, sum 57/60: weights 43/57, 14/57."""
-    proposal = create("normal", k=2, density="normal").propose(step_of(P, noise=[1.0, -2.0]))
-    assert row(proposal) == ([0, 1], close(43 / 57, 14 / 57), 0)
+    proposal = create("normal", k=2, density="normal").propose(step_of(PROBABILITIES, noise=[1.0, -2.0]))
+    assert only_proposal(proposal) == ([0, 1], approximately(43 / 57, 14 / 57), 0)
     assert proposal.edit.normalizer is None  # the noise is drawn again from its keys
 
 
 def test_normal_weights_may_be_negative_and_the_text_may_change() -> None:
     """p = 0.5, 0.46, 0.04 and ε = -1, 1, -2: y = 0.45, 0.51, -0.06, sum 0.9."""
     step = step_of([0.5, 0.46, 0.04, 0.0, 0.0], noise=[-1.0, 1.0, -2.0])
-    ids, weights, token = row(create("normal", k=3, top_p=1.0).propose(step))
-    assert (ids, token) == ([0, 1, 2], 1) and weights == close(0.45 / 0.9, 0.51 / 0.9, -0.06 / 0.9)
+    ids, weights, token = only_proposal(create("normal", k=3, top_p=1.0).propose(step))
+    assert (ids, token) == ([0, 1, 2], 1) and weights == approximately(0.45 / 0.9, 0.51 / 0.9, -0.06 / 0.9)
 
 
 def test_normal_leaves_tokens_cut_by_top_p_alone() -> None:
-    assert row(create("normal", k=3, top_p=0.4).propose(step_of(P, noise=[1.0, 3.0, 3.0])))[1] == close(1.0, 0.0, 0.0)
+    assert only_proposal(create("normal", k=3, top_p=0.4).propose(step_of(PROBABILITIES, noise=[1.0, 3.0, 3.0])))[
+        1
+    ] == approximately(1.0, 0.0, 0.0)
 
 
 # --- orthogonal: a baseline of N-GRPO's release ----------------------------------------------------
@@ -74,8 +76,8 @@ def test_orthogonal(realization: str, token: int) -> None:
     """
     step = step_of([4 / 8, 3 / 8, 1 / 8, 0.0], embeddings=matrix_embeddings(O), noise=[9.0, 1.0, -2.0])
     proposal = create("orthogonal", k=3, realization=realization).propose(step)
-    assert row(proposal) == ([0, 1, 2], close(-5 / 8, 3 / 4, -1 / 2), token)
-    assert realise(proposal.edit, matrix_embeddings(O).lookup, None)[0].tolist() == close(2.0, 2.5)
+    assert only_proposal(proposal) == ([0, 1, 2], approximately(-5 / 8, 3 / 4, -1 / 2), token)
+    assert realise(proposal.edit, matrix_embeddings(O).lookup, None)[0].tolist() == approximately(2.0, 2.5)
 
 
 def test_orthogonal_noise_has_the_scale_of_the_paper() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo.compare import arguments
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 
 FOLDER = Path(__file__).parents[2] / "examples" / "study2"
 

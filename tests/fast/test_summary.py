@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import summary
-from ngrpo.result_folder import CannotWrite
+from ngrpo.report import summary
+from ngrpo.storage.result_folder import CannotWrite
 from perturbations import create
+from tests.fast.file_limit import largest_file
 from tests.fast.run import run_of
-from tests.fast.test_result_folder import largest_file
 
 PERTURBED = {
     "perturbation/rate": 0.1,
@@ -62,7 +62,9 @@ def test_perturbed_run(tmp_path: Path) -> None:
     assert row["step"] == 2 and row["reward"] == 0.5
     assert row["tokens_per_second"] == pytest.approx(10 * 32 / 4)
     assert row["anchor_differs"] == pytest.approx(0.25)
-    assert found["perturbation"] == spec and found["seed"] == 7 and found["hardware"] == "cpu"
+    assert found["perturbation"] == spec
+    assert found["seed"] == 7
+    assert found["hardware"] == "cpu"
     assert found["versions"]["torch"] and found["places"]["checkpoint"] == "m"
     assert found["scalars"]["eval/eval_default_pass1"] == {"3": 0.5}
     for part in (
@@ -82,7 +84,9 @@ def test_perturbed_run(tmp_path: Path) -> None:
 def test_unperturbed_run_has_no_perturbation_columns(tmp_path: Path) -> None:
     write_log(tmp_path / "tb", [0.0, 0.0], {})
     text, found = finish(tmp_path)
-    assert "stock vLLM rollouts" in text and "anchor" not in text and "records" not in text
+    assert "stock vLLM rollouts" in text
+    assert "anchor" not in text
+    assert "records" not in text
     assert found["perturbation"] is None and "rate" not in found["steps"][0]
     assert "80" in text and "20.0" in text
 
@@ -104,7 +108,9 @@ def test_no_steps(tmp_path: Path) -> None:
 def test_long_runs_are_thinned_on_screen_only(tmp_path: Path) -> None:
     write_log(tmp_path / "tb", [step / 100 for step in range(100)], {})
     text, found = finish(tmp_path)
-    assert len(found["steps"]) == 100 and len(text.splitlines()) < 40 and "\n 100 " in text
+    assert len(found["steps"]) == 100
+    assert len(text.splitlines()) < 40
+    assert "\n 100 " in text
 
 
 def test_evaluations_before_and_after(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import answers, tasks
-from ngrpo.openrlhf_flags import Flags
+from ngrpo import tasks
+from ngrpo.scoring import answers, procedural
 from ngrpo.tasks import arithmetic, reasoning_gym
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
@@ -26,7 +27,9 @@ def test_problems() -> None:
     for row in train + held_out:
         words = row["input"].replace("?", "").split()
         a, b = (int(word) for word in words if word.isdigit())
-        assert 2 <= a <= 9 and 2 <= b <= 9 and int(row["label"]) == a + b
+        assert 2 <= a <= 9
+        assert 2 <= b <= 9
+        assert int(row["label"]) == a + b
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,7 @@ class TestReasoningGym:
         with pytest.raises(UsageError, match=r"'chainsum'\. Did you mean 'chain_sum'.*Available: .*word_ladder"):
             tasks.check_name("reasoning_gym:chainsum")
 
+    @pytest.mark.more
     def test_files(self, tmp_path: Path) -> None:
         # ransom_note iterates over sets of strings: without a fixed hash seed its problems change with the process.
         folders = [tmp_path / "one", tmp_path / "two"]
@@ -149,11 +153,12 @@ class TestReasoningGym:
         # The base class gives a share for an answer that holds the right one: its length over the whole's.
         assert reasoning_gym.score(f"<answer>={answer}</answer>", label) == len(answer) / (len(answer) + 1)
 
+    @pytest.mark.more
     def test_every_dataset_survives_its_label(self) -> None:
         """Entries hold tuples and integer keys, which plain JSON turns into lists and text."""
         entry = {"question": "?", "answer": "a", "metadata": {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}}
         packed = json.loads(reasoning_gym.label_of("chain_sum", entry))["entry"]
-        assert reasoning_gym._unpack(packed) == entry
+        assert procedural._unpack(packed) == entry
         package = importlib.import_module("reasoning_gym")
         for name in ("arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"):
             data = package.create_dataset(name, seed=5, size=1)
@@ -162,6 +167,7 @@ class TestReasoningGym:
             label = reasoning_gym.label_of(name, entry)
             assert reasoning_gym.score(f"<answer>{answer}</answer>", label) == data.score_answer(answer, entry), name
 
+    @pytest.mark.more
     def test_reward_file(self, tmp_path: Path) -> None:
         flags = reasoning_gym.prepare(tmp_path, "chain_sum")
         spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])

@@ -13,9 +13,9 @@ from perturbations import streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.step import Step
+from perturbations.testing.density_check import replayed
 from perturbations.top_tokens import truncated
-from tests.fast.test_density import replayed
-from tests.fast.test_strategies import P, close, row, step_of
+from tests.fast.strategy_steps import PROBABILITIES, approximately, only_proposal, step_of
 
 NAMES = ("gumbel", "dirichlet", "normal", "lepo")
 # The five hold .84 of the vocabulary: .24, .2, .18, .12, .1 and forty others of .004.
@@ -24,7 +24,7 @@ FIVE = [0.24, 0.20, 0.18, 0.12, 0.10] + [0.004] * 40
 
 def kept(probabilities: list[float], **options: object) -> set[int]:
     """The tokens with a weight."""
-    ids, weights, _ = row(create(**options).propose(step_of(probabilities)))
+    ids, weights, _ = only_proposal(create(**options).propose(step_of(probabilities)))
     return {token for token, weight in zip(ids, weights) if weight}
 
 
@@ -32,8 +32,8 @@ def kept(probabilities: list[float], **options: object) -> set[int]:
 def test_the_releases_cut_by_the_share_of_the_k_likeliest(name: str) -> None:
     """P = 8 : 4 : 2 of 16, k = 3, top-p .8: before the third token stand 12/14 = .857 of the three, so it is cut; of
     the vocabulary 12/16 = .75, so it stays."""
-    assert kept(P, name=name, k=3, top_p=0.8) == {0, 1}
-    assert kept(P, name=name, k=3, top_p=0.8, top_p_of="vocabulary") == {0, 1, 2}
+    assert kept(PROBABILITIES, name=name, k=3, top_p=0.8) == {0, 1}
+    assert kept(PROBABILITIES, name=name, k=3, top_p=0.8, top_p_of="vocabulary") == {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,12 +47,12 @@ def test_where_the_k_likeliest_do_not_hold_top_p_only_the_releases_cut_at_all(na
 def test_the_weights_are_of_the_tokens_left() -> None:
     """LEPO without noise at τ = 1, from FIVE: .24, .2, .18, .12 over .74."""
     step = step_of(FIVE, noise=[0.0] * 45)
-    ids, weights, token = row(create("lepo", k=5, top_p=0.85, tau=1.0).propose(step))
+    ids, weights, token = only_proposal(create("lepo", k=5, top_p=0.85, tau=1.0).propose(step))
     assert (ids, token) == ([0, 1, 2, 3, 0], 0)
-    assert weights == close(0.24 / 0.74, 0.20 / 0.74, 0.18 / 0.74, 0.12 / 0.74, 0.0)
+    assert weights == approximately(0.24 / 0.74, 0.20 / 0.74, 0.18 / 0.74, 0.12 / 0.74, 0.0)
     # Of the vocabulary: all five, over .84.
-    ids, weights, _ = row(create("lepo", k=5, top_p=0.85, tau=1.0, top_p_of="vocabulary").propose(step))
-    assert ids == [0, 1, 2, 3, 4] and weights == close(*(p / 0.84 for p in FIVE[:5]))
+    ids, weights, _ = only_proposal(create("lepo", k=5, top_p=0.85, tau=1.0, top_p_of="vocabulary").propose(step))
+    assert ids == [0, 1, 2, 3, 4] and weights == approximately(*(p / 0.84 for p in FIVE[:5]))
 
 
 # --- ties at the bound -----------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_exact_ties_at_the_bound(logits: list[float], top_p: float, count: int, 
     step = Step(z, zeros, torch.ones(1), zeros, zeros, matrix_embeddings(torch.eye(len(logits))))
     ids, p = truncated(step, len(logits), top_p, top_p_of)
     assert int((p > 0.0).sum()) == count
-    assert p[0, :count].tolist() == close(*(torch.softmax(z[0, :count], dim=-1).tolist()))
+    assert p[0, :count].tolist() == approximately(*(torch.softmax(z[0, :count], dim=-1).tolist()))
     assert (ids[0, count:] == ids[0, 0]).all() and (p[0, count:] == 0.0).all()
 
 
@@ -165,9 +165,9 @@ def test_selar_after_the_request_s_filters() -> None:
     def proposed(drawable: Tensor | None, filtered: bool = True) -> tuple:
         whole = Step(**{**vars(step), "drawable": drawable})
         proposal = create("selar", filtered=filtered).propose(whole)
-        return (*row(proposal), proposal.acts.item())
+        return (*only_proposal(proposal), proposal.acts.item())
 
-    assert proposed(two) == ([1, 0, 1, 0], close(0.0, 0.399182, 0.600818, 0.0), 1, True)
+    assert proposed(two) == ([1, 0, 1, 0], approximately(0.0, 0.399182, 0.600818, 0.0), 1, True)
     assert proposed(one) == ([1, 0, 0, 0], [1.0, 0.0, 0.0, 0.0], 1, False)
-    plain = ([1, 0, 1, 2], close(0.0, 0.031385, 0.581169, 0.387446), 1, True)
+    plain = ([1, 0, 1, 2], approximately(0.0, 0.031385, 0.581169, 0.387446), 1, True)
     assert proposed(None) == plain and proposed(two, filtered=False) == plain, "the paper's own"

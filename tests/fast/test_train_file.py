@@ -10,7 +10,7 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import parse
 from ngrpo.config.run import RunConfig
-from ngrpo.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
@@ -68,7 +68,9 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
     text = TEXT + "perturbation.k: 4\nperturbation.strict: true\nadvantage: w_reinforce\nadvantage.lam: 0.2\n"
     assert parsed(tmp_path, text, "--perturbation none").spec is None
     command = parsed(tmp_path, text, "--perturbation soft --perturbation.k 7 --advantage psr")
-    assert command.spec["name"] == "soft" and command.spec["k"] == 7 and command.spec["rate"] == 1.0
+    assert command.spec["name"] == "soft"
+    assert command.spec["k"] == 7
+    assert command.spec["rate"] == 1.0
     assert command.strict and command.specs.get("advantage") == {"name": "psr"}
     command = parsed(tmp_path, text, "--perturbation neighbor --perturbation.k 2")
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"

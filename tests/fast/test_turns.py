@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.trainer.metrics import step_metrics
-from ngrpo.trainer.trajectory_record import unpack
-from ngrpo.trainer.turns import Conversation, finished
-from perturbations import ReplayRecord, registry
+from ngrpo.trainers.openrlhf.metrics import step_metrics
+from ngrpo.trainers.openrlhf.side_inputs import unpack
+from ngrpo.trainers.openrlhf.turns import Conversation, finished
+from perturbations import FinishedTrajectory, ReplayRecord, registry
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]
 
@@ -23,9 +23,9 @@ def record(positions: list[int], prompt: int, tokens: int) -> ReplayRecord:
     return ReplayRecord(9, prompt, tokens, np.array(positions, np.int32), ids, weights, None, np.ones(count, bool))
 
 
-def taken(positions: list[int], prompt: int, log_probs: list[float]) -> tuple[bytes, bytes, bytes]:
-    kept = record(positions, prompt, prompt + len(log_probs)).to_bytes()
-    return kept, np.array(log_probs, np.float32).tobytes(), b""
+def taken(positions: list[int], prompt: int, log_probs: list[float]) -> dict[str, bytes]:
+    kept = record(positions, prompt, prompt + len(log_probs))
+    return FinishedTrajectory(kept, np.array(log_probs, np.float32)).pack()
 
 
 def first_turn() -> Conversation:
@@ -50,15 +50,15 @@ def first_turn() -> Conversation:
 def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: list[int], dropped: int) -> None:
     conversation = first_turn()
     conversation.go_on(prompt)
-    assert conversation.record.replay.positions.tolist() == positions
-    assert conversation.record.dropped == dropped
+    assert conversation.trajectory.record.positions.tolist() == positions
+    assert conversation.trajectory.dropped == dropped
 
 
 def noisy(conversation: Conversation) -> Conversation:
     """The same with noise at each edit, which is drawn anew from the record's seed."""
-    kept = conversation.record.replay
+    kept = conversation.trajectory.record
     replay = dataclasses.replace(kept, sigma=np.full(len(kept), 0.5, np.float32))
-    conversation.record = dataclasses.replace(conversation.record, replay=replay)
+    conversation.trajectory = dataclasses.replace(conversation.trajectory, record=replay)
     return conversation
 
 
@@ -87,7 +87,7 @@ def test_the_prefix_cache_is_counted_over_all_turns() -> None:
     conversation, prompt = first_turn(), FIRST + ANSWER + TOOL
     conversation.go_on(prompt)
     conversation.add(taken([3], 9, [-0.5]), prompt, [14], cached=4)
-    (kept,) = unpack([conversation.record.pack()])
+    (kept,) = unpack([conversation.trajectory.pack()])
     assert (kept.prompted, kept.cached) == (12, 4)
     measures = step_metrics([kept], [np.full(10, -0.5)])
     assert measures["perturbation/prefix_hit_rate"] == pytest.approx(4 / 12)
@@ -97,10 +97,10 @@ def test_log_probabilities_of_changed_tokens_are_forgotten() -> None:
     conversation, prompt = first_turn(), [*FIRST, 10, 99, 12, 13, *TOOL]
     conversation.go_on(prompt)
     conversation.add(taken([3, 9], 9, [-0.5, -0.6]), prompt, [14, 15])
-    log_probs = conversation.record.log_probs
+    log_probs = conversation.trajectory.log_probs
     assert np.isnan(log_probs[[0, 1, 2, 4, 5, 6, 7, 8]]).all()
     np.testing.assert_allclose(log_probs[[3, 9, 10]], [-0.1, -0.5, -0.6], rtol=1e-6)
-    assert conversation.record.replay.positions.tolist() == [3, 9] and conversation.record.dropped == 2
+    assert conversation.trajectory.record.positions.tolist() == [3, 9] and conversation.trajectory.dropped == 2
 
 
 def response(tokens: list[int]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_the_response_carries_what_fits_its_tokens_and_the_log_counts_the_rest()
     whole = finished(first_turn(), response(FIRST + ANSWER + TOOL))["mm_train_inputs"]
     cut = finished(first_turn(), response([*FIRST, 10, 99, 12, 13]))["mm_train_inputs"]
     kept, fewer = unpack([whole, cut])
-    assert (len(kept.replay), kept.dropped, len(fewer.replay), fewer.dropped) == (3, 0, 1, 2)
+    assert (len(kept.record), kept.dropped, len(fewer.record), fewer.dropped) == (3, 0, 1, 2)
     trainer = [np.full(7, -0.1)] * 2
     assert step_metrics([kept, fewer], trainer)["perturbation/dropped_edits"] == 2.0
     assert "perturbation/dropped_edits" not in step_metrics([kept], trainer[:1])
@@ -123,11 +123,11 @@ def test_the_planned_rate_counts_from_the_beginning_of_each_turn(burn_in: int, p
     conversation.go_on(prompt)
     conversation.add(taken([3, 4, 6, 9], 9, [-0.5, -0.6]), prompt, [14, 15])
     noise = registry.create("gaussian", rate=1.0, burn_in=burn_in)
-    measured = step_metrics([conversation.record], [np.full(11, -0.1)], noise)
+    measured = step_metrics([conversation.trajectory], [np.full(11, -0.1)], noise)
     assert measured["perturbation/planned_rate"] == pytest.approx(planned)
 
 
 def test_nothing_recorded_is_nothing_to_keep() -> None:
     conversation = Conversation({"sample": 3})
     conversation.go_on(FIRST)
-    assert conversation.record is None and conversation.arguments == {"sample": 3}
+    assert conversation.trajectory is None and conversation.arguments == {"sample": 3}

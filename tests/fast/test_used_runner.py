@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import summary
 from ngrpo.compare.runs import identity
+from ngrpo.report import summary
 from ngrpo.rollout import used_runner
+from tests.fast.compare_example import plan
 from tests.fast.run import run_of
-from tests.fast.test_compare_results import plan
 
 
 def answer(runner: str) -> None:

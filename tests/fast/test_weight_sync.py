@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.trainer import weight_sync
+from ngrpo.trainers.openrlhf import weight_sync
 
 pytest.importorskip("ray")
 pytest.importorskip("safetensors")

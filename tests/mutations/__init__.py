@@ -21,10 +21,11 @@ from tests.mutations.of_advantages import ADVANTAGES, AT_THE_BOUND, BEST_OF_K, C
 from tests.mutations.of_gradients import GRADIENTS
 from tests.mutations.of_inputs import DENSITIES, MIXTURES, SAMPLING
 from tests.mutations.of_schedules import SCHEDULES
+from tests.mutations.of_second_rounds import SECOND_ROUNDS
 
 MUTATIONS = [
     *DENSITIES, *ADVANTAGES, *BEST_OF_K, *AT_THE_BOUND, *RISK, *OVERLONG, *CREDITS, *NOISES, *SAMPLING, *MIXTURES,
-    *SCHEDULES, *GRADIENTS,
+    *SCHEDULES, *GRADIENTS, *SECOND_ROUNDS,
 ]  # fmt: skip
 
 __all__ = ["MUTATIONS", "Mutation", "problem", "survives"]

@@ -147,14 +147,14 @@ ADVANTAGES = [
         "copo: the bonus punishes",
     ),
     Mutation(
-        "ngrpo/trainer/visits.py",
+        "ngrpo/trainers/openrlhf/visits.py",
         "return [self._seen[key] - 1 for key in keys]",
         "return [self._seen[key] for key in keys]",
         "test_advantages.py",
         "copo: an answer counts itself",
     ),
     Mutation(
-        "ngrpo/trainer/metrics.py",
+        "ngrpo/trainers/openrlhf/metrics.py",
         "agreed += int(record.agreed[counted].sum())",
         "agreed += int(record.agreed.sum())",
         "test_measures.py",
@@ -224,7 +224,7 @@ AT_THE_BOUND = [
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
     ),
     *of_file(
-        "ngrpo/trainer/advantage_seams.py",
+        "ngrpo/trainers/openrlhf/advantage_seams.py",
         _ORDER,
         ("advantages.reshape(-1)[order]", "advantages.reshape(-1)", "answers get each other's advantages"),
         ("result[order] = values", "result[:] = values", "answers stand in each other's groups"),
@@ -270,7 +270,7 @@ CREDITS = [
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
     ),
     *of_file(
-        "ngrpo/trainer/credit_loss.py",
+        "ngrpo/trainers/openrlhf/credit_loss.py",
         _IN_LOSS,
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("(length - 1 - action_mask.shape[1])", "(length - action_mask.shape[1])", "the row after the token"),
@@ -309,7 +309,7 @@ CREDITS = [
         ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
     ),
     *of_file(
-        "ngrpo/trainer/credit_seams.py",
+        "ngrpo/trainers/openrlhf/credit_seams.py",
         "test_credits.py",
         (
             "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
@@ -346,17 +346,21 @@ NOISES = [
             "the trainer keeps the noise",
         ),
         ("+ scale * self._drawn", "+ self._drawn", "noise without its scale"),
-        ("self.seed, sync, name", "self.seed, name", "the same noise in every sync"),
-        ("self.seed, sync, name", "self.seed, sync", "the same noise in every parameter"),
     ),
     *of_file(
-        "ngrpo/trainer/policy_noise.py",
+        "perturbations/seeds.py",
+        "test_policy_noises.py",
+        ('"policy noise", noise, sync, parameter', '"policy noise", noise, parameter', "the same noise in every sync"),
+        ('"policy noise", noise, sync, parameter', '"policy noise", noise, sync', "the same noise in every parameter"),
+    ),
+    *of_file(
+        "ngrpo/trainers/openrlhf/policy_noise.py",
         "test_policy_noises.py",
         ("            self._send(0.0)\n", "", "noisy evaluation"),
         ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
     ),
     *of_file(
-        "ngrpo/trainer/importance.py",
+        "ngrpo/trainers/openrlhf/importance.py",
         "test_policy_noises.py",
         ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
         ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),

@@ -79,7 +79,7 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/trainer/density_loss.py",
+        "ngrpo/trainers/openrlhf/density_loss.py",
         "test_entry_check.py::test_the_kl_term_is_the_tokens_in_gradient",
         (
             "            return own\n        return own + density",

@@ -75,7 +75,7 @@ DENSITIES = [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),
     *of_file(
-        "ngrpo/trainer/density_loss.py",
+        "ngrpo/trainers/openrlhf/density_loss.py",
         "test_density_loss.py",
         (
             "if perturbation is None or not perturbation.has_density:",
@@ -96,7 +96,7 @@ DENSITIES = [
         ),
     ),
     *of_file(
-        "ngrpo/trainer/model_actors.py",
+        "ngrpo/trainers/openrlhf/model_actors.py",
         "test_density_actor.py",
         ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
         ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
@@ -104,7 +104,7 @@ DENSITIES = [
     ),
 ]
 
-_LOSS, _STORE = "ngrpo/trainer/mask_correction.py", "ngrpo/rollout/sampling_mask.py"
+_LOSS, _STORE = "ngrpo/trainers/openrlhf/mask_correction.py", "perturbations/replay/sampling_mask.py"
 _LEFT = "ngrpo/rollout/tokens_left.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 

@@ -32,12 +32,12 @@ SCHEDULES = [
         ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
     ),
     *of_file(
-        "ngrpo/trainer/rollout_actor.py",
+        "ngrpo/trainers/openrlhf/rollout_actor.py",
         _LADDER,
-        ("% MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
+        ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
     ),
     *of_file(
-        "ngrpo/trainer/rollout_requests.py",
+        "ngrpo/trainers/openrlhf/rollout_requests.py",
         _LADDER,
         ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
     ),
@@ -99,19 +99,19 @@ SCHEDULES = [
         ),
     ),
     *of_file(
-        "ngrpo/trainer/rollout_requests.py",
+        "ngrpo/trainers/openrlhf/rollout_requests.py",
         "test_sampling_schedules_run.py",
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
         ('kwargs.get("temperature", 1.0) * self.temperature_factor', 'kwargs["temperature"]', "e3 changes nothing"),
         ("schedule.evaluation or not self._evaluating", "True", "evaluations follow every schedule"),
     ),
     *of_file(
-        "ngrpo/trainer/sampling_schedule.py",
+        "ngrpo/trainers/openrlhf/sampling_schedule.py",
         "test_sampling_schedules_run.py",
         ("[astuple(each) for each in trainer.past]", "[]", "a resumed run forgets the first step's entropy"),
     ),
     *of_file(
-        "ngrpo/trainer/importance.py",
+        "ngrpo/trainers/openrlhf/importance.py",
         "test_sampling_schedules_run.py",
         ("e.rollout_log_probs[e.action_mask.bool()]", "e.rollout_log_probs.flatten()", "padding has an entropy"),
     ),

@@ -28,8 +28,8 @@ class Tokenizer:
 
 def main() -> None:
     from ngrpo.config.run import RunConfig, begin
-    from ngrpo.trainer import seams
-    from ngrpo.trainer.install import _apply, install
+    from ngrpo.trainers.openrlhf import seams
+    from ngrpo.trainers.openrlhf.install import _apply, install
 
     install(["cpu", "without_flash_attn"])
     import torch

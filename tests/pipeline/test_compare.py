@@ -19,6 +19,7 @@ from tests.pipeline.harness import ROOT, SMALL
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
 EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5", "--eval.steps", "2"]
+EXTRA += ["--report.groups", "1"]
 
 
 def start(folder: Path, smollm2: str) -> subprocess.Popen:
@@ -123,6 +124,15 @@ def test_evaluation_costs_and_diagnosis_are_there(compared: tuple[Path, dict[str
     summaries = [json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")]
     assert [each["versions"]["model runner"] for each in (*summaries, results)] == ["V1"] * 3
     assert (folder / "results.csv").read_text().count("\n") == 1 + 2 + 2 + 1
+
+
+def test_the_report_has_groups_of_both_strategies(compared: tuple[Path, dict[str, Any], str, float]) -> None:
+    folder, _, _, _ = compared
+    kept = [path.read_text().splitlines() for path in sorted(folder.glob("runs/*/groups.jsonl"))]
+    none, twin = ([json.loads(line)["rewards"] for line in lines] for lines in kept)
+    assert none == twin and len(none) == 2 and all(len(rewards) == 16 for rewards in none)
+    section = (folder / "report.html").read_text().partition('id="groups"')[2].partition("</section>")[0]
+    assert section.count('<h3 class="who">') == 2 and "neighbor rate=0" in section
 
 
 def test_results_make_the_report_again(compared: tuple[Path, dict[str, Any], str, float], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the middle of a real run: each ends it with a message that says what happened (docs/faults.md)."""
+"""Faults in the middle of a real run: each ends it with a message that says what happened (docs/troubleshooting.md)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str, fault: str, 
     result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"NGRPO_REWARD_SECONDS": "3"})
     assert result.returncode == 1
     end = result.stdout[-3000:]
-    assert told in end and "prompt:" in end and "answer:" in end
+    assert told in end
+    assert "prompt:" in end
+    assert "answer:" in end
     assert_nothing_runs(tmp_path)
 
 
@@ -85,7 +87,9 @@ def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: s
     result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"RAY_ADDRESS": two_nodes})
     assert result.returncode == 1
     end = result.stdout[-4000:]
-    assert "training failed" in end and "vLLM worker 0 runs unperturbed" in end and "pip install ngrpo" in end
+    assert "training failed" in end
+    assert "vLLM worker 0 runs unperturbed" in end
+    assert "pip install ngrpo" in end
     assert "Global step" not in result.stdout
     assert_nothing_runs(tmp_path)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ngrpo.parameters_file import FILE
+from ngrpo.storage.parameters_file import FILE
 from tests.pipeline.harness import LOUD, steps_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

@@ -33,6 +33,8 @@ def test_an_engine_that_misses_its_rows_starts_nothing(tmp_path: Path, tiny_smol
     result = train(tmp_path, tiny_smollm3, "--perturbation", f"{_BROKEN}:Broken")
     assert result.returncode == 1
     end = result.stdout[-4000:]
-    assert "training failed" in end and "vLLM's engine does not feed SmolLM3ForCausalLM" in end and "off by" in end
+    assert "training failed" in end
+    assert "vLLM's engine does not feed SmolLM3ForCausalLM" in end
+    assert "off by" in end
     assert "Global step" not in result.stdout
     assert_nothing_runs(tmp_path)

@@ -171,7 +171,9 @@ def test_chart_values_and_legend(browser: Chromium, pages: dict[str, str]) -> No
     browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1])
     browser.move(*at(browser, "#learning .plot"))
     shown = browser.evaluate(TIP)
-    assert shown.startswith("step ") and all(name in shown for name in STRATEGIES) and browser.evaluate(TIP_FITS)
+    assert shown.startswith("step ")
+    assert all(name in shown for name in STRATEGIES)
+    assert browser.evaluate(TIP_FITS)
     if folder := os.environ.get("REPORT_SHOTS"):
         browser.picture(Path(folder) / "test-crosshair.png", whole=False)
     # By keyboard: the first position, then the second.
@@ -249,6 +251,9 @@ def test_groups(browser: Chromium, pages: dict[str, str]) -> None:
         browser.move(*place) if window == DESKTOP else browser.tap(*place)
         browser.settle()
         tip = browser.evaluate(TIP)
-        assert "was fed as" in tip and "0.750" in tip and "gap " in tip and browser.evaluate(TIP_FITS)
+        assert "was fed as" in tip
+        assert "0.750" in tip
+        assert "gap " in tip
+        assert browser.evaluate(TIP_FITS)
         assert browser.evaluate("document.documentElement.scrollWidth") <= window[0]
         assert browser.complaints() == [] and browser.requests() == [pages["groups"]]

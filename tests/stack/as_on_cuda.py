@@ -89,7 +89,7 @@ def warm_up(llm: Any) -> dict[str, int]:
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import warmup
 
-    from ngrpo.rollout.records import parse
+    from perturbations import FinishedTrajectory
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     requests, seen = worker.perturbation.requests, {}
@@ -98,7 +98,7 @@ def warm_up(llm: Any) -> dict[str, int]:
     def counted(names: Any, *args: Any) -> Any:
         taken = take(names, *args)
         seen["records"] = len(taken)
-        seen["edits"] = sum(len(parse(parts)[0]) for parts in taken.values())
+        seen["edits"] = sum(len(FinishedTrajectory.unpack(parts).record) for parts in taken.values())
         return taken
 
     def kernel_warmup(worker: Any) -> None:

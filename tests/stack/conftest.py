@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One float32 engine and one float32 Hugging Face model, shared by the stack tests of the rollout."""
+"""One float32 engine and one float32 Hugging Face model of a tiny random model, shared by the tests of the rollout."""
 
 from __future__ import annotations
 
@@ -12,21 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from tests.stack.harness import build_engine
+from tests.stack.harness import DISTURBED, build_engine, load_in_float32
 
 
 @pytest.fixture(scope="session")
-def engine(smollm2: str) -> Iterator[Any]:
-    """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one here."""
-    yield build_engine(
-        smollm2,
-        {"name": "neighbor", "rate": 0.1},
-        max_num_batched_tokens=64,
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-    )
+def engine(tiny: str) -> Iterator[Any]:
+    yield build_engine(tiny, {"name": "neighbor", "rate": 0.1}, **DISTURBED)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,10 +31,8 @@ def _engines_of_a_module_are_freed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def hf_model(smollm2: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+def hf_model(tiny: str) -> Any:
+    return load_in_float32(tiny)
 
 
 _status = 0

@@ -18,8 +18,9 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ngrpo.rollout.records import parse
+    from ngrpo.rollout.async_scheduling import cut_to_answer
     from ngrpo.rollout.request_names import external_id
+    from perturbations import FinishedTrajectory
     from tests.stack.harness import Rollout
 
     llm = AsyncLLM.from_engine_args(
@@ -46,7 +47,11 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
 
     async def take() -> list[dict[str, Any]]:
         taken = await llm.collective_rpc("perturbation_take", args=(None, []))
-        return [{external_id(name): parse(parts, TOKENS) for name, parts in part.items()} for part in taken]
+        return [{external_id(name): answer_of(parts) for name, parts in part.items()} for part in taken]
+
+    def answer_of(parts: dict[str, bytes]) -> tuple[Any, Any]:
+        found = cut_to_answer(FinishedTrajectory.unpack(parts), TOKENS)
+        return found.record, found.log_probs
 
     facts: dict[str, Any] = {"fingerprints": await llm.collective_rpc("perturbation_fingerprint")}
     outputs = await asyncio.gather(*(answer(str(i)) for i in range(SAMPLES)))

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngrpo.rollout.records import parse, sampling_mask
+from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.request_names import external_id
-from ngrpo.rollout.sampling_mask import SamplingMask
 from perturbations import ReplayRecord, replaying
+from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import FinishedTrajectory
 
 QUESTIONS = [
     "What is 7 plus 5?",
@@ -23,6 +24,20 @@ QUESTIONS = [
     "List three prime numbers and their sum.",
     "Write a short story about a fox.",
 ]
+
+DISTURBED: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+}
+"""Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
+
+
+def load_in_float32(folder: str) -> Any:
+    """The trainer's side of an engine: the same model in Hugging Face's classes."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def build_engine(model: str, spec: dict[str, Any] | None, **options: Any) -> Any:
@@ -106,29 +121,27 @@ def sample_with_masks(
     inputs = [{"prompt_token_ids": p} for p in prompts]
     outputs = llm.generate(inputs, SamplingParams(**settings), use_tqdm=False)
     taken = llm.llm_engine.collective_rpc("perturbation_take", args=(None, []))[0]
-    taken = {external_id(name): parts for name, parts in taken.items()}
+    taken = {external_id(name): FinishedTrajectory.unpack(parts) for name, parts in taken.items()}
     rollouts = []
     for prompt, output in zip(prompts, outputs):
         tokens = list(output.outputs[0].token_ids)
         engine = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens)]
-        record, log_probs = parse(taken[output.request_id])
-        length = len(prompt) + len(tokens)
-        rollouts.append(Rollout(list(prompt), tokens, record.truncate(length), log_probs[: len(tokens)], engine))
-    return rollouts, [sampling_mask(taken[output.request_id]) for output in outputs]
+        answer = cut_to_answer(taken[output.request_id], len(tokens))
+        rollouts.append(Rollout(list(prompt), tokens, answer.record, answer.log_probs, engine))
+    return rollouts, [taken[output.request_id].sampling_mask for output in outputs]
 
 
 def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainer.log_prob_replacement import with_replacements
-    from ngrpo.trainer.mask_correction import corrected
-    from ngrpo.trainer.trajectory_record import TrajectoryRecord
+    from ngrpo.trainers.openrlhf.loss import with_replacements
+    from ngrpo.trainers.openrlhf.mask_correction import corrected
 
     result = []
     for rollout, mask in zip(rollouts, masks):
         tokens = torch.tensor([rollout.sequence])
-        record = TrajectoryRecord(rollout.record, np.zeros(tokens.shape[1], np.float32), mask)
+        record = FinishedTrajectory(rollout.record, np.zeros(tokens.shape[1], np.float32), mask)
         ones = torch.ones_like(tokens)
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature

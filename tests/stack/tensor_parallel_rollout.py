@@ -6,14 +6,25 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+
+
+def drop_on_the_second_rank(worker: Any) -> None:
+    """Called in each worker: overrides of one of them are lost from here on."""
+    from ngrpo.rollout.input_override import InputOverride
+
+    if worker.rank == 1:
+        InputOverride.put = lambda *_given, **_named: None
 
 
 def main(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ngrpo.rollout import engine_probe
+    from ngrpo.rollout.override_probe import ProbeFailure
     from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, sample
 
@@ -33,6 +44,13 @@ def main(folder: str) -> None:
         "gap": gaps(model, rollouts).max().item(),
         "without": gaps(model, rollouts, replay=False).max().item(),
     }
+    core = llm.llm_engine.engine_core.engine_core
+    result["seconds"] = engine_probe.prove(core)
+    core.collective_rpc(drop_on_the_second_rank)
+    try:
+        engine_probe.prove(core)
+    except ProbeFailure as error:
+        result["failure"] = str(error)
     print("RESULT " + json.dumps(result), flush=True)
 
 

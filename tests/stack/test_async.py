@@ -16,9 +16,9 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
-def async_engine(smollm2: str) -> Iterator[Any]:
+def async_engine(tiny: str) -> Iterator[Any]:
     with asynchronous():
-        llm = build_engine(smollm2, {"name": "gumbel"}, max_num_batched_tokens=64, enable_prefix_caching=True)
+        llm = build_engine(tiny, {"name": "gumbel"}, max_num_batched_tokens=64, enable_prefix_caching=True)
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     yield llm
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.trainer.credit_loss import training_step_with_credit
-from ngrpo.trainer.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.credit_loss import training_step_with_credit
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from tests.fast.run import run_with
-from tests.fast.test_credits_simko import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
+from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
 
 pytestmark = pytest.mark.stack
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainer.density_loss import densities, token_log_probs
-from ngrpo.trainer.log_prob_replacement import with_replacements
+from ngrpo.trainers.openrlhf.density_loss import densities
+from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
@@ -63,7 +63,7 @@ def forward(actor: Any, perturbation: Any, rollouts: list[Rollout]) -> tuple[Ten
     scope = ReplayScope(actor.model.get_input_embeddings(), perturbation=perturbation)
     with scope(records, mask), densities(scope, actor.temperature) as ours:
         log_probs = ours.for_policy_loss(actor(tokens, action[:, 1:], attention_mask=mask))
-    own = token_log_probs(log_probs.detach(), records, ours.tokens, mask)
+        own = ours.token_log_probs(log_probs.detach())
     return log_probs, own, perturbed[:, 1:].bool()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ngrpo import doctor
+from ngrpo.commands import doctor
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -20,9 +20,9 @@ import pytest
 
 from ngrpo import evaluate, tasks
 from ngrpo.environments.process import EnvironmentProcess
-from ngrpo.evaluate import scoring
+from ngrpo.evaluate import scorers
 from ngrpo.tasks import verifiers as task
-from ngrpo.trainer.rewards import CheckedReward, RewardFailed
+from ngrpo.trainers.openrlhf.rewards import CheckedReward, RewardFailed
 from perturbations.errors import UsageError
 from tests.environment_files import SUMS, TASKS
 
@@ -106,8 +106,8 @@ def test_evaluation_reads_the_same_rubric() -> None:
     """`ngrpo eval` and `ngrpo diagnose` take a task so."""
     problems = evaluate.load_task("verifiers:sums_environment")
     assert [problem.question for problem in problems] == [f"What is {n} + 5?" for n in (21, 22, 23)]
-    scoring.check_problems(problems)
-    right, wrong = (scoring.score(problems[0], text) for text in ("The sum is 26", "28"))
+    scorers.check_problems(problems)
+    right, wrong = (scorers.score(problems[0], text) for text in ("The sum is 26", "28"))
     assert (right.reward, right.correct, right.extracted) == (1.0, True, "26")
     assert (wrong.reward, wrong.correct) == (0.25, False)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ngrpo.commands.eval import run
 from ngrpo.evaluate import Sampling, evaluate, load_task
-from ngrpo.evaluate.command import run
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
@@ -19,9 +19,9 @@ N = 4
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2: str) -> Any:
+def plain(tiny: str) -> Any:
     """What `ngrpo eval` builds where no perturbation is asked for."""
-    return build_engine(smollm2, None, additional_config={"seeded_draws": True})
+    return build_engine(tiny, None, additional_config={"seeded_draws": True})
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def texts(folder: Path) -> dict[tuple[str, int], str]:
     return {key: row["text"] for key, row in rows(folder).items()}
 
 
-def test_command(smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command: engine, samples, result, table; scored again without an engine; then nothing left to do."""
-    words = f"--model {smollm2} --task arithmetic --limit 6 --n {N} --k 1,2,4 --max-tokens 12 --temperature 1"
+    words = f"--model {tiny} --task arithmetic --limit 6 --n {N} --k 1,2,4 --max-tokens 12 --temperature 1"
     command = [*words.split(), "--out", str(tmp_path), "--vllm.dtype", "float32"]
     lines: list[str] = []
     assert run(command, report=lines.append) == 0
@@ -52,9 +52,13 @@ def test_command(smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert set(kept) == {(f"arithmetic-{i}", j) for i in range(6) for j in range(N)}
     row = kept["arithmetic-0", 0]
     assert row["prompt"].startswith("<|im_start|>") and row["prompt"].endswith("assistant\n")
-    assert row["finish"] in ("stop", "length") and 1 <= row["tokens"] <= 12 and "perturbed" not in row
+    assert row["finish"] in ("stop", "length")
+    assert 1 <= row["tokens"] <= 12
+    assert "perturbed" not in row
     result = json.loads((tmp_path / "evaluation.json").read_text())
-    assert result["perturbation"] is None and result["n"] == N and set(result["pass_at_k"]) == {"1", "2", "4"}
+    assert result["perturbation"] is None
+    assert result["n"] == N
+    assert set(result["pass_at_k"]) == {"1", "2", "4"}
     counts = {p["id"]: p["correct"] for p in result["problems"]}
     assert counts == {f"arithmetic-{i}": sum(kept[f"arithmetic-{i}", j]["correct"] for j in range(N)) for i in range(6)}
     assert result["mean_at_n"] == pytest.approx(sum(counts.values()) / 24) == result["pass_at_k"]["1"]
@@ -72,8 +76,8 @@ def test_command(smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("option", ["--vllm.no_such_option=1", "--vllm.dtype=float3"])
-def test_options_that_vllm_refuses_are_the_users(smollm2: str, tmp_path: Path, option: str) -> None:
-    words = f"--model {smollm2} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
+def test_options_that_vllm_refuses_are_the_users(tiny: str, tmp_path: Path, option: str) -> None:
+    words = f"--model {tiny} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
     with pytest.raises(UsageError, match=r"vLLM does not start with .*(no_such_option|float3)"):
         run(words.split(), report=lambda line: None)
 

@@ -10,7 +10,7 @@ import pytest
 
 from ngrpo.rollout import set_perturbation
 from perturbations import available
-from tests.stack.harness import chat_prompts, feeds_its_text, gaps, sample
+from tests.stack.harness import DISTURBED, build_engine, chat_prompts, feeds_its_text, gaps, load_in_float32, sample
 
 pytestmark = pytest.mark.stack
 
@@ -30,19 +30,40 @@ OPTIONS = {
     "latent": [{}],
 }
 OFTEN = ("gaussian", "gumbel", "soft", "multiplex")
+
+
+def marks(name: str, options: dict[str, Any], rate: float) -> list[pytest.MarkDecorator]:
+    """At rate 1 every position has the inputs of the perturbation; plain ones between them are the same for all.
+
+    Those of the other names are in test_v2.py as well, on short answers, in both runners.
+    """
+    if not options and (name, rate) in (("neighbor", 0.1), ("gumbel", 1.0)):
+        return []
+    return [pytest.mark.more if name == "neighbor" or (rate == 1.0 and name in OFTEN) else pytest.mark.slow]
+
+
 CASES = [
     pytest.param(
         name,
         {**options, "rate": rate},
         id=f"{name}-{rate}-{'-'.join(map(str, options.values())) or 'default'}",
-        # At rate 1 every position has the inputs of the perturbation; plain ones between them are the same for all.
-        # Those of the other names are in test_v2.py as well, on short answers, in both runners.
-        marks=[] if name == "neighbor" or (rate == 1.0 and name in OFTEN) else [pytest.mark.slow],
+        marks=marks(name, options, rate),
     )
     for name, choices in OPTIONS.items()
     for options in choices
     for rate in (0.1, 1.0)
 ]
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: str) -> Any:
+    """As the shared one, of the pretrained model."""
+    return build_engine(smollm2, {"name": "neighbor", "rate": 0.1}, **DISTURBED)
+
+
+@pytest.fixture(scope="module")
+def hf_model(smollm2: str) -> Any:
+    return load_in_float32(smollm2)
 
 
 def test_every_perturbation_of_the_tree_is_here() -> None:
@@ -71,6 +92,7 @@ def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, options: d
     assert shows, "leaving the replay out must show, or this test shows nothing"
 
 
+@pytest.mark.more
 def test_a_position_where_nothing_acts_leaves_no_record(engine: Any, hf_model: Any) -> None:
     """SeLaR mixes where the model wavers: at some positions and not at all, and the answer is replayed all the same."""
     set_perturbation(engine, "selar")
@@ -81,6 +103,7 @@ def test_a_position_where_nothing_acts_leaves_no_record(engine: Any, hf_model: A
     assert gaps(hf_model, rollouts).max() <= 1e-4
 
 
+@pytest.mark.more
 def test_further_draws_keep_to_what_the_request_allows(engine: Any, hf_model: Any) -> None:
     """Half of the positions are perturbed, so that their rows are picked out of what top-k left."""
     set_perturbation(engine, "multiplex", rate=0.5)

@@ -69,8 +69,13 @@ def test_the_neighbor_table_is_timed(figures: dict[str, Any]) -> None:
 
 def test_counts_are_of_stock_and_of_perturbed_steps(figures: dict[str, Any]) -> None:
     alone, stock, perturbed = rows(figures["f"])
-    assert alone["runner"] == "no engine" and alone["waits"] == 0 and alone["loops"] == 0 and alone["launches"] > 0
-    assert stock["perturbation"] == "stock" and stock["rate"] is None and perturbed["rate"] == 1.0
+    assert alone["runner"] == "no engine"
+    assert alone["waits"] == 0
+    assert alone["loops"] == 0
+    assert alone["launches"] > 0
+    assert stock["perturbation"] == "stock"
+    assert stock["rate"] is None
+    assert perturbed["rate"] == 1.0
     assert all(count >= 0 for count in (stock["items"], stock["nonzero"], perturbed["items"], perturbed["nonzero"]))
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ngrpo import parameters_file
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainer.weight_sync import load_weights_file
+from ngrpo.storage import parameters_file
+from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
 from perturbations import create, parameters
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
 from tests.two_ranks import run_two_ranks
@@ -90,10 +90,10 @@ def test_the_checkpoint_carries_the_gate_and_stays_an_ordinary_model(gated: Any,
 
 
 @pytest.fixture(scope="module")
-def narrow(smollm2: str) -> Iterator[Any]:
+def narrow(tiny: str) -> Iterator[Any]:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
     yield build_engine(
-        smollm2,
+        tiny,
         {"name": DENSE},
         num_gpu_blocks_override=8,
         block_size=32,

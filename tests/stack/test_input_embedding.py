@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.override_probe import reads_tokens_elsewhere
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, tables_of_text
+from ngrpo.rollout.override_probe import reads_tokens_elsewhere
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.stack

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainer.turns import Conversation
-from perturbations import ReplayRecord
+from ngrpo.trainers.openrlhf.turns import Conversation
+from perturbations import FinishedTrajectory
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
+from tests.stack.same_rollouts import assert_same
 
 pytestmark = pytest.mark.stack
 
@@ -29,39 +29,13 @@ PERTURBATIONS = [
 
 
 @pytest.fixture(scope="module")
-def plain_engine(smollm2: str) -> Iterator[Any]:
+def plain_engine(tiny: str) -> Iterator[Any]:
     """One whole prefill per prompt, no prefix caching, room for all: the reference for every disturbance."""
-    yield build_engine(smollm2, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    yield build_engine(tiny, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
 
 
 def seeded(llm: Any, prompts: Sequence[list[int]], seeds: Sequence[int], **params: Any) -> list[Rollout]:
     return sample(llm, prompts, [{"seed": s} for s in seeds], max_tokens=48, **params)
-
-
-def by_token(record: ReplayRecord) -> np.ndarray:
-    return np.take_along_axis(record.weights, np.argsort(record.ids, axis=-1), axis=-1)
-
-
-def assert_same(first: Sequence[Rollout], second: Sequence[Rollout]) -> None:
-    """Gates and noise bit for bit, tokens and weights up to float rounding.
-
-    A token may flip where a draw falls within rounding of a boundary; what follows it is another trajectory. So the
-    records are compared up to the first difference, and almost no trajectory may have one.
-    """
-    flips = 0
-    for a, b in zip(first, second):
-        assert a.record.seed == b.record.seed
-        same = np.array(a.sequence) == np.array(b.sequence)
-        length = len(same) if same.all() else int(same.argmin())
-        flips += not same.all()
-        left, right = a.record.truncate(length), b.record.truncate(length)
-        np.testing.assert_array_equal(left.positions, right.positions)
-        # By token: two candidates with near-equal logits may swap places.
-        np.testing.assert_array_equal(np.sort(left.ids), np.sort(right.ids))
-        np.testing.assert_allclose(by_token(left), by_token(right), atol=2e-4)
-        if left.sigma is not None:
-            np.testing.assert_array_equal(left.sigma, right.sigma)
-    assert flips <= len(first) // 8
 
 
 @pytest.mark.parametrize(("name", "options"), PERTURBATIONS, ids=[name for name, _ in PERTURBATIONS])
@@ -81,11 +55,11 @@ def test_batch_order_size_chunks_and_cache(
     assert gaps(hf_model, chunked).max() <= 1e-4
 
 
-def test_preemption_with_recomputation(smollm2: str, plain_engine: Any, hf_model: Any) -> None:
+def test_preemption_with_recomputation(tiny: str, plain_engine: Any, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
     set_perturbation(plain_engine, "gumbel", rate=0.5)
     small = build_engine(
-        smollm2,
+        tiny,
         {"name": "gumbel", "rate": 0.5},
         num_gpu_blocks_override=8,
         block_size=32,
@@ -108,10 +82,10 @@ def test_preemption_with_recomputation(smollm2: str, plain_engine: Any, hf_model
     assert gaps(hf_model, disturbed).max() <= 1e-4
 
 
-def test_compiled_model_gives_the_eager_records(smollm2: str, plain_engine: Any, hf_model: Any) -> None:
+def test_compiled_model_gives_the_eager_records(tiny: str, plain_engine: Any, hf_model: Any) -> None:
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     compiled = build_engine(
-        smollm2,
+        tiny,
         {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0},
         enforce_eager=False,
         enable_prefix_caching=False,
@@ -186,24 +160,24 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
         if turn == 2:
             del prompt[first_prompt + 8 : first_prompt + 16]
         conversation.go_on(prompt)
-        before = None if conversation.record is None else conversation.record.replay
+        before = None if conversation.trajectory is None else conversation.trajectory.record
         given = [{"record": before.to_bytes()}] if before is not None else None
         (rollout,) = sample(plain_engine, [prompt], given, max_tokens=16)
-        conversation.add((rollout.record.to_bytes(), rollout.log_probs.tobytes(), b""), prompt, rollout.tokens)
+        conversation.add(FinishedTrajectory(rollout.record, rollout.log_probs).pack(), prompt, rollout.tokens)
         assert gaps(hf_model, [rollout]).max() <= 1e-4
         if turn == 0:
             first = rollout.record
         elif turn == 1:
             kept = rollout.record.truncate(first_prompt + 16)
-            assert kept.positions.tolist() == first.positions.tolist() and not conversation.record.dropped
+            assert kept.positions.tolist() == first.positions.tolist() and not conversation.trajectory.dropped
             second = rollout.record
         prompt = rollout.sequence + encode("\nThe tool says 7. Go on.")
-    record = conversation.record
+    record = conversation.trajectory.record
     early = second.truncate(first_prompt + 8)
-    assert len(early) and record.dropped == len(second) - len(early) > 0
-    assert record.replay.positions[: len(early)].tolist() == early.positions.tolist()
-    assert record.replay.positions[len(early)] >= len(rollout.prompt)
-    everything = Rollout(rollout.prompt, rollout.tokens, record.replay, rollout.log_probs, [])
+    assert len(early) and conversation.trajectory.dropped == len(second) - len(early) > 0
+    assert record.positions[: len(early)].tolist() == early.positions.tolist()
+    assert record.positions[len(early)] >= len(rollout.prompt)
+    everything = Rollout(rollout.prompt, rollout.tokens, record, rollout.log_probs, [])
     assert gaps(hf_model, [everything]).max() <= 1e-4
 
 
@@ -235,13 +209,13 @@ def test_thinking_ends(plain_engine: Any) -> None:
         assert r.record.positions.tolist() == list(range(len(r.prompt), end))
 
 
-def test_no_perturbation_is_stock_vllm(smollm2: str) -> None:
+def test_no_perturbation_is_stock_vllm(tiny: str) -> None:
     """Tokens and log-probabilities identical to an engine that never heard of us."""
     from vllm import SamplingParams
 
     results = []
     for spec in (None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}):
-        llm = build_engine(smollm2, spec, seed=3)
+        llm = build_engine(tiny, spec, seed=3)
         prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2], copies=2)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24, logprobs=0), use_tqdm=False)
         results.append(

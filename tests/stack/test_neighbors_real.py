@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import neighbor_drift, set_perturbation
-from ngrpo.trainer.weight_sync import load_weights_file
+from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
 from perturbations.neighbors import ExactIndex, HnswIndex, word_numbers
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 

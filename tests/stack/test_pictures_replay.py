@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer import prompt_pictures
-from ngrpo.trainer.trajectory_record import TrajectoryRecord, without_ours
+from ngrpo.trainers.openrlhf import prompt_pictures
+from ngrpo.trainers.openrlhf.side_inputs import without_ours
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 
 START, PAD, END, VIDEO = 90, 91, 92, 93
 PROMPT = [5, 6, START, PAD, PAD, PAD, PAD, END, 7, 8]
@@ -59,7 +60,7 @@ def log_probs(actor: Any, texts: list[list[int]], fed: list[dict[int, int]]) -> 
     draws = torch.Generator().manual_seed(0)
     entries = []
     for text, kept in zip(texts, records):
-        packed: dict[str, Any] = TrajectoryRecord(kept, np.zeros(len(text), np.float32)).pack()
+        packed: dict[str, Any] = FinishedTrajectory(kept, np.zeros(len(text), np.float32)).pack()
         if PAD in text:
             pixels = torch.randn(16, PIXELS, generator=draws)
             packed |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}

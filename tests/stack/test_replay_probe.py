@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.override_probe import ProbeFailure, text_of_probe
-from ngrpo.trainer.replay_probe import prove
+from ngrpo.rollout.override_probe import ProbeFailure, text_of_probe
+from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.errors import UsageError
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model
@@ -110,6 +110,8 @@ def test_the_texts_of_a_probe(vocabulary: int) -> None:
     assert all(0 <= token < vocabulary for token in tokens)
     assert texts.other != texts.text[texts.row] and len(texts.text) == len(texts.first) == 10
     if vocabulary >= 512:
-        assert len(tokens) == 31 and min(tokens) >= vocabulary // 20 and max(tokens) < vocabulary // 2
+        assert len(tokens) == 31
+        assert min(tokens) >= vocabulary // 20
+        assert max(tokens) < vocabulary // 2
     with pytest.raises(UsageError, match="at least 7 tokens, not 6"):
         text_of_probe(vocabulary, 3)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
-def limited(smollm2: str) -> Iterator[Any]:
-    yield build_engine(smollm2, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
+def limited(tiny: str) -> Iterator[Any]:
+    yield build_engine(tiny, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
 
 
 @pytest.mark.parametrize("spec", EVERY, ids=name_of)

@@ -8,7 +8,7 @@ import torch
 
 from ngrpo.rollout.sample_tokens import exponentials, sample_tokens
 from perturbations import streams
-from tests.fast.test_forced_tokens import key_of
+from tests.fast.forced_key import key_of
 
 pytestmark = pytest.mark.stack
 N = 200_000

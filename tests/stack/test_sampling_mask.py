@@ -31,10 +31,10 @@ PERTURBATIONS = [
 
 
 @pytest.fixture(scope="module")
-def recording(smollm2: str) -> Iterator[Any]:
+def recording(tiny: str) -> Iterator[Any]:
     """Nothing but the masks is asked for: the unperturbed arm of a comparison."""
     yield build_engine(
-        smollm2,
+        tiny,
         None,
         additional_config={"sampling_masks": True},
         logprobs_mode="processed_logprobs",
@@ -66,13 +66,15 @@ def test_nothing_is_recorded_where_nothing_is_cut(recording: Any) -> None:
     assert [len(mask) for mask in masks] == [0, 0, 0, 0]
     _, masks = sample_with_masks(recording, chat_prompts(recording), max_tokens=8, ignore_eos=False, min_tokens=1)
     for mask in masks:  # the end of the answer is not allowed as its first token: one token cut, one id kept
-        assert len(mask) == 1 and [len(ids) for _, ids in mask.by_position().values()] == [1] and mask.cut.all()
+        assert len(mask) == 1
+        assert [len(ids) for _, ids in mask.by_position().values()] == [1]
+        assert mask.cut.all()
 
 
-def test_masks_survive_preemption(smollm2: str, hf_model: Any) -> None:
+def test_masks_survive_preemption(tiny: str, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens, as in test_invariance: trajectories are computed again."""
     small = build_engine(
-        smollm2,
+        tiny,
         None,
         additional_config={"perturbation": {"name": "neighbor", "rate": 0.3}, "sampling_masks": True},
         logprobs_mode="processed_logprobs",

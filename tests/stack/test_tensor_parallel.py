@@ -18,6 +18,8 @@ def test_two_ranks(tiny: str) -> None:
     assert seen["same_neighbors"], "each rank looks among its own rows, and they share what they find"
     assert seen["gap"] <= 1e-4
     assert seen["without"] > 1e-2
+    assert seen["seconds"] > 0, "a sound engine proves itself again, as after a weight sync"
+    assert "does not feed" in seen["failure"] and "off by" in seen["failure"], "one rank lost its overrides"
 
 
 def test_two_ranks_share_the_embeddings_of_vllms_layers() -> None:

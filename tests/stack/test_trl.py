@@ -20,7 +20,7 @@ def trainer(folder: Path, model: str, **given: Any) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig
 
-    from ngrpo.trl import PerturbedGRPOTrainer
+    from ngrpo.trainers.trl import PerturbedGRPOTrainer
 
     args = GRPOConfig(
         output_dir=str(folder),
@@ -56,7 +56,7 @@ def trainer(folder: Path, model: str, **given: Any) -> Any:
 
 def test_two_steps_and_an_evaluation(tmp_path: Path, smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gap is of eight rollouts before the first step, and of eight under the weights after it."""
-    from ngrpo import trl as ours
+    from ngrpo.trainers import trl as ours
 
     made = trainer(tmp_path, smollm2)
     made.train()

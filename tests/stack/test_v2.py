@@ -8,7 +8,7 @@ interpreted (:mod:`tests.stack.as_on_cuda`), at about a second for each step.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +19,62 @@ import torch
 from perturbations import create, parameters
 from tests.own_process import run_module
 from tests.stack.harness import Rollout, feeds_its_text, gaps
+from tests.stack.same_rollouts import assert_same
 from tests.stack.schedule_truth import scheduled_gaps
-from tests.stack.test_invariance import assert_same
-from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, SCHEDULES, TOKENS
+from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
 
 pytestmark = pytest.mark.stack
 
 
-def rolled_out(runner: str, model: str, folder: Path) -> dict[str, Any]:
-    target = folder / f"{runner}.pickle"
-    run_module("tests.stack.v2_rollout", runner, model, str(target), timeout=400.0)
-    return pickle.loads(target.read_bytes())
+class Rolled:
+    """What a model runner rolled out of the cases of `make test`, or of `make test-more`: made on first use."""
+
+    def __init__(self, runner: str, model: str, folder: Path) -> None:
+        self._runner, self._model, self._folder = runner, model, folder
+        self._results: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, share: str) -> dict[str, Any]:
+        if share not in self._results:
+            target = self._folder / f"{self._runner}-{share}.pickle"
+            run_module("tests.stack.v2_rollout", self._runner, self._model, str(target), share, timeout=400.0)
+            self._results[share] = pickle.loads(target.read_bytes())
+        return self._results[share]
+
+    def perturbed(self, name: str) -> list[Rollout]:
+        return self[share_of(name)]["of_every_perturbation"][name]
+
+    def stopped(self, name: str) -> list[Any]:
+        return self[share_of(name)]["of_stops"][name]
 
 
 @pytest.fixture(scope="module")
-def v1(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rolled_out("V1", smollm2, tmp_path_factory.mktemp("v1"))
+def v1(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
+    return Rolled("V1", tiny, tmp_path_factory.mktemp("v1"))
 
 
 @pytest.fixture(scope="module")
-def v2(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rolled_out("V2", smollm2, tmp_path_factory.mktemp("v2"))
+def v2(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
+    return Rolled("V2", tiny, tmp_path_factory.mktemp("v2"))
 
 
 @pytest.fixture(params=["V1", "V2"])
-def either(request: pytest.FixtureRequest) -> dict[str, Any]:
+def either(request: pytest.FixtureRequest) -> Rolled:
     return request.getfixturevalue(request.param.lower())
 
 
-def test_each_process_had_its_runner(v1: dict[str, Any], v2: dict[str, Any]) -> None:
-    assert (v1["runner"], v2["runner"]) == (["V1"], ["V2"])
-    assert v1["asynchronous"] and v2["asynchronous"]
+def cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if share_of(name) == "test" else pytest.mark.more) for name in names]
 
 
-def test_the_warm_up_leaves_nothing_behind(v2: dict[str, Any]) -> None:
+def test_each_process_had_its_runner(v1: Rolled, v2: Rolled) -> None:
+    assert (v1["test"]["runner"], v2["test"]["runner"]) == (["V1"], ["V2"])
+    assert v1["test"]["asynchronous"] and v2["test"]["asynchronous"]
+
+
+@pytest.mark.more
+def test_the_warm_up_leaves_nothing_behind(v2: Rolled) -> None:
     """It takes steps as with real requests, before any of the rollouts below; those are as V1's, which has none."""
-    warm_up = v2["warm_up"]
+    warm_up = v2["more"]["warm_up"]
     assert warm_up["records"] >= 4 and warm_up["edits"] >= 4
     assert (warm_up["left"], warm_up["running"]) == (0, 0)
 
@@ -70,9 +90,9 @@ def reference(hf_model: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
         delattr(hf_model, parameters.NAME)
 
 
-@pytest.mark.parametrize("name", PERTURBATIONS)
-def test_replay_equals_rollout(either: dict[str, Any], reference: Any, name: str) -> None:
-    rollouts = either["of_every_perturbation"][name]
+@pytest.mark.parametrize("name", cases(PERTURBATIONS))
+def test_replay_equals_rollout(either: Rolled, reference: Any, name: str) -> None:
+    rollouts = either.perturbed(name)
     gap = gaps(reference, rollouts)
     assert len(gap) == 3 * TOKENS
     assert gap.max() <= 1e-4
@@ -81,46 +101,50 @@ def test_replay_equals_rollout(either: dict[str, Any], reference: Any, name: str
     assert shows or (name == "cuts" and feeds_its_text(rollouts)), "leaving the replay out must show"
 
 
-def test_the_gap_is_small_on_average(either: dict[str, Any], hf_model: Any) -> None:
+@pytest.mark.parametrize("share", ["test", pytest.param("more", marks=pytest.mark.more)])
+def test_the_gap_is_small_on_average(either: Rolled, hf_model: Any, share: str) -> None:
     """Over all perturbations: 18 tokens of one are too few, and their plain gap alone is 1.4e-5 at times."""
-    found = [gaps(hf_model, rollouts) for name, rollouts in either["of_every_perturbation"].items() if name != "hrpo"]
-    assert torch.cat(found).mean() <= 1e-5
+    rolled = either[share]["of_every_perturbation"].items()
+    assert torch.cat([gaps(hf_model, rollouts) for name, rollouts in rolled if name != "hrpo"]).mean() <= 1e-5
 
 
-@pytest.mark.parametrize("name", PERTURBATIONS)
-def test_both_runners_give_the_same_records(v1: dict[str, Any], v2: dict[str, Any], name: str) -> None:
-    assert_same(v1["of_every_perturbation"][name], v2["of_every_perturbation"][name])
+@pytest.mark.parametrize("name", cases(PERTURBATIONS))
+def test_both_runners_give_the_same_records(v1: Rolled, v2: Rolled, name: str) -> None:
+    assert_same(v1.perturbed(name), v2.perturbed(name))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [*SAMPLING, "switched off"])
-def test_sampling_parameters(v1: dict[str, Any], v2: dict[str, Any], hf_model: Any, name: str) -> None:
+def test_sampling_parameters(v1: Rolled, v2: Rolled, hf_model: Any, name: str) -> None:
     """The log-probability is that at temperature, before top-k, top-p and min-p, on both sides."""
     temperature = {"temperature": 0.7, "min-p": 0.7}.get(name, 1.0)
-    for found in (v1, v2):
+    for found in (v1["more"], v2["more"]):
         assert gaps(hf_model, found["of_sampling_parameters"][name], temperature=temperature).max() <= 1e-4
-    assert_same(v1["of_sampling_parameters"][name], v2["of_sampling_parameters"][name])
+    assert_same(v1["more"]["of_sampling_parameters"][name], v2["more"]["of_sampling_parameters"][name])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_sampling_schedules(v1: dict[str, Any], v2: dict[str, Any], hf_model: Any, name: str) -> None:
-    for found in (v1, v2):
+def test_sampling_schedules(v1: Rolled, v2: Rolled, hf_model: Any, name: str) -> None:
+    for found in (v1["more"], v2["more"]):
         rollouts = found["of_schedules"][name]
         assert scheduled_gaps(hf_model, rollouts, name, SCHEDULES[name], 0.8).max() <= 1e-4
         assert scheduled_gaps(hf_model, rollouts, None, {}, 0.8).max() >= 1e-2
-    assert_same(v1["of_schedules"][name], v2["of_schedules"][name])
+    assert_same(v1["more"]["of_schedules"][name], v2["more"]["of_schedules"][name])
 
 
-def test_the_engines_own_log_probabilities_are_untouched(either: dict[str, Any]) -> None:
-    for rollout in [r for name in ("greedy", "switched off") for r in either["of_sampling_parameters"][name]]:
+@pytest.mark.more
+def test_the_engines_own_log_probabilities_are_untouched(either: Rolled) -> None:
+    for rollout in [r for name in ("greedy", "switched off") for r in either["more"]["of_sampling_parameters"][name]]:
         assert torch.allclose(torch.tensor(rollout.engine_log_probs), torch.from_numpy(rollout.log_probs), atol=1e-4)
-    off = either["of_sampling_parameters"]["switched off"][0]
+    off = either["more"]["of_sampling_parameters"]["switched off"][0]
     assert len(off.record) == 0
 
 
-@pytest.mark.parametrize("name", ["token", "string", "samples"])
-def test_a_record_ends_where_the_answer_ends(either: dict[str, Any], hf_model: Any, name: str) -> None:
+@pytest.mark.parametrize("name", cases(STOPS))
+def test_a_record_ends_where_the_answer_ends(either: Rolled, hf_model: Any, name: str) -> None:
     """An asynchronous engine has computed one more token by the time that a stop is seen."""
-    answers = either["of_stops"][name]
+    answers = either.stopped(name)
     assert len(answers) == 3
     assert any(reason == "stop" and len(tokens) < 12 for reason, _, tokens, *_ in answers)
     for _, prompt, tokens, record, log_probs in answers:
@@ -133,20 +157,21 @@ def test_a_record_ends_where_the_answer_ends(either: dict[str, Any], hf_model: A
         assert len({tuple(r.tokens) for r in rollouts}) == 3
 
 
-def test_stops_are_the_same_in_both_runners(v1: dict[str, Any], v2: dict[str, Any]) -> None:
-    for name, answers in v1["of_stops"].items():
-        for one, other in zip(answers, v2["of_stops"][name]):
-            assert one[:3] == other[:3]
-            np.testing.assert_array_equal(one[3].ids, other[3].ids)
+@pytest.mark.parametrize("name", cases(STOPS))
+def test_stops_are_the_same_in_both_runners(v1: Rolled, v2: Rolled, name: str) -> None:
+    for one, other in zip(v1.stopped(name), v2.stopped(name)):
+        assert one[:3] == other[:3]
+        np.testing.assert_array_equal(one[3].ids, other[3].ids)
 
 
-def test_preemption_with_recomputation(v1: dict[str, Any], v2: dict[str, Any], hf_model: Any) -> None:
-    for found in (v1["of_preemption"], v2["of_preemption"]):
+def test_preemption_with_recomputation(v1: Rolled, v2: Rolled, hf_model: Any) -> None:
+    for found in (v1["test"]["of_preemption"], v2["test"]["of_preemption"]):
         assert found["preempted"] >= 3, "the cache is not small enough for this test to show anything"
         assert gaps(hf_model, found["rollouts"]).max() <= 1e-4
-    assert_same(v1["of_preemption"]["rollouts"], v2["of_preemption"]["rollouts"])
+    assert_same(v1["test"]["of_preemption"]["rollouts"], v2["test"]["of_preemption"]["rollouts"])
 
 
-def test_no_perturbation_is_stock_vllm(either: dict[str, Any]) -> None:
-    stock, none, rate_0 = either["of_stock"]
+@pytest.mark.more
+def test_no_perturbation_is_stock_vllm(either: Rolled) -> None:
+    stock, none, rate_0 = either["more"]["of_stock"]
     assert stock == none == rate_0

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainer.gap import GapScale, ReplayGap
-from ngrpo.trainer.metrics import step_metrics
-from ngrpo.trainer.trajectory_record import TrajectoryRecord
+from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
+from ngrpo.trainers.openrlhf.metrics import step_metrics
 from perturbations import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
 from tests.stack.harness import Rollout, gaps, replay_log_probs
 from tests.stack.tiny_models import tiny_model
@@ -73,7 +73,7 @@ class Case:
         kept, theirs = [], []
         for rollout, now in zip(given, replay_log_probs(self.model, given)):
             nothing = np.full(len(rollout.prompt), np.nan, np.float32)
-            kept.append(TrajectoryRecord(rollout.record, np.concatenate([nothing, rollout.log_probs])))
+            kept.append(FinishedTrajectory(rollout.record, np.concatenate([nothing, rollout.log_probs])))
             theirs.append(np.concatenate([nothing, now.numpy()]))
         return step_metrics(kept, theirs)
 

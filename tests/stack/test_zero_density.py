@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fast.test_density_loss import EVERY
+from tests.fast.density_model import EVERY
 from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.stack

@@ -33,3 +33,16 @@ SAMPLING: dict[str, dict[str, Any]] = {
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 6, "c": 2}, "edt": {"theta": 1.0}}
 SCHEDULES["ladder"] = {"least": 0.5, "most": 1.5}
 TOKENS = 6
+
+# What `make test` asks; `make test-more` asks the rest, in engines of its own.
+IN_MAKE_TEST = ("neighbor", "gaussian", "gumbel", "multiplex")
+STOPS: dict[str, dict[str, Any]] = {
+    "token": {"stop_token_ids": list(range(0, 49152, 4))},
+    "string": {"stop": ["e", "o"]},
+    "samples": {"n": 3, "stop_token_ids": list(range(0, 49152, 6))},
+}
+
+
+def share_of(name: str) -> str:
+    """Which of the two rollouts has the case: that of `make test`, or that of `make test-more`."""
+    return "test" if name in (*IN_MAKE_TEST, "token") else "more"

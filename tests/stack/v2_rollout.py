@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
 
-Arguments: V1 or V2, the model's folder, where the result goes. Asynchronous scheduling is on, as it is on CUDA.
+Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test or more). Scheduling is asynchronous,
+as on CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RUNNER = sys.argv[1]
+RUNNER, SHARE = sys.argv[1], sys.argv[4]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "V2"))
 
@@ -24,7 +25,11 @@ if RUNNER == "V2":
 
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
 from tests.stack.scheduling import note_preemptions  # noqa: E402
-from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, SCHEDULES, TOKENS  # noqa: E402
+from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of  # noqa: E402
+
+
+def of_this_share(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: options for name, options in cases.items() if share_of(name) == SHARE}
 
 
 def of_every_perturbation(llm: Any) -> dict[str, list[Rollout]]:
@@ -33,7 +38,7 @@ def of_every_perturbation(llm: Any) -> dict[str, list[Rollout]]:
 
     prompts = chat_prompts(llm, QUESTIONS)
     found = {}
-    for name, options in PERTURBATIONS.items():
+    for name, options in of_this_share(PERTURBATIONS).items():
         set_perturbation(llm, name, **options)
         found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
     return found
@@ -76,11 +81,7 @@ def of_stops(llm: Any) -> dict[str, Any]:
     set_perturbation(llm, "gumbel", rate=1.0)
     prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS)]
     found = {}
-    for name, given in {
-        "token": {"stop_token_ids": list(range(0, 49152, 4))},
-        "string": {"stop": ["e", "o"]},
-        "samples": {"n": 3, "stop_token_ids": list(range(0, 49152, 6))},
-    }.items():
+    for name, given in of_this_share(STOPS).items():
         params = SamplingParams(max_tokens=12, ignore_eos=True, extra_args={"perturbation": {"seed": 3}}, **given)
         outputs = llm.generate(prompts[: 1 if name == "samples" else 3], params, use_tqdm=False)
         taken = take_trajectories(llm)
@@ -126,7 +127,7 @@ def of_stock(model: str) -> list[Any]:
     return results
 
 
-def main(model: str, target: str) -> None:
+def main(model: str, target: str, _: str) -> None:
     began = time.perf_counter()
     result: dict[str, Any] = {}
     with as_on_cuda.asynchronous():
@@ -136,14 +137,18 @@ def main(model: str, target: str) -> None:
         result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
         result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
-        if RUNNER == "V2":
+        if RUNNER == "V2" and SHARE == "more":
             from ngrpo.rollout import set_perturbation
 
             set_perturbation(llm, "neighbor", rate=0.5)
             result["warm_up"] = as_on_cuda.warm_up(llm)
             print("warmed up", f"{time.perf_counter() - began:.0f} s", flush=True)
-        parts = {part: llm for part in (of_every_perturbation, of_sampling_parameters, of_schedules, of_stops)}
-        for part, subject in {**parts, of_preemption: model, of_stock: model}.items():
+        parts: dict[Any, Any] = {of_every_perturbation: llm, of_stops: llm}
+        if SHARE == "test":
+            parts |= {of_preemption: model}
+        else:
+            parts |= {of_sampling_parameters: llm, of_schedules: llm, of_stock: model}
+        for part, subject in parts.items():
             result[part.__name__] = part(subject)
             Path(target).write_bytes(pickle.dumps(result))
             print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)

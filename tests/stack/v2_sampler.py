@@ -76,7 +76,9 @@ def main() -> None:
     assert torch.equal(seen["scaled"][row["plain"]], given[row["plain"]])
     assert torch.allclose(seen["scaled"][row["top-k"]], given[row["top-k"]] / 0.5)
     left = (seen["drawable"] > -torch.inf).sum(dim=-1)
-    assert left[row["top-k"]] == 3 and left[row["plain"]] == VOCABULARY and 1 <= left[row["warm-up"]] <= 50
+    assert left[row["top-k"]] == 3
+    assert left[row["plain"]] == VOCABULARY
+    assert 1 <= left[row["warm-up"]] <= 50
     assert seen["greedy"][row["greedy"]] == given[row["greedy"]].argmax() and (seen["greedy"] >= 0).sum() == 1
     # With a schedule, everything is at its temperatures, filters included; what it is shown is at those asked for.
     factor = torch.where(hot["greedy"] < 0, 2.0, 1.0)

@@ -17,7 +17,7 @@ def main(folder: str, target: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from perturbations.replay.scope import ReplayScope
-    from tests.stack.test_gradients import batch
+    from tests.stack.gradient_batch import batch
 
     # DeepSpeed's shared-memory all-reduce compiles for half a minute; one process needs none.
     torch.distributed.init_process_group("gloo")

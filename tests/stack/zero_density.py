@@ -40,9 +40,9 @@ def log_probs(model: Any, perturbation: Any, record: Any, tokens: Any) -> Any:
 
     import torch
 
-    from ngrpo.trainer.density_loss import densities
-    from ngrpo.trainer.model_actors import replay_scope
-    from tests.fast.test_density_loss import hooked
+    from ngrpo.trainers.openrlhf.density_loss import densities
+    from ngrpo.trainers.openrlhf.model_actors import replay_scope
+    from tests.fast.density_model import hooked
 
     mask = torch.ones_like(tokens)
     scope = replay_scope(SimpleNamespace(model=model), perturbation)
@@ -61,8 +61,8 @@ def check(engine: Any, plain: Any, perturbation: Any) -> None:
     import torch
     from deepspeed.utils import safe_get_full_grad
 
-    from tests.fast.test_density import a_step, likely
-    from tests.fast.test_density_loss import record_of
+    from tests.fast.density_model import record_of
+    from tests.fast.density_steps import a_step, likely
 
     full = record_of(perturbation, a_step(likely(4)))
     for perturbed in ((True, False), (False, True), (False, False), (True, True)):
@@ -86,7 +86,7 @@ def main() -> None:
     import torch
     from transformers.integrations import HfDeepSpeedConfig
 
-    from tests.fast.test_density_loss import EVERY, name_of
+    from tests.fast.density_model import EVERY, name_of
 
     # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without. The attribute
     # deepspeed.comm.torch is torch itself, so the module of that name is looked up.

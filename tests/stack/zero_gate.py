@@ -25,10 +25,10 @@ def train(stage: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from ngrpo import parameters_file
-    from ngrpo.trainer.model_actors import replay_scope, separate
+    from ngrpo.storage import parameters_file
+    from ngrpo.trainers.openrlhf.model_actors import replay_scope, separate
     from perturbations import create, parameters
-    from tests.fast.test_replay import small
+    from tests.fast.replay_examples import small
 
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -8,36 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from perturbations.options import Options
 from perturbations.registry import buffers
-from perturbations.replay.record import ReplayRecord
-
-# Bytes that a trajectory takes beside its numbers: its name, its objects and those of its arrays. Measured with Python
-# 3.11 and numpy 2 as the growth of a process that holds 50,000 answers of three tokens: 1,300 each.
-OVERHEAD = 1300
-
-
-@dataclass(frozen=True, eq=False)
-class FinishedTrajectory:
-    """What a rollout leaves of one trajectory.
-
-    Attributes:
-        record: its perturbed inputs.
-        log_probs: log π of each generated token at the rollout, (generated,) float32.
-        sampling_mask: the tokens that sampling left at each position, as the rollout packs them; empty where this is
-            not recorded.
-    """
-
-    record: ReplayRecord
-    log_probs: np.ndarray
-    sampling_mask: bytes = b""
-
-    @property
-    def size(self) -> int:
-        """Bytes of memory that holding it takes."""
-        return OVERHEAD + self.record.size + self.log_probs.nbytes + len(self.sampling_mask)
+from perturbations.replay.trajectory import FinishedTrajectory
 
 
 @dataclass(frozen=True, kw_only=True)

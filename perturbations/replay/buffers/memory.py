@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from perturbations.options import option
 from perturbations.registry import register_buffer
-from perturbations.replay.buffers.base import FinishedTrajectory, ReplayBuffer
+from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Content:
+    """What a buffer holds; no option of it, and nothing that is sent to another process."""
+
+    held: dict[str, FinishedTrajectory] = field(default_factory=dict)
+    size: int = 0
+    warned: bool = False
 
 
 @register_buffer("memory")
@@ -20,38 +31,37 @@ class MemoryBuffer(ReplayBuffer):
 
     max_bytes: int = option(4 << 30, "beyond so many bytes the oldest trajectories are dropped", low=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        held: dict[str, FinishedTrajectory] = {}
-        for name, value in {"_held": held, "_bytes": 0, "_warned": False}.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def _content(self) -> _Content:
+        return _Content()
 
     def add(self, name: str, finished: FinishedTrajectory) -> None:
         """See :meth:`ReplayBuffer.add`."""
-        if name in self._held:
+        content = self._content
+        if name in content.held:
             self.take(name)
-        self._held[name] = finished
-        object.__setattr__(self, "_bytes", self._bytes + finished.size)
-        while self._bytes > self.max_bytes and len(self._held) > 1:
-            if not self._warned:
+        content.held[name] = finished
+        content.size += finished.size
+        while content.size > self.max_bytes and len(content.held) > 1:
+            if not content.warned:
                 logger.warning(
                     "%d finished trajectories (%d bytes) were not taken; from now on the oldest are dropped without a"
                     " further word. Take or drop the records of finished requests, or raise max_bytes.",
-                    len(self._held),
-                    self._bytes,
+                    len(content.held),
+                    content.size,
                 )
-                object.__setattr__(self, "_warned", True)
-            self.take(next(iter(self._held)))
+                content.warned = True
+            self.take(next(iter(content.held)))
 
     def names(self) -> list[str]:
         """See :meth:`ReplayBuffer.names`."""
-        return list(self._held)
+        return list(self._content.held)
 
     def take(self, name: str) -> FinishedTrajectory:
         """See :meth:`ReplayBuffer.take`."""
-        finished = self._held.pop(name)
-        object.__setattr__(self, "_bytes", self._bytes - finished.size)
+        finished = self._content.held.pop(name)
+        self._content.size -= finished.size
         return finished
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._content.held)

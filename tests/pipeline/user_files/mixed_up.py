@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbations.registry import register_buffer
-from perturbations.replay.buffers.base import FinishedTrajectory
 from perturbations.replay.buffers.memory import MemoryBuffer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 
 @register_buffer("mixed_up")

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of the workbench share on the command line: errors, the model, and the problems."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+if TYPE_CHECKING:
+    from ngrpo.evaluate import Problem
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are :class:`UsageError`, with the nearest match for an unknown flag."""
+
+    def __init__(self, command: str, description: str, epilog: str) -> None:
+        """``command``: its name after ``ngrpo``."""
+        super().__init__(
+            prog=f"ngrpo {command}",
+            description="\n".join(textwrap.fill(line, 80) for line in description.splitlines()),
+            epilog=epilog,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a :class:`UsageError` in place of ending the process."""
+        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """As ``parse_args``; an unknown word is an error that names the nearest flag."""
+        given, unknown = self.parse_known_args(list(words))
+        if unknown:
+            # argparse keeps its own table of flags; format_usage would only repeat it.
+            known = [flag for action in self._actions for flag in action.option_strings]
+            raise UsageError(
+                f"{self.prog}: unknown word {unknown[0]!r}.{nearest(unknown[0], known)} See {self.prog} --help."
+            )
+        return given
+
+    def add_problems(self) -> None:
+        """Adds the flags of the model and of the problems, for :func:`checked_model` and :func:`problems_of`."""
+        add = self.add_argument
+        add("--model", "--actor.model_name_or_path", metavar="NAME", help="packaged name, model folder or hub name")
+        add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset, see below")
+        add("--split", help="of a hub dataset")
+        add("--task", metavar="NAME", help="the held-out problems of a task: arithmetic, reasoning_gym:DATASET")
+        add("--scorer", default="auto", help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]")
+        add("--input-key", default="input", help="column of prompts in OpenRLHF's layout [input]")
+        add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
+        add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
+        add("--skip-unanswered", action="store_true", help="leave problems without an answer out")
+
+
+@contextmanager
+def telling_what_is_kept(
+    command: str, words: Sequence[str], folder: Path, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Says where the block is interrupted what was kept, and how to go on.
+
+    Args:
+        command: its name after ``ngrpo``.
+        words: what follows that.
+        folder: where results are.
+        report: takes a line for the screen.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = ["ngrpo", command, *words, *(() if Flags(words).has("--out") else ("--out", str(folder)))]
+        report(f"ended early; what was finished is kept in {folder}. Go on with: {shlex.join(again)}")
+        raise
+
+
+def checked_model(given: argparse.Namespace) -> str:
+    """The model's name, not resolved yet.
+
+    Raises:
+        UsageError: where no model is given, or the name cannot be one.
+    """
+    from ngrpo.models import packaged
+
+    if not given.model:
+        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    return packaged.check_name(given.model)
+
+
+def problems_of(
+    given: argparse.Namespace, limit: int | None, report: Callable[[str], None]
+) -> tuple[list[Problem], str]:
+    """The problems that were asked for, and what they are called in the result.
+
+    Raises:
+        UsageError: for bad input: an empty dataset, a problem without an answer.
+    """
+    from ngrpo.evaluate import load_problems, load_task
+
+    if (given.data is None) == (given.task is None):
+        raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")
+    if given.task is not None:
+        if given.scorer != "auto":
+            raise UsageError(f"--scorer {given.scorer}: a task has its own. Leave --scorer out, or use --data.")
+        return load_task(given.task, limit=limit), f"task {given.task}"
+    names = ("split", "scorer", "input_key", "label_key", "instruction", "skip_unanswered")
+    options: dict[str, Any] = {name: getattr(given, name) for name in names}
+    return load_problems(given.data, limit=limit, report=report, **options), given.data

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""usage: ngrpo compare --perturbations NAME,NAME ... [--seeds 0,1,2]
+                     [--task NAME] [flags of ngrpo train ...]
+
+Trains every strategy with every seed under the same trainer, data order and
+budget, evaluates each, and writes results.json, results.csv and report.html.
+What has finished is kept: the same command goes on where it stopped.
+
+  --perturbations A,B       perturbations, with options after colons:
+                            none,neighbor:rate=0.2,gumbel
+  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
+                            (or another kind that stands beside a perturbation:
+                            ngrpo new), and flags of its own; repeatable
+  --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
+                            each perturbation that has it, or any flag of ngrpo
+                            train (rollout.temperature=0.8,1.2) for all;
+                            repeatable
+  --base P,Q                base algorithms: grpo, gspo, dapo
+  --seeds 0,1,2             seeds [0]
+  --baseline ID             what the others are held against [none, or the first
+                            strategy]
+  --threshold SCORE         count the runs whose Mean@n ends above it, and test
+                            the counts: for tasks that a run either finds the
+                            way in or does not
+  --config FILE             YAML with the same words as keys (see
+                            examples/ablation.yaml); a flag overrides it
+  --out DIR                 the comparison's folder [runs/compare]
+  --dry-run [GIB]           print what the first run would be, and check all of
+                            them; start nothing
+  --discard-models          delete each trained model once it is evaluated:
+                            many runs fill a disk
+  --stock                   sample as stock OpenRLHF does: the same seed does
+                            not repeat a run then
+
+evaluation of each trained model (perturbation off)
+  --eval.data SRC           problems [the task's held-out ones; --eval.data none
+                            for no evaluation]
+  --eval.n N                samples per problem [8]
+  --eval.OPTION VALUE       any other option of ngrpo eval, e.g. --eval.k 1,4,8
+                            --eval.temperature 0.6
+  --eval.steps N            also every N training steps, on --eval.dataset [the
+                            task's]: the learning curve that compares
+                            strategies, since rewards are of rollouts that each
+                            draws in its own way
+
+before training
+  --diagnose.prompts N      prompts for the diversity-validity picture and the
+                            sample answers [8; 0: leave it out]
+  --diagnose.OPTION VALUE   any other option of ngrpo diagnose, e.g.
+                            --diagnose.group 8 --diagnose.embedding-map
+
+All other words go to ngrpo train, for all runs alike.
+
+examples
+  ngrpo compare --perturbations none,neighbor --seeds 0,1 --base grpo \\
+      --model smollm2-135m --task arithmetic --rollout.batch_size 8 \\
+      --rollout.n_samples_per_prompt 4 --train.batch_size 32 \\
+      --rollout.max_new_tokens 12 --data.max_samples 96
+  ngrpo compare --config examples/ablation.yaml --model Qwen/Qwen3-0.6B \\
+      --data.prompt_dataset prompts.jsonl --dry-run ...
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ngrpo.commands import diagnose as diagnosis
+from ngrpo.commands import eval as evaluation
+from ngrpo.commands.command_parser import telling_what_is_kept
+from ngrpo.commands.train import dry_run
+from ngrpo.compare import arguments, results, runs, screen
+from ngrpo.compare.comparison_folder import ComparisonFolder
+from ngrpo.compare.plan import Plan, Run
+from ngrpo.config import parse, rules
+from ngrpo.models import packaged
+from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_parser import defaults
+from perturbations.errors import UsageError
+
+_SPARE = 1 << 29
+
+
+def run(words: list[str], *, report: Callable[[str], None]) -> int:
+    """Compares.
+
+    Args:
+        words: everything after ``ngrpo compare``.
+        report: called with each line for the user that is neither progress nor result.
+
+    Returns:
+        0; 1 where a run failed.
+
+    Raises:
+        UsageError: for bad input, before anything starts.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__, end="")
+        return 0 if words else 2
+    plan, out = arguments.parse(words)
+    for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
+        report(f"warning: {note}")
+    gib = Flags(words).value(parse.DRY_RUN)
+    if gib is not None:
+        return _dry_run(plan, out, gib or "true")
+    _check(plan, out)
+    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
+        folder.claim(plan.common())
+        return _work(plan, folder, ["ngrpo", "compare", *words], report)
+
+
+def _check(plan: Plan, out: Path) -> None:
+    """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
+    for one in plan.runs()[: len(plan.arms)]:
+        with _named(one):
+            rules.checked(runs.run_config(plan, one, out / "runs" / one.id))
+    _check_beside_training(plan)
+
+
+@contextmanager
+def _named(one: Run) -> Iterator[None]:
+    """Names the strategy in an error of its run."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+
+
+def _dry_run(plan: Plan, out: Path, gib: str) -> int:
+    """The first run in full, and the checks of every strategy; 1 where one of them fails."""
+    everything, failed = plan.runs(), 0
+    print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
+    for number, one in enumerate(everything[: len(plan.arms)]):
+        print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
+        with _named(one):
+            config = runs.run_config(plan, one, out / "runs" / one.id)
+            failed |= dry_run(config, gib, checks_only=number > 0)
+    _check_beside_training(plan)
+    return failed
+
+
+def _check_beside_training(plan: Plan) -> None:
+    if plan.evaluation is not None:
+        try:
+            evaluation.check(runs.eval_words(plan, plan.model, Path("out")))
+        except UsageError as error:
+            raise UsageError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
+    if plan.diagnosis is not None:
+        try:
+            diagnosis.check(["--model", plan.model, *plan.diagnosis])
+        except UsageError as error:
+            left_out = "--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out"
+            raise UsageError(f"diagnosis: {error} ({left_out})") from None
+
+
+def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:
+    earlier = folder.read("results.json") or {}
+    created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    everything = plan.runs()
+    known = [runs.status(plan, one, folder) for one in everything]
+    others = [one.id for one, record in zip(everything, known) if record["status"] == "other"]
+    if others:
+        raise UsageError(
+            f"{len(others)} finished runs in {folder.path} are of other flags, other content of the files that they"
+            f" name, or other versions than now: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}. Give"
+            f" another --out, or delete their folders under {folder.path / 'runs'} to have them repeated."
+        )
+    waiting = [one for one, record in zip(everything, known) if record["status"] != "done"]
+    took = [record["seconds"] for record in known if record["status"] == "done"]
+    batch = "--rollout.batch_size"
+    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
+    if took:
+        view.note(f"{len(took)} of {len(everything)} runs are finished and kept")
+    model = packaged.resolve(plan.model, report=report)
+    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
+    _before(plan, folder, model, view)
+    for one in waiting:
+        folder.need(int(1.5 * size) + _SPARE)
+        view.begin(everything.index(one) + 1, one)
+        record = runs.execute(plan, one, folder, view.step)
+        evaluated = folder.read(f"runs/{one.id}/evaluation/evaluation.json") if record["status"] == "done" else None
+        view.end(record, evaluated)
+        results.write(results.collect(plan, folder, command, created), folder)
+    final = results.collect(plan, folder, command, created)
+    results.write(final, folder)
+    sys.stdout.flush()
+    print(f"\n{screen.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}")
+    failed = [run for run in final["runs"] if run["status"] == "failed"]
+    for run in failed:
+        report(f"{run['id']} failed: {run['log']}")
+    return 1 if failed else 0
+
+
+def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Screen) -> None:
+    """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
+    steps = []
+    if plan.evaluation is not None:
+        words = runs.eval_words(plan, model, folder.path / "untrained")
+        steps.append(("untrained", "the untrained model", ["eval", *words]))
+    if plan.diagnosis is not None:
+        out = str(folder.path / "diagnosis")
+        steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
+    for name, what, words in steps:
+        found = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
+        known = {row["name"] for row in (found or {}).get("strategies", [])}
+        if found is not None and (name == "untrained" or known >= {arm.perturbation for arm in plan.arms}):
+            continue
+        view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
+        try:
+            runs.command(words, folder.path / f"{name}.log", folder.lock)
+        except runs.CommandFailed as failure:
+            view.note(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)")

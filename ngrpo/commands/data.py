@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ngrpo data`: problems of any layout as the JSONL that OpenRLHF and `ngrpo eval` read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ngrpo.commands.command_parser import CommandParser
+from ngrpo.storage.result_folder import json_lines, write_text, writing
+from perturbations.errors import UsageError
+
+_WHAT = """\
+Writes problems with their answers, one JSON object per line: "input", a list of
+chat messages, and "label", the answer. ngrpo train and ngrpo eval read that.
+"""
+_MORE = """\
+NAME is deepscaler, aime2024, aime2025, amc23, math500 or gpqa_diamond, which
+are loaded from the hub (gpqa_diamond is gated: HF_TOKEN); or a file or hub
+dataset, as ngrpo eval --data takes it. --from reads a named set from a file.
+
+examples
+  ngrpo data deepscaler
+  ngrpo data aime2025 --from downloads/aime2025.parquet
+  ngrpo data my_problems.csv --out data/mine.jsonl --plain
+  ngrpo train --data.prompt_dataset data/deepscaler.jsonl \\
+      --data.label_key label --data.apply_chat_template \\
+      --reward.remote_url examples/recipes/math_reward.py ...
+"""
+
+
+def run(words: list[str], *, report: Callable[[str], None]) -> int:
+    """Writes a dataset.
+
+    Args:
+        words: everything after ``ngrpo data``.
+        report: called with each line for the user.
+
+    Returns:
+        0, or 2 without a name.
+
+    Raises:
+        UsageError: for bad input, or a file that exists.
+    """
+    parser = _parser()
+    if not words or "-h" in words or "--help" in words:
+        print(parser.format_help(), end="")
+        return 0 if words else 2
+    given = parser.read(words)
+    from ngrpo.evaluate import load_problems
+
+    source = given.source or given.name
+    stem = Path(given.name).stem.lower().replace("-", "_")
+    out = Path(given.out or f"data/{stem}{'_plain' * given.plain}.jsonl").expanduser()
+    if out.exists():
+        raise UsageError(f"{out} exists. Remove it, or give another file with --out.")
+    problems = load_problems(
+        source,
+        limit=given.limit,
+        split=given.split,
+        instruction=given.instruction,
+        skip_unanswered=True,
+        report=report,
+    )
+    rows = [
+        {"input": _text(p.messages) if given.plain else [dict(m) for m in p.messages], "label": p.answer}
+        for p in problems
+    ]
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, json_lines(rows))
+    report(f"{len(rows)} problems of {source}: {out}")
+    return 0
+
+
+def _text(messages: tuple[dict[str, str], ...]) -> str:
+    """The messages as one text, for a model without a chat template."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("data", _WHAT, _MORE)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="the problems, see below")
+    add("--from", dest="source", metavar="SRC", help="a file or hub dataset with them")
+    add("--out", metavar="FILE", help="where to [data/NAME.jsonl]")
+    add("--plain", action="store_true", help="texts in place of messages, for models without a chat template")
+    add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
+    add("--split", help="of a hub dataset")
+    add("--limit", type=int, help="only the first so many")
+    return parser

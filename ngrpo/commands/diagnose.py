@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ngrpo diagnose`: words in, a folder and a table out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
+from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.diagnose.policies import policy_of
+from ngrpo.storage.result_folder import folder_for
+from perturbations import registry
+from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngrpo.diagnose.sample import GroupSampling
+
+_EXAMPLES = """\
+SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset,
+as in ngrpo eval.
+
+examples
+  ngrpo diagnose --model smollm2-135m --task arithmetic --max-tokens 16
+  ngrpo diagnose --model Qwen/Qwen3-0.6B --data math500 \\
+      --perturbations none,neighbor --sweep perturbation.rate=0.1,0.3
+  ngrpo diagnose --model smollm2-135m --task arithmetic \\
+      --strategy none --strategy 'neighbor rate=1 variant=released'
+  ngrpo diagnose --model smollm2-135m --task arithmetic --strategy none \\
+      --strategy 'none sampling.schedule=ead' --strategy 'none policy_noise=psn'
+
+What each number is: docs/compare.md."""
+_DEFAULT = "none,neighbor,gaussian,gumbel"
+
+
+def run(words: list[str], *, report: Callable[[str], None]) -> int:
+    """Diagnoses.
+
+    Args:
+        words: everything after ``ngrpo diagnose``.
+        report: called with each line for the user that is not the result.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        UsageError: for bad input, before any model loads.
+    """
+    if "-h" in words or "--help" in words:
+        print(_parser().format_help(), end="")
+        return 0
+    # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from ngrpo.config.preflight import check_model
+    from ngrpo.models import packaged
+
+    given, sampling, strategies = _read(words)
+    if given.model:
+        packaged.check_available(given.model)  # before problems are asked for, which may come from the hub as well
+    problems, dataset = problems_of(given, given.prompts, report)
+    for note in {note for strategy in strategies for note in strategy.notes}:
+        warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
+    path = packaged.resolve(checked_model(given), report=report)
+    for strategy in strategies:
+        if strategy.spec is not None:
+            check_model(path, registry.create(**strategy.spec))
+
+    from ngrpo.diagnose.diagnosis import diagnose
+    from ngrpo.diagnose.diagnosis_folder import REPORT
+    from ngrpo.diagnose.screen_table import differences, table
+
+    if len(problems) < given.prompts:
+        report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")
+    out = folder_for(given.out, "diagnose")
+    with telling_what_is_kept("diagnose", words, out, report):
+        result = diagnose(
+            given.model,
+            problems,
+            strategies,
+            out=out,
+            sampling=sampling,
+            dataset=dataset,
+            policies=[policy_of(strategy, given.at_step, given.of_steps) for strategy in strategies],
+            with_map=given.embedding_map,
+            map_words=given.tokens,
+            hardware=given.hardware,
+            dtype=given.dtype,
+            report=report,
+        )
+    print("", table(result), differences(result), sep="\n\n", end="\n\n", flush=True)
+    for warning in result["warnings"]:
+        report(f"warning: {warning}")
+    report(f"written: {out} ({REPORT} opens in a browser)")
+    return 0
+
+
+def check(words: Sequence[str]) -> None:
+    """Reads words and problems as :func:`run` would, and samples nothing.
+
+    Raises:
+        UsageError: for bad input.
+    """
+    given, _, _ = _read(words)
+    problems_of(given, given.prompts, lambda line: None)
+    checked_model(given)
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
+    """The options, how to sample, and the strategies, all checked."""
+    from ngrpo.diagnose.sample import GroupSampling
+    from ngrpo.hardware import profile_for
+
+    given = _parser().read(words)
+    if given.tokens and not given.embedding_map:
+        raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
+    profile_for(given.hardware)
+    sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
+    named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
+    strategies = parse_arms(named, given.sweep, given.strategy, rollouts=True)
+    for strategy in strategies:
+        policy_of(strategy, given.at_step, given.of_steps).check_temperature(given.temperature)
+    return given, sampling, strategies
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "diagnose",
+        "Before any training: how different the answers of a group are under each strategy, and how valid.",
+        _EXAMPLES,
+    )
+    parser.add_problems()
+    add = parser.add_argument
+    add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
+    add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
+        help="one strategy per value, for each of --perturbations that has the option; may be repeated",
+    )  # fmt: skip
+    add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
+        help="one more strategy, as it stands; may be repeated",
+    )  # fmt: skip
+    add("--prompts", type=int, default=32, help="only the first so many problems [32]")
+    add("--group", type=int, default=8, help="answers per prompt [8]")
+    add("--max-tokens", type=int, default=256, help="longest answer [256]")
+    add("--temperature", type=float, default=1.0, help="[1]")
+    add("--top-p", type=float, default=1.0, help="[1]")
+    add("--seed", type=int, default=0, help="the same for all strategies; the same seed draws the same samples [0]")
+    add("--at-step", type=int, default=0, help="training step that schedules and noises are of, from 0 [0]")
+    add("--of-steps", type=int, help="training steps of the run, where a noise depends on it")
+    add("--embedding-map", action="store_true", help="where some tokens go when they are perturbed")
+    add("--tokens", metavar="WORDS", help="words of the embedding map, with commas [ten common ones]")
+    add("--hardware", default="auto", help="auto, cpu or cuda [auto]")
+    add("--dtype", default="auto", help="of the model, as vLLM takes it [auto]")
+    add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: goes on there")
+    return parser

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
+
+Looks at everything that a perturbed training rests on, and says of each thing
+that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, what
+is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
+rollout of the packaged model, perturbed, and its replay. Ends with a block for
+a bug report.
+
+  --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
+                            told from its config.json whether it is supported
+  --no-self-test            leave it out
+
+examples
+  ngrpo doctor
+  ngrpo doctor --model Qwen/Qwen3.5-0.8B --no-self-test
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ngrpo.commands.command_parser import CommandParser
+from ngrpo.config import preflight
+from ngrpo.hardware import attention, profile_for
+from ngrpo.models import model_support, packaged
+from ngrpo.upstream import versions
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+_PLUGIN = "ngrpo_perturbation"
+_LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
+_SECONDS = 300
+_LARGEST_GAP = 1e-4
+_SPEC = {"name": "gumbel", "rate": 0.5}
+_PROBE_FAILURE = "ProbeFailure: "
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what it is.
+        told: its state in a line.
+        fix: what to do where it is wrong; None where all is well.
+    """
+
+    subject: str
+    told: str
+    fix: str | None = None
+
+
+def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+    """Prints the findings as they come, and a block for a bug report.
+
+    Args:
+        words: everything after ``ngrpo doctor``.
+        report: called with a line for the user beside the result.
+
+    Returns:
+        0 where all is well, else 1.
+
+    Raises:
+        UsageError: for words that are not its own.
+    """
+    if "-h" in words or "--help" in words:
+        print(__doc__, end="")
+        return 0
+    parser = CommandParser("doctor", "", "")
+    parser.add_argument("--model")
+    parser.add_argument("--no-self-test", action="store_true")
+    given = parser.read(words)
+    named = None if given.model is None else packaged.check_name(given.model)
+    model = None if given.no_self_test else named or "smollm2-135m"
+    findings = []
+    for finding in examine(model, report, named):
+        findings.append(finding)
+        print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.told}", flush=True)
+        if finding.fix is not None:
+            print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
+    wrong = [finding for finding in findings if finding.fix is not None]
+    print("\n" + _for_a_report(findings))
+    report("all is well" if not wrong else f"{len(wrong)} of {len(findings)} findings need fixing")
+    return int(bool(wrong))
+
+
+def examine(model: str | None, report: Callable[[str], None], named: str | None = None) -> Iterator[Finding]:
+    """All findings; the self-test, which takes longest, comes last.
+
+    Args:
+        model: of the self-test; None leaves it out.
+        report: called before what takes a while.
+        named: the model that was asked about; one that is not supported has no self-test.
+    """
+    yield _python()
+    yield _judged("releases", _releases, preflight.check_stack)
+    profile = profile_for("auto")
+    yield _device(profile.name)
+    # The flags that the profile itself would add: on a CPU the offloaded Adam, which g++ compiles.
+    flags = Flags([]).with_defaults(profile.default_flags)
+    yield _judged("optimizer", lambda: "what DeepSpeed compiles it with is there", lambda: profile.check(flags))
+    yield Finding("flash-attn", _flash_attn(profile.name))
+    yield _seams(profile.name)
+    yield _plugin()
+    yield from _model_runner(profile.name)
+    if named is not None:
+        told = _model(named)
+        yield told
+        if told.fix is not None:
+            return
+    if model is not None:
+        report("self-test: a rollout and its replay, half a minute")
+        yield _self_test(model)
+
+
+def _python() -> Finding:
+    release = ".".join(map(str, sys.version_info[:3]))
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    return Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
+
+
+def _model(name: str) -> Finding:
+    found, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
+    if found is None:
+        return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
+    return Finding(subject, found.told(), "; ".join(found.refused) or None)
+
+
+def _judged(subject: str, told: Callable[[], str], check: Callable[[], None]) -> Finding:
+    """What a check of the preflight says: its errors hold the fix."""
+    try:
+        check()
+    except UsageError as error:
+        return Finding(subject, told() if subject == "releases" else "not ready", str(error))
+    return Finding(subject, told())
+
+
+def _releases() -> str:
+    return ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
+
+
+def _device(hardware: str) -> Finding:
+    import torch
+
+    driver, built = _driver(), torch.version.cuda
+    if hardware == "cuda":
+        from ngrpo.hardware.cuda import toolkit
+
+        home, release = toolkit()
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        compiled = f"toolkit {release or 'missing'} ({home})"
+        return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
+    told = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
+    if driver is None:
+        return Finding("hardware", told)
+    newer = (
+        f"install a driver for CUDA {built}" if built else "install the extra cuda and a torch that is built for CUDA"
+    )
+    return Finding("hardware", f"{told}, but there is a GPU with driver {driver}", f"{newer}: docs/install.md")
+
+
+def _driver() -> str | None:
+    """The driver's version, or None without a GPU."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.splitlines()[0] if told else None
+
+
+def _flash_attn(hardware: str) -> str:
+    if hardware == "cpu":
+        return "of no use on a CPU; the trainer's attention is PyTorch's own"
+    if attention.has_flash_attn():
+        return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
+    return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
+
+
+def _seams(hardware: str) -> Finding:
+    from ngrpo.trainers.openrlhf import seams
+
+    conditions = {word for seam in seams.SEAMS for word in seam.when.split(" or ")} - {"cpu"}
+    rows = seams.active(conditions | ({"cpu"} if hardware == "cpu" else set()))
+    try:
+        seams.check((), rows)
+    except seams.SeamMismatch as error:
+        first, *_, fix = str(error).splitlines()
+        return Finding("what is replaced upstream", first, f"{fix} All rows: python -m ngrpo.trainers.openrlhf.seams")
+    return Finding("what is replaced upstream", f"all {len(rows)} definitions are as they were when ours were written")
+
+
+def _plugin() -> Finding:
+    subject = "vLLM's plugin"
+    if _PLUGIN not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+        return Finding(subject, f"{_PLUGIN} is not registered", f"install this project with {sys.executable} -m pip")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        return Finding(subject, f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it")
+    return Finding(subject, "registered")
+
+
+def _model_runner(hardware: str) -> Iterator[Finding]:
+    """What takes the choice of the model runner away with one line in vLLM's log (0.29); nothing where nothing does."""
+    points = entry_points(group=_LOGITS_PROCESSORS)
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if not points or chosen is not None:
+        return
+    names = ", ".join(f"{point.name} of {point.dist.name}" if point.dist else point.name for point in points)
+    told = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
+    fix = (
+        "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA; or set"
+        " VLLM_USE_V2_MODEL_RUNNER=0, so that V1 is what was asked for"
+    )
+    yield Finding("model runner", told, fix if hardware == "cuda" else None)
+
+
+def _self_test(model: str) -> Finding:
+    """In a process of its own, whose crash is a finding too."""
+    subject = "self-test"
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
+        if not target.exists():
+            lines = [line for line in done.stdout.splitlines() if line.strip()]
+            # An engine's process tells why it ended before the one that started it does.
+            causes = [number for number, line in enumerate(lines) if _PROBE_FAILURE in line]
+            lines = lines[causes[0] :][:10] if causes else lines[-15:]
+            told = f"ended with status {done.returncode}"
+            return Finding(subject, told, "read the lines that it ended with:\n" + "\n".join(lines))
+        found = json.loads(target.read_text())
+    told = (
+        f"{found['runner']} model runner, {found['edits']} perturbed inputs among {found['tokens']} tokens, |Δ log p|"
+        f" {found['gap']:.1e} with the replay, {found['unreplayed']:.1e} without,"
+        f" {found['plain']:.1e} where nothing is perturbed"
+    )
+    # A GPU rounds float32 in ways of its own, which the unperturbed requests show.
+    allowed = max(_LARGEST_GAP, 3.0 * found["plain"])
+    if found["edits"] == 0 or found["unreplayed"] <= allowed:
+        return Finding(subject, told, "the rollout was not perturbed: install the project anew, then report it")
+    return Finding(subject, told, None if found["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
+
+
+def _for_a_report(findings: Sequence[Finding]) -> str:
+    lines = [f"- {'ok' if f.fix is None else 'WRONG'} {f.subject}: {f.told}" for f in findings]
+    machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
+    return "\n".join(["--- for a bug report ---", f"- {machine}", *lines, "---"])
+
+
+def self_test(model: str) -> dict[str, Any]:
+    """Samples a few tokens in float32, perturbed and not, and replays them by Hugging Face: the largest gaps."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from ngrpo.rollout import model_runner, take_trajectories
+    from ngrpo.trainers.openrlhf.replay_probe import prove
+    from perturbations import replaying
+
+    folder = packaged.resolve(model)
+    cuda = torch.cuda.is_available()
+    place = {"gpu_memory_utilization": 0.3} if cuda else {"distributed_executor_backend": "uni"}
+    llm = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 26,
+        disable_log_stats=True,
+        additional_config={"perturbation": _SPEC},
+        **place,
+    )
+    prompt = llm.get_tokenizer().encode("The first three prime numbers are")
+    arguments = [{"seed": 0}, {"seed": 1}, {"seed": 2, "enabled": False}]
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, extra_args={"perturbation": a}) for a in arguments]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
+    taken = take_trajectories(llm)
+    rollouts = [(list(output.outputs[0].token_ids), *taken[output.request_id]) for output in outputs]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
+
+    @torch.no_grad()
+    def of_texts(texts: Any, action_mask: Any, attention_mask: Any) -> Any:
+        texts = texts.to(reference.device)
+        found = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
+        return found[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
+
+    prove(reference, of_texts)
+    sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
+    theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
+
+    @torch.no_grad()
+    def gaps(records: list[Any]) -> Any:
+        with replaying(reference, records):
+            logits = reference(sequences).logits[:, len(prompt) - 1 : -1].float()
+        chosen = sequences[:, len(prompt) :].unsqueeze(-1)
+        return (logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).cpu() - theirs).abs()
+
+    replayed, without = gaps([record for _, record, _ in rollouts]), gaps([None] * len(rollouts))
+    return {
+        "runner": model_runner(llm),
+        "edits": sum(len(record) for _, record, _ in rollouts),
+        "tokens": sum(len(tokens) for tokens, _, _ in rollouts[:2]),
+        "gap": replayed[:2].max().item(),
+        "unreplayed": without[:2].max().item(),
+        "plain": replayed[2].max().item(),
+    }
+
+
+if __name__ == "__main__":
+    # The engine in a process of its own: vLLM's Transformers backend changes the classes that the replay is done with.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    status = 0
+    try:
+        Path(sys.argv[2]).write_text(json.dumps(self_test(sys.argv[1])), encoding="utf-8")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # The interpreter would take triton's bindings apart in a bad order (vLLM 0.29).

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `ngrpo train --dry-run` prints: configuration, placement, memory, tokens per step, and the checks."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
+from ngrpo.console.text_table import aligned
+from ngrpo.hardware import memory_estimate, profile_for
+from ngrpo.hardware.memory_estimate import Part
+from ngrpo.models import model_size
+from ngrpo.models.model_size import ModelSize
+from ngrpo.upstream import openrlhf_parser, placement
+from perturbations.errors import UsageError
+
+GIB = 2**30
+Check = tuple[str, Callable[[], str | None]]
+"""What is told of a check, and the check: it raises where something is wrong, and returns why it could not look."""
+_WIDTH = 78
+
+
+def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
+    """Prints what a run would be.
+
+    Args:
+        words: OpenRLHF's flags, complete with what is added for the run and the hardware.
+        run: what is asked for.
+        gpu_gib: memory of one GPU in GiB; None for that of this machine, or 80 where it has none.
+        checks: all that is checked before a run starts, by what is told of it.
+
+    Returns:
+        0, or 1 where a check fails.
+    """
+    args, hardware = openrlhf_parser.resolved(words), profile_for(run.hardware).name
+    print("configuration")
+    print(_indented(configuration(args, run)))
+    print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")
+    print(_indented(placed(args)))
+    print("\nmemory of one GPU in GiB, estimated")
+    if hardware == "cuda":
+        print(_indented(memory(args, gpu_gib)))
+    else:
+        print("  no GPU: the models share this machine's memory")
+    print("\ntokens")
+    print(_indented(tokens(args)))
+    if hardware == "cuda":
+        print(_indented(kv_cache(args, gpu_gib)))
+    print("\nchecks")
+    return run_checks(checks)
+
+
+def run_checks(checks: Sequence[Check]) -> int:
+    """Prints a line for each check, how to fix what is wrong and why something is open; 1 where anything is wrong."""
+    wrong = 0
+    for told, check in checks:
+        try:
+            unchecked = check()
+        except UsageError as error:
+            wrong += 1
+            print(textwrap.fill(told, _WIDTH, initial_indent="  WRONG  ", subsequent_indent=" " * 9))
+            print(textwrap.fill(str(error), _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
+        else:
+            state = "ok  " if unchecked is None else "open"
+            print(textwrap.fill(told, _WIDTH, initial_indent=f"  {state}   ", subsequent_indent=" " * 9))
+            if unchecked is not None:
+                print(textwrap.fill(unchecked, _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
+    return int(wrong > 0)
+
+
+def configuration(args: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Our settings in full, and OpenRLHF's arguments where they differ from its defaults."""
+    ours = {
+        **{kind.flag: run.specs.get(kind.name) for kind in KINDS.values()},
+        "--sampling": run.sampling.given() or None,
+        "--reproducible": run.reproducible or None,
+        "--eval.at_start": run.eval_at_start or None,
+        "--report": {"groups": run.report_groups} if run.report_groups else None,
+    }
+    lines = []
+    for name, value in ours.items():
+        if isinstance(value, Mapping):
+            options = ", ".join(f"{key}={part}" for key, part in value.items() if key not in ("name", "source"))
+            title = f"{name} {value.get('name', '')}".rstrip()
+            lines += _wrapped(f"{title}: {options}" if options else title)
+        elif value is not None:
+            lines.append(name)
+    lines.append("" if lines else "nothing of ours: stock OpenRLHF and stock vLLM")
+    defaults = openrlhf_parser.default_values()
+    differing = {key: value for key, value in args.items() if _plain(value) != _plain(defaults.get(key))}
+    rows = [(f"--{key}", _text(value), f"[{_text(defaults.get(key))}]") for key, value in sorted(differing.items())]
+    return [*lines, *aligned([("OpenRLHF", "value", "[default]"), *rows], left=3)]
+
+
+def placed(args: Mapping[str, Any]) -> list[str]:
+    """The GPUs and what each holds, and what kind of placement that is."""
+    found = placement.groups(args)
+    lines = []
+    for group in found:
+        names = []
+        for model in group.models:
+            if model == placement.ENGINES:
+                number, tensor = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
+                model = f"{number} vLLM engine{'s' * (number > 1)} (tensor parallel {tensor})"
+            names.append(model)
+        lines.append(f"{group.name}: {', '.join(names)}")
+    if placement.is_hybrid(args):
+        asleep = args["vllm.enable_sleep"]
+        kind = (
+            f"hybrid: engines and trainer share GPUs, and the engines {'sleep' if asleep else 'stay'} while it trains"
+        )
+    elif args["train.async_enable"]:
+        kind = "asynchronous: engines roll out while the trainer trains"
+    else:
+        kind = "engines have GPUs of their own, which wait while the trainer trains, and the other way round"
+    total = sum(group.gpus for group in found)
+    nodes = args["actor.num_nodes"]
+    return [*lines, f"{total} GPU{'s' * (total > 1)}; actor on {nodes} node{'s' * (nodes > 1)}", *_wrapped(kind)]
+
+
+def memory(args: Mapping[str, Any], gpu_gib: float | None) -> list[str]:
+    """The estimate for one GPU of each group, or what is missing to make one."""
+    names = {
+        placement.ACTOR: args["actor.model_name_or_path"],
+        placement.REFERENCE: args["actor.model_name_or_path"],
+        placement.ENGINES: args["actor.model_name_or_path"],
+        placement.CRITIC: args["critic.model_name_or_path"],
+        placement.REWARD: args["reward.model_name_or_path"],
+    }
+    gpu, source = _gpu(gpu_gib)
+    lines = [f"GPU of {gpu / GIB:g} GiB ({source}); P parameters, D GPUs that share the optimizer"]
+    if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+        return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
+    for group in placement.groups(args):
+        parts: list[Part] = []
+        for model in group.models:
+            name = names[model]
+            size = model_size.find(name) if name else None
+            if size is not None and not parts:
+                lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
+            if size is not None:
+                parts += _parts(model, size, args, group.gpus, gpu)
+                if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
+                    parts.append(memory_estimate.scored(size, args))
+            else:
+                lines += _wrapped(f"{group.name}: {model} not counted: {_unknown(name)}")
+        lines += _table(parts, gpu) if parts else []
+    return lines
+
+
+def _unknown(name: str | None) -> str:
+    if not name:
+        return "none is named"
+    return f"the config.json of {name!r} is not here, or its architecture is unknown. Give its folder: --model FOLDER"
+
+
+def _parts(model: str, size: ModelSize, args: Mapping[str, Any], world: int, gpu: float) -> list[Part]:
+    if model in (placement.ACTOR, placement.CRITIC):
+        return memory_estimate.trained(model, size, args, world)
+    if model == placement.ENGINES:
+        return [memory_estimate.engine(size, args, gpu)]
+    role = "ref" if model == placement.REFERENCE else "reward"
+    return [memory_estimate.frozen(model, size, args, world, offloaded=args[f"{role}.offload"])]
+
+
+def _table(parts: Sequence[Part], gpu: float) -> list[str]:
+    def gib(value: float) -> str:
+        return f"{value / GIB:.1f}" if value else "-"
+
+    cells = [(*part.phases, part.host) for part in parts]
+    sums = [sum(column) for column in zip(*cells)]
+    names = [part.name for part in parts]
+    rows = [(name, *map(gib, row)) for name, row in zip([*names, "sum"], [*cells, sums])]
+    columns = aligned([("", *memory_estimate.PHASES, "host"), *rows], left=1)
+    formulas = ["", *(part.formula for part in parts), ""]
+    lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(columns, formulas)]
+    most = max(sums[:-1])
+    return lines if most <= gpu else [*lines, f"  WRONG: {gib(most)} GiB do not fit into {gib(gpu)}"]
+
+
+def tokens(args: Mapping[str, Any]) -> list[str]:
+    """What a step draws and trains at most, in OpenRLHF's counting."""
+    prompts, group, batch = (
+        args[key] for key in ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
+    )
+    answers, longest = prompts * group, args["rollout.max_new_tokens"] or args["data.max_len"]
+    world = placement.world_size(args, "actor") // args["ds.ring_attn_size"] // args["ds.tensor_parallel_size"]
+    updates = answers * args["train.max_epochs"] / batch
+    lines = [
+        f"a step draws {prompts} prompts × {group} answers = {answers} answers of at most {longest} tokens",
+        f"at most {answers * longest:,} generated tokens, {answers * args['data.max_len']:,} with their prompts",
+        f"updates a step: {answers} answers × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
+        f"each GPU trains {batch / world:g} answers an update, {args['train.micro_batch_size']} at a time",
+    ]
+    if not updates.is_integer():
+        lines.append("WRONG: the answers of a step are no whole number of batches: set --train.batch_size to a divisor")
+    return [line for text in lines for line in _wrapped(text)]
+
+
+def kv_cache(args: Mapping[str, Any], gpu_gib: float | None) -> list[str]:
+    """How many answers an engine draws, and how many tokens it can hold."""
+    size = model_size.find(args["actor.model_name_or_path"] or "")
+    if size is None or not args["vllm.num_engines"]:
+        return []
+    each = math.ceil(args["rollout.batch_size"] * args["rollout.n_samples_per_prompt"] / args["vllm.num_engines"])
+    held = memory_estimate.kv_cache_tokens(size, args, _gpu(gpu_gib)[0])
+    return _wrapped(f"an engine draws {each} answers; its KV cache holds at most {held:,} tokens")
+
+
+def _gpu(gib: float | None) -> tuple[float, str]:
+    """Bytes of one GPU, and why."""
+    if gib is not None:
+        return gib * GIB, "as --dry-run says"
+    import torch
+
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory), "this machine's"
+    return 80.0 * GIB, "assumed; --dry-run GIB sets it"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH - 2, subsequent_indent="  ", break_long_words=False)
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ngrpo eval`: words in, a folder of samples and a table out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
+from ngrpo.storage.result_folder import folder_for
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngrpo.evaluate.engine import Sampling
+    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+
+_EXAMPLES = """\
+  --perturbation NAME   perturb the rollouts; off unless asked for
+  --perturbation.<option> VALUE
+                        and --perturbation.config FILE, as in ngrpo train
+  --sampling.schedule NAME, --policy_noise NAME
+                        draw as rollouts of a training would be, with options as
+                        in ngrpo train; off unless asked for
+  --hardware auto|cpu|cuda
+                        hardware profile
+  --vllm.<option> VALUE
+                        any argument of vllm.LLM, for example
+                        --vllm.tensor_parallel_size 4
+
+SRC is aime2024, aime2025, amc23, math500, gpqa_diamond, deepscaler; a JSONL,
+JSON, CSV or parquet file (verl's and OpenRLHF's layouts, question and answer
+columns); or a hub dataset owner/name[:config][@split].
+
+examples
+  ngrpo eval --model smollm2-135m --task arithmetic --n 8 --max-tokens 16
+  ngrpo eval --model Qwen/Qwen3-0.6B --data aime2025 --n 32 \\
+      --max-tokens 30000 --out runs/aime
+  ngrpo eval --rescore runs/aime
+"""
+
+
+def run(words: list[str], *, report: Callable[[str], None]) -> int:
+    """Evaluates, or scores again.
+
+    Args:
+        words: everything after ``ngrpo eval``.
+        report: called with each line for the user that is not the result.
+
+    Returns:
+        The exit code: 0, or 1 where a folder to rescore lacks samples.
+
+    Raises:
+        UsageError: for bad input, before any model loads.
+    """
+    if "-h" in words or "--help" in words:
+        print(_parser().format_help(), end="")
+        return 0
+    from ngrpo.evaluate.evaluation import rescore
+    from ngrpo.evaluate.outcome import table
+
+    given, command, engine_options = _read(words)
+    for note in command.notes:
+        report(f"warning: {note}")
+    if given.rescore is not None:
+        folder = Path(given.rescore).expanduser()
+        result = rescore(folder, scorer=given.scorer, k=given.k, report=report)
+        if result is None:
+            return 1
+    else:
+        folder = folder_for(given.out, "eval")
+        with telling_what_is_kept("eval", words, folder, report):
+            result = _evaluate(given, command, folder, engine_options, report)
+    print(table(result, folder), flush=True)
+    return 0
+
+
+def check(words: Sequence[str]) -> None:
+    """Reads words and problems as :func:`run` would, and samples nothing.
+
+    Raises:
+        UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
+    """
+    given, command, _ = _read(words)
+    _sampling(given)
+    _policy(given, command)
+    problems_of(given, given.limit, lambda line: None)
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
+    """Our own options, the perturbation's, and the engine's."""
+    from ngrpo.config import parse
+    from ngrpo.config.kinds import KINDS
+    from ngrpo.hardware import profile_for
+
+    command = parse.run_config(words)
+    rest, engine_options = _engine_options(command.openrlhf)
+    kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
+    refused = {
+        **{kind.flag: (command.specs.get(kind.name), "Leave it out.") for kind in kinds},
+        "--run-dir": (command.run_dir, "Give --out."),
+        "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
+        "--preset": (command.preset, "Leave it out."),
+        parse.REPORT_GROUPS: (command.report_groups, "Leave it out."),
+        parse.EVAL_AT_START: (command.eval_at_start, "Leave it out."),
+        "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
+    }
+    for flag, (value, fix) in refused.items():
+        if value:
+            raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
+    profile_for(command.hardware)
+    given = _parser().read(rest)
+    given.task = command.task
+    return given, command, engine_options
+
+
+def _evaluate(
+    given: argparse.Namespace, command: Any, folder: Path, engine_options: dict[str, Any], report: Callable[[str], None]
+) -> dict[str, Any]:
+    from ngrpo.evaluate.evaluation import evaluate
+    from ngrpo.models import packaged
+
+    sampling, policy = _sampling(given), _policy(given, command)
+    for note in policy.notes:
+        report(f"warning: {note}")
+    packaged.check_available(given.model)  # before problems are asked for, which may come from the hub as well
+    problems, dataset = problems_of(given, given.limit, report)
+    model = packaged.resolve(given.model, report=report)
+    if command.spec is not None:
+        from ngrpo.config.preflight import check_model
+
+        check_model(model, command.perturbation)
+    return evaluate(
+        model,
+        problems,
+        out=folder,
+        n=given.n,
+        k=given.k,
+        sampling=sampling,
+        perturbation=command.spec,
+        policy=policy,
+        dataset=dataset,
+        hardware=command.hardware,
+        engine_options=engine_options,
+        report=report,
+    )
+
+
+def _sampling(given: argparse.Namespace) -> Sampling:
+    """How to draw, with every setting checked, and the model's name with it."""
+    from ngrpo.evaluate.engine import Sampling
+    from ngrpo.evaluate.outcome import checked_ks
+
+    checked_model(given)
+    checked_ks(given.k, given.n)
+    return Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
+
+
+def _policy(given: argparse.Namespace, command: Any) -> RolloutPolicy:
+    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+
+    policy = RolloutPolicy.of(command, given.at_step, given.of_steps)
+    policy.check_temperature(given.temperature)
+    return policy
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "eval", "Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
+    )
+    parser.add_problems()
+    add = parser.add_argument
+    add("--n", type=int, default=32, help="samples per problem [32]")
+    add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
+    add("--temperature", type=float, default=0.6, help="[0.6]")
+    add("--top-p", type=float, default=0.95, help="[0.95]")
+    add("--max-tokens", type=int, default=4096, help="longest answer [4096]")
+    add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
+    add("--limit", type=int, help="only the first so many problems")
+    add("--at-step", type=int, default=0, help="training step that schedule and noise are of, from 0 [0]")
+    add("--of-steps", type=int, help="training steps of the run, where the noise depends on it")
+    add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
+    add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating")
+    return parser
+
+
+def _ks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers with commas, such as 1,4,8") from None
+
+
+def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Takes ``--vllm.<option> VALUE`` out of the words; a switch may stand alone."""
+    import yaml
+
+    rest: list[str] = []
+    options: dict[str, Any] = {}
+    for flag in Flags(words):
+        if flag.name.startswith("--vllm."):
+            value, *more = flag.values or ("true",)
+            try:
+                options[flag.name.removeprefix("--vllm.").replace("-", "_")] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise UsageError(f"{flag.name} {value!r}: must be a number, true, false, a word or YAML.") from None
+            rest += more
+        else:
+            rest += flag.words
+    return rest, options

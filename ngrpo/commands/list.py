@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""usage: ngrpo list [NAME]
+
+All perturbations, gates, advantages and the other kinds that `ngrpo new` knows:
+in the tree, of installed packages, and their papers. With a name: its options
+with ranges and defaults, and a picture of what it does.
+
+examples
+  ngrpo list
+  ngrpo list neighbor
+  ngrpo list ./mine.py:Mine
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+from ngrpo.console.catalogue import described, listing
+from perturbations.errors import UsageError
+
+
+def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+    """Prints the table, or one entry in full.
+
+    Args:
+        words: everything after ``ngrpo list``.
+        report: not used.
+
+    Returns:
+        0.
+
+    Raises:
+        UsageError: for an unknown name, or more than one.
+    """
+    if "-h" in words or "--help" in words:
+        print(__doc__, end="")
+        return 0
+    if len(words) > 1:
+        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(words)!r}.")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(described(words[0]) if words else listing(width))
+    return 0

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ngrpo report``: makes the report of a result file again, or compares files of samples problem by problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ngrpo.commands.command_parser import CommandParser
+from perturbations.errors import UsageError
+
+_HELP = """\
+A result is a folder of ngrpo compare, diagnose or train, or the results.json,
+diagnosis.json or summary.json in it. The report is written beside it, as
+report.html, unless --out says otherwise.
+
+Several files of samples, or folders of ngrpo eval, are compared with the first
+one, problem by problem, in a table on the screen: samples.jsonl of ngrpo eval,
+or samples_*.jsonl of lm-evaluation-harness (--log_samples). NAME=FILE names
+one.
+
+examples
+  ngrpo report runs/compare
+  ngrpo report runs/compare/results.json --out report.html
+  ngrpo report base=runs/eval-base trained=runs/eval-trained --tau 0.5
+  ngrpo report base/samples_gsm8k_1.jsonl new/samples_gsm8k_2.jsonl \\
+      --metric exact_match --filter strict-match
+"""
+
+
+def run(words: list[str], report: Callable[[str], None]) -> int:
+    """Runs the command.
+
+    Args:
+        words: what follows ``ngrpo report``.
+        report: takes lines for the screen.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: for bad input, or a report that cannot be written.
+    """
+    parser = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
+    parser.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
+    parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
+    parser.add_argument("--metric", metavar="NAME", help="of lm-evaluation-harness, where there are several")
+    parser.add_argument("--filter", metavar="NAME", help="of lm-evaluation-harness, where there are several")
+    parser.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
+    parser.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
+    if words in (["-h"], ["--help"]):
+        print(parser.format_help(), end="")
+        return 0
+    given = parser.read(words)
+    if not given.results:
+        raise UsageError(
+            "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."
+        )
+    of_samples = {name: value for name in ("metric", "filter", "k", "tau") if (value := getattr(given, name))}
+    only = Path(given.results[0]).expanduser()
+    if len(given.results) > 1 or only.suffix == ".jsonl" or (only / "evaluation.json").is_file():
+        from ngrpo.report import of_samples as samples
+
+        if given.out:
+            raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
+        print("\n".join(samples.lines(given.results, **of_samples)))
+        return 0
+    if of_samples:
+        raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {given.results[0]} is none.")
+    from ngrpo.report.load import load
+    from ngrpo.report.page import write_diagnosis, write_report, write_training
+
+    kind, data, file = load(Path(given.results[0]).expanduser())
+    target = Path(given.out).expanduser() if given.out else file.parent / "report.html"
+    if target.is_dir():
+        target = target / "report.html"
+    if target.resolve() == file.resolve():
+        raise UsageError(f"--out {given.out} is the result itself. Name another file.")
+    {"comparison": write_report, "diagnosis": write_diagnosis, "training run": write_training}[kind](data, target)
+    report(f"report of {file}: {target}")
+    return 0

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...]
+                   [--advantage NAME] [--preset NAME] [flags of OpenRLHF ...]
+
+Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below;
+every other word goes to OpenRLHF untouched. Its own help:
+ngrpo train --openrlhf-help
+
+perturbation of the rollouts
+  --perturbation NAME       see below; your own: ./file.py:Name,
+                            package.module:Name [none: stock OpenRLHF]
+  --perturbation.<option> VALUE
+                            an option of the perturbation, see below; a switch
+                            may stand alone
+  --perturbation.gate NAME  a further gate, named in the same ways; its options:
+                            --perturbation.gate.<option>
+  --perturbation.replay_buffer NAME
+                            where finished trajectories wait for the trainer,
+                            named in the same ways; its options:
+                            --perturbation.replay_buffer.<option> [memory]
+  --perturbation.config FILE
+                            YAML with the same options and 'name'; a flag
+                            overrides the file
+  --perturbation.gap_limit X
+                            warn once where log-probabilities of rollout and
+                            trainer differ more than X times as much after
+                            perturbed inputs as at plain positions [10];
+                            docs/troubleshooting.md
+  --perturbation.strict     end the run there instead
+
+algorithm
+  --preset NAME             a set of OpenRLHF flags, printed; your flags win:
+                            grpo, gspo, dapo
+{kinds}
+                            your own: named as a perturbation; ngrpo is NGRPO,
+                            negative-enhanced GRPO; N-GRPO is --perturbation
+                            neighbor
+
+sampling of the rollouts; evaluation is as it was
+  --sampling.top_k K        draw from the K likeliest tokens
+  --sampling.min_p P        draw from tokens with at least P times the likeliest
+                            one's probability
+  --sampling.correct_mask   take log-probabilities among the tokens that top-p,
+                            top-k and min-p left (temperature and top-p:
+                            --rollout.temperature, --rollout.top_p)
+  --sampling.mask_gib N     memory that a rollout worker may take for that [8]
+  --reproducible            the same seed gives the same rollouts from run to
+                            run: whole batches in a fixed order
+
+the run
+  --eval.at_start           evaluate before the first step too, beside
+                            --eval.steps
+  --model NAME              = --actor.model_name_or_path; packaged models:
+                            sandbox, smollm2-135m
+  --task NAME               dataset and reward where you give none: arithmetic,
+                            math:FILE, minimum_sum, reasoning_gym:DATASET,
+                            shortcut[:FORM], star_graph, two_peaks,
+                            verifiers:MODULE[:NAME]
+  --config FILE             YAML with any of these flags as keys, without dashes
+                            (examples/recipes); repeatable; a later one
+                            overrides an earlier one, and a flag both; 'false'
+                            takes a flag of OpenRLHF out. Each run leaves such a
+                            file, run.yaml, which repeats it
+  --report.groups N         keep all answers to N prompts of a few steps, for a
+                            look into groups in report.html [0]
+  --dry-run [GIB]           print configuration, placement and memory (for a GPU
+                            of so many GiB), check, and start nothing
+  --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
+  --run-dir DIR             model, checkpoints, TensorBoard log, summary.json
+                            [runs/<time>-<perturbation>]
+  --log-file FILE           what the engines print goes there, a few lines of
+                            progress to the screen
+
+examples
+  ngrpo train --perturbation neighbor --perturbation.rate 0.1 \\
+      --model smollm2-135m --task arithmetic --preset grpo \\
+      --rollout.n_samples_per_prompt 4 --rollout.batch_size 8 \\
+      --train.batch_size 32 --rollout.max_new_tokens 12
+  ngrpo train --perturbation.config neighbor.yaml --perturbation.rate 0.15 ...
+  ngrpo train --config examples/recipes/n_grpo_r1_distill_qwen_1.5b.yaml \\
+      --config examples/recipes/placements/hybrid_8_gpus.yaml --dry-run
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from ngrpo import tasks
+from ngrpo.config import entry_check, parse, preflight, rules
+from ngrpo.config.run import FILE, RunConfig
+from ngrpo.console import catalogue, progress
+from ngrpo.hardware import profile_for
+from ngrpo.models import packaged
+from ngrpo.report import summary
+from ngrpo.report.page import write_training
+from ngrpo.rollout import used_runner
+from ngrpo.storage.result_folder import folder_for, read_json
+from ngrpo.trainers.openrlhf import launch
+from ngrpo.upstream import openrlhf_parser
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+
+def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+    """Trains.
+
+    Args:
+        words: everything after ``ngrpo train``.
+        report: called with each line for the user that is not the summary.
+
+    Returns:
+        The exit code: 0, or 1 where the training itself failed.
+
+    Raises:
+        UsageError: for bad input, before any model loads.
+    """
+    if "-h" in words or "--help" in words:
+        print(catalogue.train_help(__doc__ or "", words))
+        return 0
+    if "--openrlhf-help" in words:
+        preflight.check_stack()
+        openrlhf_parser.print_help()
+        return 0
+    words = parse.with_files(words)
+    asked = parse.run_config(words)
+    gib = Flags(words).value(parse.DRY_RUN)
+    if gib is not None:
+        return dry_run(asked, gib or "true")
+    hardware = profile_for(asked.hardware).name
+    for note in (*asked.notes, *_hardware_notes(hardware)):
+        report(f"warning: {note}")
+    folder = folder_for(asked.run_dir, "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2])
+    asked = replace(asked, run_dir=str(folder))
+    complete = _prepare(asked, folder, report)
+    asked.write(folder / FILE)
+    began = time.time()
+    used_runner.watch(folder / summary.RUNNERS)
+    started = replace(asked, openrlhf=tuple(complete.words), hardware=hardware, run_dir=str(folder.absolute()))
+    try:
+        with progress.into_file(Path(asked.log_file).expanduser()) if asked.log_file else nullcontext():
+            launch.launch(started)
+    except launch.TrainingFailed as error:
+        report(f"training failed: {error}")
+        return 1
+    text = summary.finish(folder, started, began=began)
+    write_training(read_json(folder / "summary.json"), folder / "report.html")
+    print(text, flush=True)
+    return 0
+
+
+def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
+    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
+
+    Args:
+        run: what is asked for.
+        gib: GiB of the GPU that it is for, or ``true`` for this machine's.
+        checks_only: leave out all but the checks.
+
+    Returns:
+        0, or 1 where a check fails.
+
+    Raises:
+        UsageError: for flags that make no run.
+    """
+    from ngrpo.commands.dry_run import run_checks, show
+
+    run = replace(run, run_dir=run.run_dir or "runs/dry")
+    flags = rules.unstarted(run)
+    openrlhf_parser.check(flags.words)
+    for note in (*run.notes, *_notes(flags, run)):
+        print(f"warning: {note}")
+    checks = rules.outcomes(flags, run)
+    return run_checks(checks) if checks_only else show(rules.shown(flags, run), run, gpu_gib=_gib(gib), checks=checks)
+
+
+def _gib(given: str) -> float | None:
+    """The GiB of ``--dry-run``; None where it stood alone."""
+    if given.lower() == "true":
+        return None
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = 0.0
+    if not 0.0 < gib < float("inf"):
+        raise UsageError(f"{parse.DRY_RUN} {given}: GiB of one GPU, a number greater than 0, or the flag alone.")
+    return gib
+
+
+def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Flags:
+    """Checks first, what takes longest last. Returns OpenRLHF's flags, additions in front."""
+    complete = rules.completed(run)
+    placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
+    rules.check("start", rules.of_hardware(placed, run), run)
+    for note in _notes(complete, run):
+        report(f"warning: {note}")
+    if run.task is not None:
+        complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
+    rules.check("data", complete, run)
+    complete = rules.of_hardware(complete, run)
+    if complete.added:
+        report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
+
+    def resolved(name: str) -> str:
+        # ModelScope has models that the hub does not have.
+        if complete.has("--use_ms") and name not in packaged.PACKAGED:
+            return name
+        return packaged.resolve(name, report=report)
+
+    complete = parse.replace_model_names(complete, resolved)
+    rules.check("model", complete, run)
+    return complete
+
+
+def _notes(complete: Flags, run: RunConfig) -> list[str]:
+    """What the advantage, the sampling, the datasets' labels and the perturbation's entry in the loss warn of."""
+    given = Flags(run.openrlhf)
+    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(given)]
+    return [*notes, *preflight.dataset_notes(given), *entry_check.notes(complete, run)]
+
+
+def _hardware_notes(hardware: str) -> list[str]:
+    if hardware == "cpu":
+        return []
+    import torch
+
+    if torch.cuda.is_available() or os.environ.get("RAY_ADDRESS"):
+        return []
+    python = f"{sys.executable} sees no CUDA device"
+    return [f"--hardware cuda, but {python}: without a Ray cluster that has GPUs this waits for them forever."]

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What deals with asynchronous scheduling: a step is scheduled, and may run, before the last one's tokens are known.
+
+Three things follow, on a GPU and wherever vLLM schedules ahead:
+
+- What a step drew is still on its way to the host when the next ones run. It waits in :class:`Notes`.
+- The scheduler tells of a request's end after further steps have run, and its last copies may still be on their way
+  then. Its slot stays its own until they are there: :class:`EndedRequests`.
+- A worker has computed further tokens by the time that an answer's end is seen, any number while a stop string found by
+  vLLM's front end is on its way to it. The front end alone knows how long an answer is (:func:`keep_length`); what a
+  worker hands over is cut to that (:func:`cut_to_answer`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from perturbations.replay.trajectory import FinishedTrajectory
+
+# Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
+LENGTHS = "perturbation_lengths"
+# Answers of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
+_LENGTHS_KEPT = 1 << 20
+
+
+# --- copies on their way ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
+
+    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
+    the slot and position ``edited[0][j]`` and ``edited[1][j]``.
+    """
+
+    ready: torch.cuda.Event | None
+    slots: np.ndarray
+    positions: np.ndarray
+    rows: np.ndarray | None
+    log_probs: Tensor
+    left: TokensLeft | None
+    edited: tuple[np.ndarray, np.ndarray]
+    edits: dict[str, Tensor]
+
+
+class Notes:
+    """A queue of notes in the order of their steps.
+
+    Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
+    since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
+
+    Attributes:
+        taken: notes taken so far.
+        written: how many of them are in the stores with all that they have.
+    """
+
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        masks: SamplingMaskStore | None,
+        event: Callable[[], torch.cuda.Event | None],
+    ) -> None:
+        """
+        Args:
+            store: of tokens and edits.
+            masks: of the tokens that sampling left, None where these are not recorded.
+            event: tells when all copies made so far have arrived, None where they have.
+        """
+        self._store, self._masks, self._event = store, masks, event
+        self._coming: deque[Note] = deque()
+        self._masked: deque[Note] = deque()
+        self._newest = np.zeros(store.slots, dtype=np.int64)
+        self.taken = self._stored = self.written = 0
+
+    def add(self, note: Note) -> None:
+        """Takes a step's note, and writes whatever has arrived."""
+        self._coming.append(note)
+        self.taken += 1
+        self._newest[note.slots] = self.taken
+        self.drain()
+
+    def grow(self, slots: int) -> None:
+        """Makes room for more slots."""
+        self._newest = grown(self._newest, slots)
+
+    def drain(self, until: int = 0) -> None:
+        """Writes what has arrived, and the first ``until`` notes ever taken, which are waited for."""
+        self._drain_edits(until)
+        while self._masked and _arrived(self._masked[0], wait=self.written < until):
+            note = self._masked.popleft()
+            self._masks.write(note.slots, note.positions, *note.left.read(note.rows))
+            self.written += 1
+
+    def drain_slot(self, slot: int) -> None:
+        """Waits for a slot's tokens and edits, hence for its newest note and for none after that."""
+        self._drain_edits(int(self._newest[slot]))
+
+    def _drain_edits(self, until: int) -> None:
+        while self._coming and _arrived(self._coming[0], wait=self._stored < until):
+            note = self._coming.popleft()
+            self._write(note)
+            self._stored += 1
+            if note.left is None:
+                self.written += 1
+            else:
+                note.left.ask()
+                self._masked.append(replace(note, ready=self._event()))
+
+    def _write(self, note: Note) -> None:
+        log_probs = note.log_probs.numpy() if note.rows is None else note.log_probs.numpy()[note.rows]
+        self._store.write_tokens(note.slots, note.positions, log_probs)
+        if note.edits:
+            parts = {name: part.numpy() for name, part in note.edits.items()}
+            fed, at = parts.pop("fed"), note.edited
+            if not fed.all():
+                parts, at = {name: part[fed] for name, part in parts.items()}, tuple(part[fed] for part in at)
+            self._store.write_edits(*at, parts)
+
+
+def _arrived(note: Note, wait: bool) -> bool:
+    """Whether the copies of a note are there, waited for where that is asked."""
+    if note.ready is None or note.ready.query():
+        return True
+    if wait:
+        note.ready.synchronize()
+    return wait
+
+
+# --- ends that are known late -------------------------------------------------------------------------------------
+
+
+class EndedRequests:
+    """Requests that the scheduler has told of as finished, until their last notes are in the stores."""
+
+    def __init__(self) -> None:
+        self._noted: dict[str, int] = {}  # notes that may hold something of each
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._noted
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._noted)
+
+    def add(self, name: str, noted: int) -> None:
+        """A request has ended, after so many notes were taken."""
+        self._noted[name] = noted
+
+    def notes_of(self, names: Iterable[str]) -> int:
+        """How many notes must be in the stores for these requests; 0 for those that have not ended."""
+        return max((self._noted.get(name, 0) for name in names), default=0)
+
+    def settled(self, written: int) -> list[str]:
+        """The requests whose notes are in the stores once so many are; they are forgotten here."""
+        found = [name for name, noted in self._noted.items() if noted <= written]
+        for name in found:
+            del self._noted[name]
+        return found
+
+
+def keep_length(original: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens an answer has, until it is taken."""
+
+    def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, req_state, *args, **kwargs)
+        if req_state.detokenizer is not None:
+            lengths = vars(self).setdefault(LENGTHS, {})
+            lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
+            if len(lengths) > _LENGTHS_KEPT:
+                del lengths[next(iter(lengths))]
+
+    return finish_request
+
+
+def taken_length(front: Any, name: str) -> int | None:
+    """How many tokens a finished answer has, asked once; None where the front end has not been told.
+
+    Args:
+        front: the engine's ``output_processor``.
+        name: internal request id.
+    """
+    return vars(front).get(LENGTHS, {}).pop(name, None)
+
+
+def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
+    """What a worker handed over, without what it computed beyond the answer.
+
+    Args:
+        trajectory: of one turn.
+        generated: tokens of the answer; None for all that were computed.
+    """
+    return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)

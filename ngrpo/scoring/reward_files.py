@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions and agents in a user's Python file: read and checked before anything starts, and not run."""
+
+from __future__ import annotations
+
+import symtable
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+REWARD_FUNC = "reward_func(queries, prompts, labels)"
+
+
+def check_rewards(args: Sequence[str]) -> None:
+    """Checks where rewards come from; a user's file is read and not run.
+
+    Raises:
+        UsageError: where there is no reward at all, or a file does not define what OpenRLHF takes from it.
+    """
+    reward, agent = (Flags(args).value(flag) for flag in ("--reward.remote_url", "--train.agent_func_path"))
+    if not (reward or agent or Flags(args).value("--reward.model_name_or_path")):
+        raise UsageError(
+            "no reward: give --task NAME, --reward.remote_url with a Python file that has reward_func, or"
+            " --reward.model_name_or_path with a reward model."
+        )
+    for part in reward.split(",") if reward else ():
+        if part.endswith(".py"):
+            check_python("--reward.remote_url", part, REWARD_FUNC)
+        elif not part.startswith(("http://", "https://")):
+            raise UsageError(f"--reward.remote_url {part}: must be a Python file, or an address that begins with http.")
+    if agent:
+        check_python("--train.agent_func_path", agent, "AgentExecutor()")
+
+
+def check_python(flag: str, path: str, needed: str) -> None:
+    """Checks a user's Python file without running it.
+
+    Args:
+        flag: the flag that names it, for messages.
+        path: the file.
+        needed: what it must define at its top, as it is called.
+
+    Raises:
+        UsageError: where there is no such file, it is not Python, or does not define that.
+    """
+    try:
+        text = Path(path).read_bytes()
+        symbols = symtable.symtable(text, path, "exec").get_symbols()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing Python file.") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{flag} {path}: is not Python ({where}). Correct it.") from None
+    name = needed.partition("(")[0]
+    known = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name not in known and b"import *" not in text:
+        raise UsageError(f"{flag} {path}: does not define {needed}.{nearest(name, known)} Name it so.")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs OpenRLHF's own training program in this process, on the Ray and the hardware at hand.
+
+`openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser; what is ours is in place
+before it starts: the seams in this process, and in every Ray worker through `worker_process_setup_hook`.
+Without a perturbation, on CUDA and with flash-attn there is nothing of ours at all: that is stock OpenRLHF.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from ngrpo.config.run import RunConfig, begin
+from ngrpo.hardware import Profile, attention, profile_for
+from ngrpo.hardware.compiled import remove_stale_locks
+from ngrpo.rollout import used_runner
+from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
+from ngrpo.trainers.openrlhf.install import install, setup_hook
+from ngrpo.upstream import openrlhf_parser, placement
+from ngrpo.upstream.openrlhf_flags import Flags
+
+_PROGRAM = "openrlhf.cli.train_ppo_ray"
+
+# What OpenRLHF 0.11.2 gives its own ray.init (cli/train_ppo_ray.py); ours takes its place.
+_OPENRLHF_ENV = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+}
+
+
+class TrainingFailed(RuntimeError):
+    """OpenRLHF, or one of its Ray actors, ended with an error; the message names the root cause."""
+
+
+def launch(run: RunConfig) -> None:
+    """Trains until OpenRLHF's program ends.
+
+    Args:
+        run: with OpenRLHF's flags complete, and all of ngrpo/config/rules.py looked at.
+
+    Raises:
+        TrainingFailed: With the root cause, whatever process it happened in.
+        SystemExit: OpenRLHF's parser refused a flag (or printed its help).
+    """
+    profile = profile_for(run.hardware)
+    flags = Flags(run.openrlhf)
+    conditions = conditions_for(profile, run)
+    for name, value in profile.env.items():
+        os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
+    for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):
+        print(f"removed {lock}: an earlier run was killed while it compiled {lock.parent.name}", flush=True)
+    os.environ[RUN_ID] = uuid4().hex
+    if conditions:
+        if not flags.has("--help"):
+            _start_ray(profile, flags, conditions, run)
+        install(conditions)
+    _run(flags.words)
+
+
+def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
+    """Returns the conditions of `seams.py` that hold; none means stock OpenRLHF."""
+    held = {
+        "cpu": profile.name == "cpu",
+        attention.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not attention.has_flash_attn(),
+    }
+    return (*(name for name, holds in held.items() if holds), *run.conditions)
+
+
+def worker_env(profile: Profile) -> dict[str, str]:
+    """Returns the environment of every Ray worker process; what the user exported wins."""
+    env = {**_OPENRLHF_ENV, **profile.env}
+    env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
+    ours = {name: os.environ.get(name, "") for name in (RUN_ID, used_runner.VARIABLE)}
+    env |= ours
+    # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
+    # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
+    here = str(Path(__file__).resolve().parents[3])
+    paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
+    return env
+
+
+def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: RunConfig) -> None:
+    """Starts Ray here, or joins the cluster at hand, with the setup hook for every worker."""
+    import ray
+
+    begin(run)
+    everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
+    address = os.environ.get("RAY_ADDRESS") or _started_here()
+    if address in (None, "local"):
+        ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))
+        return
+    ray.init(address=address, runtime_env=everywhere)
+    wanted = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.words)))
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there < wanted and profile.name == "cpu":  # with CUDA a cluster may grow
+        ray.shutdown()
+        raise TrainingFailed(
+            f"the Ray cluster at {address} has {there} GPUs, and this run places {wanted} (without CUDA they are only"
+            f" counted). Start it with `ray start --head --num-gpus {wanted}`, or set RAY_ADDRESS=local for a Ray of"
+            " this run's own."
+        )
+
+
+def _started_here() -> str | None:
+    """The address of the cluster that `ray start` began on this machine; None where there is none any more.
+
+    Ray 2.55 asks the same file, but waits minutes for a cluster that is gone.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    address = find_bootstrap_address(None)
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        print(f"the Ray cluster at {address} is gone (`ray stop` forgets it); starting Ray here", flush=True)
+        return None
+    return address
+
+
+def _run(flags: Sequence[str]) -> None:
+    argv, sys.argv = sys.argv, [_PROGRAM, *flags]
+    finished = False
+    try:
+        runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
+        finished = True
+    except Exception as error:
+        explained = explanation(error)
+        if explained is None:
+            traceback.print_exc()
+        raise TrainingFailed((explained or root_cause(error)) + _log_folder()) from None
+    finally:
+        sys.argv = argv
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
+        if not finished:
+            end_processes(os.environ[RUN_ID])
+
+
+def _log_folder() -> str:
+    try:
+        import ray
+
+        node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
+        return "" if node is None else f"\n  logs of all processes: {node.get_logs_dir_path()}"
+    except (ImportError, AttributeError):
+        return ""

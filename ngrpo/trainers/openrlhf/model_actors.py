@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's actor and reference with replay: every forward sees what the rollout saw.
+
+Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes its place: a row of
+`seams.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ngrpo.config.run import current_run
+from ngrpo.storage.parameters_file import attach
+from ngrpo.trainers.openrlhf import side_inputs
+from ngrpo.trainers.openrlhf.density_loss import Densities, densities
+from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
+from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
+from ngrpo.trainers.openrlhf.replay_probe import prove
+from perturbations.base import Perturbation
+from perturbations.parameters import attached, freeze
+from perturbations.replay.scope import ReplayScope
+
+_LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
+
+
+def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
+    """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
+
+    So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. What the perturbation freezes
+    gets no gradient from then on. The reference model has the
+    parameters that its own folder came with, or the ones that training starts from.
+    """
+
+    def __init__(self: Any, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, pretrain_or_model, *args, **kwargs)
+        if isinstance(pretrain_or_model, str):
+            attach(self.model, current_run().perturbation, pretrain_or_model)
+            freeze(self.model, current_run().perturbation)
+
+    return __init__
+
+
+def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
+
+    def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        raw, groups = original(self, model, *args, **kwargs)
+        module, perturbation = attached(raw), current_run().perturbation
+        if module is None:
+            return raw, groups
+        rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
+        if all(rate is None for rate in rates.values()):
+            return raw, groups
+        if not all(isinstance(group, dict) for group in groups):
+            raise ValueError(
+                f"perturbation {perturbation.name!r} has learning rates of its own, which need --actor.optim adam. Use"
+                " it, or set them to none."
+            )
+        return raw, separate(groups, rates)
+
+    return _get_model_parameters
+
+
+def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> list[dict[str, Any]]:
+    """Moves parameters into groups by learning rate.
+
+    Args:
+        groups: an optimizer's parameter groups.
+        rates: learning rate by ``id`` of a parameter, None for the optimizer's.
+
+    Returns:
+        The groups without the parameters that have a rate, then one group with ``lr`` for each rate.
+    """
+    kept, moved = [], {}
+    for group in groups:
+        for parameter in group["params"]:
+            rate = rates.get(id(parameter))
+            if rate is not None:
+                moved.setdefault(rate, {**group, "params": [], "lr": rate})["params"].append(parameter)
+        rest = [p for p in group["params"] if rates.get(id(p)) is None]
+        if rest or not group["params"]:
+            kept.append({**group, "params": rest})
+    return kept + list(moved.values())
+
+
+def model_of(actor: Any) -> Any:
+    """The Hugging Face model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
+    model = actor.model
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
+    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
+    model = model_of(actor)
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up)
+
+
+def replaying_actor(plain: type) -> type:
+    """`PolicyModelActor`: its log-probabilities (the "old" ones of PPO) are those of the replayed history."""
+    return _replaying_forward(plain, "actor")
+
+
+def replaying_reference(plain: type) -> type:
+    """`ReferenceModelActor`: the same history, through its own embedding."""
+    return _replaying_forward(plain, "model")
+
+
+def _replaying_forward(plain: type, attribute: str) -> type:
+    """A subclass whose ``forward`` replays; ``attribute`` holds the model."""
+
+    class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
+        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+            records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
+            model, perturbation = getattr(self, attribute), current_run().perturbation
+            if not getattr(self, "_proven", False):
+                prove(model_of(model), self.unperturbed_log_probs)
+                self._proven = True
+            scope = replay_scope(model, perturbation, measure=False)
+            with scope(records, attention_mask), densities(scope, model.temperature) as ours:
+                log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
+                if ours is not None and attribute == "actor":
+                    self._tokens = [*getattr(self, "_tokens", ()), ours.token_log_probs(log_probs)]
+            return log_probs
+
+        def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
+            """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
+            with nothing_replaced():
+                return super().forward(sequences, action_mask, attention_mask)
+
+        def token_log_probs(self) -> list[Any]:
+            """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""
+            taken, self._tokens = getattr(self, "_tokens", []), []
+            return taken
+
+    return ReplayingModelActor
+
+
+def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ActorPPOTrainer.training_step`: the forward that is differentiated replays too.
+
+    The scope covers the backward as well, so that a checkpointed forward that runs again sees the same inputs.
+    """
+
+    def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: Any) -> dict[str, Any]:
+        records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
+        # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
+        scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
+        replay = scope(records, experience.attention_mask)
+        advantages = experience.advantages if current_run().perturbation.has_density else None
+        in_log_probs = densities(scope, self.actor.temperature, advantages)
+        with policy_loss(self, _RatioProbe) as ratios, replay as stats, in_log_probs as ratios.densities:
+            result = original(self, experience, kl_ctl, step, *args)
+        result["metrics"]["perturbation/ratio_mean"] = ratios.mean
+        result["weights"]["perturbation/ratio_mean"] = "token"
+        # Sums per sample, which OpenRLHF averages over samples: a quotient of two of them is a mean over positions,
+        # however the positions fall into micro-batches (see metrics.add_measures).
+        sums = {
+            "shift": (stats.shift_sum(), stats.count()),
+            "left_anchor": (int(sum(stats.left_anchor)), int(sum(stats.looked_at))),
+        }
+        for name, parts in sums.items():
+            for key, value in zip(QUOTIENTS[f"perturbation/{name}"], parts):
+                result["metrics"][key] = torch.tensor(value / len(experience.sequences))
+                result["weights"][key] = "sample"
+        return result
+
+    return training_step
+
+
+class _RatioProbe:
+    """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens.
+
+    What a density adds for the policy loss alone is added here, so that the KL term does not see it. The log-ratio is
+    clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self._loss_fn = loss_fn
+        self.densities: Densities | None = None
+        self.mean = torch.tensor(1.0)
+
+    def __call__(self, log_probs: Any, old_log_probs: Any, *args: Any, action_mask: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
+            self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
+        if self.densities is not None:
+            log_probs = self.densities.for_policy_loss(log_probs)
+        return self._loss_fn(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)

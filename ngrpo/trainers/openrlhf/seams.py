@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is replaced in OpenRLHF, Ray, vLLM and torch for training: one table.
+
+Upstream stays unmodified on disk. A row says what is replaced, by what, why, under which condition, and
+the state of the upstream source that it was written against. `check` compares that state with what is
+installed before anything starts, so an upgrade that moves a seam is one clear error and not a run that
+trains on something else. `python -m ngrpo.trainers.openrlhf.seams` prints the table and the states found.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from perturbations.errors import UsageError
+
+IMPORT = "<import>"
+
+
+class SeamMismatch(UsageError):
+    """Upstream code is not what a row of the table was written against."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One replaced (or relied-upon) piece of upstream code.
+
+    Attributes:
+        module: Upstream module.
+        attribute: Dotted name inside it, or `IMPORT` for a context that holds while it is imported.
+        ours: ``"module:function"``; the function takes the original and returns what takes its place
+            (for a ``@ray.remote`` class: takes the plain class, returns a subclass). Rows for one
+            attribute apply in the order of the table, each onto the one before, so they compose.
+            None: nothing is replaced, we only rely on it.
+        when: The condition under which the row is active, e.g. ``"cpu"``, or several with "or" between them.
+        upstream: ``"sha:…"`` of the definition's source, or its parameter names ``"(self, x)"`` where
+            only the signature matters, or ``"import"`` for a name that the module merely imports.
+        checked: Distribution and version that the row was checked with.
+        why: Why, in one line.
+    """
+
+    module: str
+    attribute: str
+    ours: str | None
+    when: str
+    upstream: str
+    checked: str
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+_OPENRLHF = "openrlhf 0.11.2"
+_ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
+_SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
+_MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
+
+
+def _seam(
+    module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
+) -> Seam:
+    """A row; ``ours`` is of this folder where its module has no dot, else of ``ngrpo``."""
+    home = "ngrpo" if ours and "." in ours.partition(":")[0] else __package__
+    return Seam(module, attribute, ours and f"{home}.{ours}", when, upstream, checked, why)
+
+
+SEAMS: tuple[Seam, ...] = (
+    # ---- a machine without CUDA -------------------------------------------------------------------
+    _seam("torch.cuda", "current_device", "hardware.cpu:cuda_current_device", "cpu", "()",
+        "OpenRLHF moves batches to torch.cuda.current_device()", "torch 2.13.0"),
+    _seam("torch.cuda", "set_device", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
+        "DeepspeedStrategy.setup_distributed chooses a CUDA device", "torch 2.13.0"),
+    _seam("torch.cuda", "synchronize", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
+        "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
+    _seam(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
+        'asks for a device mesh on "cuda" by name'),
+    _seam(_DEEPSPEED, "DeepspeedStrategy.moving_average", "hardware.cpu:moving_average", "cpu",
+        "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
+    _seam("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
+        "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
+    _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:shared_memory_op", "cpu", "()",
+        "compiles an all-reduce kernel for half a minute, also for a group of one process", "deepspeed 0.19.6"),
+    _seam("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
+        "(self, output_tensor, input_tensor, group, async_op)",
+        "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
+    _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_of_processes", "cpu", "sha:6bda23ee4983",
+        "asks for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
+    _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.ports:outside_of_outgoing", "cpu",
+        "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
+    # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
+    _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
+        "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
+    _seam("openrlhf.utils", "get_strategy", "hardware.attention:attention_as_given", "without_flash_attn", "import",
+        "is given flash_attention_2 where samples are packed, whatever the command line says"),
+    # ---- weight sync without NCCL -----------------------------------------------------------------
+    _seam(_ACTOR, "ActorPPOTrainer._init_vllm_sync_group", "weight_sync:no_sync_group", "cpu",
+        "sha:2af981ae42b8", "opens an NCCL group between the trainer and the engines"),
+    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "weight_sync:hand_over_weights", "cpu",
+        "sha:a7ed79f664d6", "broadcasts parameters over NCCL; ours hands them over in shared memory"),
+    _seam(_ENGINE, "RolloutRayActor", "weight_sync:engine_with_file_sync", "cpu", "sha:6bda23ee4983",
+        "gains the method that takes those weights"),
+    _seam("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
+        "(self, weights_iterator, weights_path, is_checkpoint_format)",
+        "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
+    # ---- perturbed rollouts and their replay ------------------------------------------------------
+    _seam(_ENGINE, "RolloutRayActor", "rollout_actor:perturbed_engine",
+        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:6bda23ee4983",
+        "gives vLLM the spec, requests their seeds, and each response its record"),
+    _seam(_SAMPLES, "SamplesGenerator", "rollout_requests:numbered_requests",
+        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:11458b2545a7",
+        "requests carry the round of their draws; evaluation rollouts are not perturbed"),
+    _seam(_SAMPLES, "SamplesGenerator", "reproducible:whole_batches", "reproducible", "sha:11458b2545a7",
+        "batches start whole and keep their order"),
+    _seam("openrlhf.trainer.ppo_trainer", "prepare_datasets", "reproducible:seeded_prompt_order",
+        "reproducible", "(strategy, tokenizer)", "the order of the prompts follows the seed"),
+    _seam(_ACTOR, "ActorPPOTrainer.ppo_train", "reproducible:seeded_training_order", "reproducible",
+        "(self, kl_ctl)", "the order of training follows the seed and the step"),
+    _seam(_MODEL, "Actor.__init__", "model_actors:with_parameters", "perturbation", "sha:ed617cb47dde",
+        "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
+    _seam(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:with_learning_rates",
+        "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
+    _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
+        "saves by save_pretrained, which writes those parameters to a file of their own"),
+    _seam(_MODEL, "log_probs_from_logits", "loss:with_replacements",
+        "perturbation or sampling_mask or credit_in_loss", "import",
+        "log-probabilities are among the tokens that sampling left; a density takes the token's place; a credit sees"
+        " the logits"),
+    _seam(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
+        "calls it once, on all rows of the logits, divided by the temperature, and gives their entropy when asked"),
+    _seam(_ACTOR, "PolicyModelActor", "model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
+        "its log-probabilities are of the replayed history"),
+    _seam(_LAUNCHER, "ReferenceModelActor", "model_actors:replaying_reference", "perturbation",
+        "sha:871e4cda19c1", "likewise, through its own embedding"),
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "model_actors:replaying_training_step", "perturbation",
+        "sha:783a57970a6a", "the forward that is differentiated replays"),
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "metrics:measured_experience",
+        "perturbation or sampling_mask", "sha:b5693a55753f", "measures rollout against replay before the update"),
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "metrics:reporting_trainer",
+        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
+        " or second_round", "sha:74b355e75a15", "the measures join the step's log"),
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "resume:resuming_trainer",
+        "perturbation or reproducible or sampling_mask or sampling_schedule or advantage", "sha:74b355e75a15",
+        "a checkpoint holds the round and COPO's counts"),
+    _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "resume:resuming_trainer", "advantage",
+        "sha:ad079d89d655", "COPO's counts, where asynchronous"),
+    _seam("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "resume:resuming_generator",
+        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
+        "the round, where asynchronous"),
+    _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "metrics:reporting_trainer",
+        "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round",
+        "sha:ad079d89d655", "likewise where asynchronous"),
+    _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
+        "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
+        "calls generate() once per turn and returns mm_train_inputs in its response"),
+    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "side_inputs:without_ours",
+        "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
+        "a multimodal model's forward gets its pictures, and not our records"),
+    _seam("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"
+        " or sampling_schedule", "sha:c80d6c853f57", "what a prompt with pictures is given to the engine as"),
+    # ---- --advantage ------------------------------------------------------------------------------
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.compute_advantages_and_returns", "advantage_seams:own_advantages",
+        "advantage", "sha:1ca04eaeb719",
+        "our advantages take the place of the estimator's, once penalties are applied"),
+    _seam(_EXPERIENCE, "compute_reward", "advantage_seams:own_reward", "advantage", "import",
+        "takes each micro batch's values of the estimator"),
+    _seam("openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
+        "what it does with them: clip, KL penalty, the answer's last token"),
+    # ---- --credit (after the advantage's rows, whose result it shares) ----------------------------
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.compute_advantages_and_returns", "credit_seams:own_credit",
+        "credit", "sha:1ca04eaeb719", "the advantages are shared anew among the tokens of the step"),
+    _seam(_ACTOR, "PolicyModelActor", "credit_seams:with_entropies", "credit", "sha:8d664f8c8592",
+        "its forward keeps the entropy at each token"),
+    # ---- --policy_noise (after the rows of weight sync and report) --------------------------------
+    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "weight_sync:sent_with_noise", "policy_noise",
+        "sha:a7ed79f664d6", "engines are sent weights with noise"),
+    _seam(_ACTOR, "PolicyModelActor", "weight_sync:told_of_noise", "policy_noise", "sha:8d664f8c8592",
+        "is told the noise of the next weight sync"),
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "metrics:measured_rollout_policy",
+        "policy_noise or sampling_schedule", "sha:b5693a55753f", "measures the policy that rolled out"),
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "policy_noise:noisy_trainer", "policy_noise",
+        "sha:74b355e75a15", "chooses the noise of each step, and evaluates with clean weights"),
+    # ---- --eval.at_start (outermost: each class below it has its own evaluation) ------------------
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "first_evaluation:evaluating_first", "eval_at_start",
+        "sha:74b355e75a15", "evaluates before the first step; OpenRLHF evaluates after steps only"),
+    # ---- --sampling.* -----------------------------------------------------------------------------
+    _seam(_SAMPLES, "SamplesGenerator.generate_samples", "rollout_sampling:masked_rollouts", "sampling",
+        "sha:6d3b87ed46f6", "training rollouts, and not evaluation, are drawn with top-k and min-p"),
+    _seam(_SAMPLES, "SamplingParams", "rollout_sampling:masked_params", "sampling", "import",
+        "has no flag for top-k and min-p"),
+    _seam(_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", None, "sampling or sampling_schedule",
+        "sha:a5b0d5d17e1a", "makes the SamplingParams, by keywords"),
+    # ---- --sampling.schedule (and rows beside the perturbation's) ---------------------------------
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "sampling_schedule:scheduled_trainer",
+        "sampling_schedule", "sha:74b355e75a15", "chooses the temperature of each step's rollouts"),
+    # ---- --sampling.correct_mask (and a row beside the density's) ---------------------------------
+    _seam(_ACTOR, "PolicyModelActor", "mask_correction:correcting_model", "sampling_mask", "sha:8d664f8c8592",
+        "hands each batch's sampling masks to log_probs_from_logits"),
+    _seam(_LAUNCHER, "ReferenceModelActor", "mask_correction:correcting_model", "sampling_mask",
+        "sha:871e4cda19c1", "likewise"),
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "mask_correction:correcting_training_step", "sampling_mask",
+        "sha:783a57970a6a", "likewise"),
+    # ---- --second_round (outside of what perturbs or numbers requests) ----------------------------
+    _seam(_ENGINE, "RolloutRayActor", "second_round:engine_of_two_rounds", "second_round", "sha:6bda23ee4983",
+        "asks other prompts where all answers to one are wrong"),
+    _seam(_SAMPLES, "SamplesGenerator", "second_round:requests_of_two_rounds", "second_round",
+        "sha:11458b2545a7", "training prompts, and not those of an evaluation, may have a second round"),
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "second_round_loss:training_step_of_two_rounds",
+        "second_round", "sha:783a57970a6a", "answers to another prompt have a ratio of their own"),
+    _seam("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
+        "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "second_round_loss:measured_two_rounds",
+        "second_round", "sha:b5693a55753f", "measures what the second round brought"),
+    # ---- --credit in the loss (outermost: it is shown the plain log-probabilities) -----------------
+    _seam(_ACTOR, "ActorPPOTrainer.training_step", "credit_loss:training_step_with_credit", "credit_in_loss",
+        "sha:783a57970a6a", "a credit may depend on the policy of each update: its candidates join the score"),
+    # ---- --report.groups (after all that makes experiences) ---------------------------------------
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "kept_groups:kept_groups",
+        "report_groups", "sha:b5693a55753f", "keeps all answers to a few prompts for the run's report"),
+)  # fmt: skip
+
+
+def active(conditions: Iterable[str]) -> tuple[Seam, ...]:
+    """Returns the rows whose condition holds, in the order of the table."""
+    held = frozenset(conditions)
+    return tuple(seam for seam in SEAMS if not held.isdisjoint(seam.when.split(" or ")))
+
+
+def check(conditions: Iterable[str], seams: Iterable[Seam] | None = None) -> None:
+    """Compares every active row with the installed sources, without importing them.
+
+    Raises:
+        SeamMismatch: One error that lists every row that does not match, expected and found.
+    """
+    rows = active(conditions) if seams is None else tuple(seams)
+    wrong = [(seam, state) for seam in rows if (state := found(seam)) != seam.upstream]
+    if wrong:
+        lines = [
+            f"  {seam.target}\n"
+            f"    expected {seam.upstream} ({seam.checked}), found {state} ({_installed(seam.module)})\n"
+            f"    replaced by {seam.ours or 'nothing, only relied upon'}: {seam.why}"
+            for seam, state in wrong
+        ]
+        releases = sorted({seam.checked.replace(" ", "==") for seam, _ in wrong})
+        raise SeamMismatch(
+            f"{len(wrong)} of {len(rows)} seams do not match the installed packages:\n"
+            + "\n".join(lines)
+            + f"\nInstall the checked release ({', '.join(releases)}), or read the new source, adapt ours "
+            "and enter the new state in ngrpo/trainers/openrlhf/seams.py, as python -m ngrpo.trainers.openrlhf.seams"
+            " prints it."
+        )
+
+
+def found(seam: Seam) -> str:
+    """Returns the state of a row's upstream code in the form that the row uses, or what is missing."""
+    tree = _tree(seam.module)
+    if isinstance(tree, str):
+        return tree
+    if seam.attribute == IMPORT:
+        return "import"
+    if seam.upstream == "import":
+        return "import" if _imports(tree, seam.attribute) else "nothing of that name"
+    node = _definition(tree, seam.attribute)
+    if node is None:
+        return "nothing of that name"
+    if seam.upstream.startswith("("):
+        if isinstance(node, ast.ClassDef):
+            return "a class"
+        arguments = node.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        return f"({', '.join(names)})"
+    return _source_hash(_source(seam.module), node)
+
+
+# ---- reading upstream sources (parsing only: importing OpenRLHF takes seconds and needs flash_attn) ----
+
+
+def _path(module: str) -> Path | None:
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    if spec is None or not spec.origin:
+        return None
+    base = Path(spec.origin).parent.joinpath(*rest)
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if rest and p.is_file()), None)
+
+
+@cache
+def _source(module: str) -> str | None:
+    path = _path(module)
+    return None if path is None else path.read_text(encoding="utf-8")
+
+
+@cache
+def _tree(module: str) -> ast.Module | str:
+    source = _source(module)
+    return f"no module {module}" if source is None else ast.parse(source)
+
+
+def _definition(tree: ast.AST, dotted: str) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
+    node: ast.AST = tree
+    for name in dotted.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        matches = [n for n in getattr(node, "body", []) if isinstance(n, kinds) and n.name == name]
+        if not matches:
+            return None
+        node = matches[-1]
+    return node  # type: ignore[return-value]
+
+
+def _imports(tree: ast.Module, name: str) -> bool:
+    return any(
+        alias.asname == name or (alias.asname is None and alias.name == name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+    )
+
+
+def _source_hash(source: str, node: ast.AST) -> str:
+    # The text and not the tree: ast.dump differs between Python versions.
+    start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = [line.rstrip() for line in source.splitlines()[start - 1 : node.end_lineno]]
+    return "sha:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _installed(module: str) -> str:
+    top = module.split(".")[0]
+    names = packages_distributions().get(top, [top])
+    try:
+        return f"{names[0]} {version(names[0])}"
+    except PackageNotFoundError:
+        return f"{top} is not installed"
+
+
+def main(write: Callable[[str], object] = print) -> int:
+    """Prints the table with the state found; returns 1 if a row does not match."""
+    wrong = 0
+    for seam in SEAMS:
+        state = found(seam)
+        wrong += state != seam.upstream
+        mark = "ok " if state == seam.upstream else "NOT"
+        write(f"{mark} [{seam.when}] {seam.target} -> {seam.ours}: {seam.why} ({seam.checked}: {state})")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

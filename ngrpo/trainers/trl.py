@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Perturbed rollouts in TRL: `GRPOTrainer` 1.16 with colocated vLLM, whose log-probabilities replay the records.
+
+    from ngrpo.trainers.trl import PerturbedGRPOTrainer
+
+    trainer = PerturbedGRPOTrainer(model, rewards, args=GRPOConfig(use_vllm=True, ...), train_dataset=prompts,
+                                   perturbation={"name": "neighbor", "rate": 0.1})
+
+Needs ``pip install --no-deps trl==1.16.0`` beside this project; docs/integrations.md says what is and is not covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+
+from ngrpo.rollout.records import take_records
+from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from perturbations import ReplayRecord, registry, replaying
+from perturbations.errors import UsageError
+from perturbations.parameters import freeze
+
+_ROWS = "perturbation_record"
+
+
+class PerturbedGRPOTrainer(GRPOTrainer):
+    """TRL's trainer, whose training rollouts are perturbed and whose forwards see what the rollout saw.
+
+    Args:
+        perturbation: a spec as :func:`perturbations.create` takes it, ``{"name": "neighbor", "rate": 0.1}``.
+        vllm_options: further keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``.
+        args, kwargs: TRL's own.
+
+    Attributes:
+        perturbation_gap: the largest difference between the rollout's and the replayed log-probabilities in the last
+            batch of rollouts, in nats; also logged.
+
+    Raises:
+        UsageError: for settings under which a rollout would not be replayed: a vLLM server, tools, images, a rollout
+            function, the liger loss, or a density in the place of the token's log-probability.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        perturbation: Mapping[str, Any],
+        vllm_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        spec = registry.create(**perturbation).spec()
+        config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
+        self._perturbation = registry.create(**spec)
+        _check(config, kwargs, self._perturbation.has_density)
+        # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
+        self._records: dict[bool, list[ReplayRecord]] = {True: [], False: []}
+        self._in_forward: list[int] | None = None
+        options = {**(vllm_options or {}), "additional_config": {"perturbation": spec}}
+        with _engine_with(options):
+            super().__init__(*args, **kwargs)
+        freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        generation = self.vllm_generation
+        generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
+        result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        taken = take_records(generation.llm)
+        # vLLM counts its requests, and answers in their order.
+        records = self._records[self.model.training] = [taken[name] for name in sorted(taken, key=int)]
+        if len(records) != len(prompt_ids):
+            raise RuntimeError(f"{len(records)} records of {len(prompt_ids)} rollouts were handed over.")
+        return result
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._in_forward = None  # the forwards in here are of all rollouts, in their order
+        output = super()._generate_and_score_completions(inputs)
+        # Rides through TRL's shuffling and splitting of the batch.
+        output[_ROWS] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
+        if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
+            mask = output["completion_mask"].bool()
+            gap = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask].abs().max().item()
+            self._metrics["train" if self.model.training else "eval"]["perturbation/gap_max"].append(gap)
+            self.perturbation_gap = gap
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        self._in_forward = inputs[_ROWS].tolist()
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """log π of the completions, (B, C), of the replayed history; other arguments and values as in TRL."""
+        rows = range(len(input_ids)) if self._in_forward is None else self._in_forward
+        records = [self._records[self.model.training][row] for row in rows]
+        parts = []
+        for start in range(0, len(input_ids), batch_size or len(input_ids)):
+            chunk = slice(start, start + (batch_size or len(input_ids)))
+            mask = attention_mask[chunk]
+            with replaying(self.accelerator.unwrap_model(model), records[chunk], mask, self._perturbation):
+                forward = super()._get_per_token_logps_and_entropies
+                parts.append(forward(model, input_ids[chunk], mask, logits_to_keep, None, **kwargs))
+        log_probs, entropies, losses = zip(*parts)
+        return (
+            torch.cat(log_probs),
+            None if entropies[0] is None else torch.cat(entropies),
+            None if losses[0] is None else torch.stack(losses).mean(),
+        )
+
+
+class _PerturbedGeneration(vllm_generation.VLLMGeneration):
+    """TRL's colocated engine; a weight sync ends with what the perturbation needs of the new weights."""
+
+    def sync_weights(self) -> None:
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        if self.accelerator.device.type == "cpu":
+            # On a CPU vLLM repacks linear weights after loading, which only `reload_weights` does again.
+            worker.model_runner.reload_weights(weights_iterator=iter(self._iter_named_params()))
+            repack_tied_heads(worker.model_runner.get_model())
+            self.llm.reset_prefix_cache()
+        else:
+            super().sync_weights()
+        self.llm.collective_rpc("perturbation_prepare")
+
+
+@contextmanager
+def _engine_with(options: Mapping[str, Any]) -> Iterator[None]:
+    """While TRL builds its engine: ours, with further options."""
+    plain, llm = grpo_trainer.VLLMGeneration, vllm_generation.LLM
+    grpo_trainer.VLLMGeneration, vllm_generation.LLM = _PerturbedGeneration, partial(llm, **options)
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration, vllm_generation.LLM = plain, llm
+
+
+def _check(config: Any, given: Mapping[str, Any], has_density: bool) -> None:
+    """Raises ``UsageError`` for what is not replayed."""
+    wrong: Sequence[tuple[bool, str, str]] = (
+        (config is None or not config.use_vllm, "without use_vllm=True", "rollouts are perturbed inside vLLM"),
+        (config is not None and config.vllm_mode != "colocate", "a vLLM server", "set vllm_mode='colocate'"),
+        (bool(given.get("tools")), "tools", "records cover one turn"),
+        (bool(given.get("environment_factory")), "environments", "records cover one turn"),
+        (bool(given.get("rollout_func")), "rollout_func", "it has no records"),
+        (getattr(config, "use_liger_kernel", False), "use_liger_kernel", "its loss bypasses the log-probabilities"),
+        (has_density, "density", "TRL's loss is of tokens; set density='token'"),
+    )
+    for refused, setting, reason in wrong:
+        if refused:
+            raise UsageError(f"PerturbedGRPOTrainer: {setting} is not supported: {reason}.")

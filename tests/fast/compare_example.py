@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison's plan and its runs, small enough for results by hand."""
+
+from __future__ import annotations
+
+from ngrpo.compare import arguments
+from ngrpo.compare.plan import Plan
+
+MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]
+
+
+def plan(*words: str) -> Plan:
+    return arguments.parse([*MODEL, *words])[0]

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fresh interpreter has imported after a statement."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+HEAVY = ["torch", "vllm", "openrlhf", "ray", "deepspeed", "transformers"]
+
+PROBE = """
+import json, sys, time
+before = time.perf_counter()
+{statement}
+seconds = time.perf_counter() - before
+print(json.dumps([seconds, sorted(name for name in sys.modules if "." not in name)]))
+"""
+
+
+def probe(statement: str) -> tuple[float, set[str]]:
+    """Runs a statement in a fresh interpreter: its seconds, and the top-level modules loaded after it."""
+    command = [sys.executable, "-c", PROBE.format(statement=statement)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seconds, modules = json.loads(done.stdout)
+    return seconds, set(modules)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers to "Where is …?" in docs/architecture.md are the only places where these things are done."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLLOUTS_AND_TRAINING = ("ngrpo/rollout", "ngrpo/trainers/openrlhf", "perturbations")
+# What is done in a home, as its source says it, and the few other files in these folders where the same words stand:
+# the hash that all seeds are made by, a second round's own bytes, a further gate asked by the default one and by the
+# conformance suite, and the choice of the noise that a weight sync adds.
+DONE_AT_HOME = {
+    "perturbations/seeds.py": (r"\btrajectory_seed\((?!\))", {"perturbations/streams.py"}),
+    "perturbations/replay/packing.py": (r"\bsealed\(", {"ngrpo/trainers/openrlhf/second_round.py"}),
+    "ngrpo/trainers/openrlhf/loss.py": (r"\bactor_loss_fn\b.*=|\boriginal\(logits, labels", set()),
+    "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),
+    "perturbations/gates/verdict.py": (
+        r"\bgate\.(open|feeds|selects)\(",
+        {"perturbations/gates/default.py", "perturbations/testing/gate.py"},
+    ),
+    "ngrpo/trainers/openrlhf/weight_sync.py": (
+        r"def (broadcast_to_vllm|update_weight\w*|load_weights_file)\(",
+        {"ngrpo/trainers/openrlhf/policy_noise.py"},
+    ),
+    "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),
+}
+
+
+def test_the_page_names_a_file_for_each_question() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## Where is …?")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) == 6
+    named = {name for row in rows for name in re.findall(r"`([^`]+\.py)`", row)}
+    assert named == DONE_AT_HOME.keys()
+    assert not [name for name in re.findall(r"`([^`]+\.py)`", section) if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("home", DONE_AT_HOME)
+def test_it_is_done_there_and_nowhere_else(home: str) -> None:
+    pattern, others = DONE_AT_HOME[home]
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ROLLOUTS_AND_TRAINING
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(pattern, path.read_text(encoding="utf-8"))
+    }
+    assert found == {home, *others}

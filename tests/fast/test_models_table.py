@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/models.json says, and what `ngrpo doctor` makes of it: a verdict of the rule is not softened."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from benchmarks.models import cases
+from benchmarks.models.rollouts import short
+from benchmarks.models.table import PAGE, RESULT, table, verdicts
+
+
+def row(verdict: str, dtype: str = "bfloat16", under: str = "", means: tuple[float, ...] = (0.018, 0.019)) -> Any:
+    figures = {"unperturbed": 0.47, "perturbed": {"neighbor": 0.2, "gumbel": 1.3}, "unreplayed": 7.0}
+    return {"type": "t", "dtype": dtype, "under": under, "verdict": verdict, "means": list(means), **figures}
+
+
+def test_the_page_and_the_packaged_copy_are_those_of_the_measured_rows() -> None:
+    rows = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
+    packaged = files("ngrpo.models").joinpath("measured_models.json").read_text(encoding="utf-8")
+    assert json.loads(packaged) == verdicts(rows)
+    assert table(rows) in PAGE.read_text(encoding="utf-8")
+
+
+def test_each_row_is_of_a_case_that_is_listed_and_names_machine_and_commit() -> None:
+    listed = {cases.key(vars(case)) for case in cases.ALL}
+    for each in json.loads(RESULT.read_text(encoding="utf-8"))["rows"]:
+        assert cases.key(each) in listed
+        assert each["machine"] and each["commit"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "words"),
+    [
+        ([row("right")], "right", ["the replay is exact"]),
+        # One token's gap in bfloat16, with equal means: still what the rule says, with its figures.
+        ([row("wrong")], "doubtful", ["wrong by the rule on largest gaps", "1.3", "0.47", "0.018", "0.019"]),
+        ([row("wrong", under="preemption"), row("right")], "doubtful", ["with preemption"]),
+        ([row("wrong", means=(0.018, 0.03))], "wrong", ["wrong", "0.03"]),
+        ([row("wrong", dtype="float32")], "wrong", ["wrong in float32"]),
+        ([row("right"), row("wrong", dtype="float32")], "wrong", ["wrong in float32"]),
+        ([row("insensitive")], "unknown", ["without any perturbation"]),
+        ([row("refused"), row("right")], "right", ["exact"]),
+        ([row("refused")], "unknown", ["fails the proof"]),
+        ([row("not run by vLLM")], "unknown", ["did not run"]),
+    ],
+)
+def test_of_all_cases_of_a_type_the_worst_is_told(rows: list[Any], verdict: str, words: list[str]) -> None:
+    found = verdicts(rows)["t"]
+    assert found[0] == verdict
+    assert all(word in found[1] for word in words), found[1]
+
+
+def test_what_did_not_run_in_either_dtype_says_both() -> None:
+    told = {"type": "jamba", "dtype": "float32", "compiled": False, "runner": "V1", "under": "", "impl": "auto"}
+    line = table([{**told, "verdict": "not run by vLLM", "message": "no kernel", "bfloat16": "no mixer"}])
+    assert "no kernel; in bfloat16: no mixer" in line
+
+
+def test_an_error_is_told_in_a_line_that_says_what_is_wrong() -> None:
+    try:
+        assert RESULT is None
+    except AssertionError as error:
+        error.args = ()
+        assert short(error).startswith("AssertionError: assert RESULT is None (fast/test_models_table.py:")
+    assert short(ValueError("no such kernel\nat a place")) == "ValueError: no such kernel"
+    report = "It is not fed. Mean:\n  rows before: off by 0.2, at most 0.1\n  behind: off by 0.3, at most 0.1"
+    assert short(ValueError(report)) == (
+        "ValueError: rows before: off by 0.2, at most 0.1; behind: off by 0.3, at most 0.1"
+    )
