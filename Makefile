@@ -33,7 +33,7 @@ JOBS ?= 2
 FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
-.PHONY: demo test test-more test-all mutations test-fast test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
 ifndef AT_ONCE
 .NOTPARALLEL:
@@ -49,9 +49,7 @@ test: $(READY) test-fast
 	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
 	@$(BIN)/python -m pytest $$($(BIN)/python -m tests.claims pipeline) -m "not more and not slow"
 
-test-more: $(READY) browser vision
-	@echo "== further fast tests"
-	@$(BIN)/python -m pytest tests/fast -m "more and not slow" --numprocesses=$(JOBS) --dist=loadfile
+test-more: $(READY) browser vision test-fast-more
 	@echo "== further stack tests"
 	@$(call files,more and not slow,$(FILES))
 	@echo "== further pipeline tests"
@@ -73,6 +71,10 @@ mutations: $(READY)
 test-fast: $(READY)
 	@echo "== fast tests"
 	@$(BIN)/python -m pytest tests/fast -m "not more and not slow" --numprocesses=$(JOBS) --dist=loadfile
+
+test-fast-more: $(READY)
+	@echo "== further fast tests"
+	@$(BIN)/python -m pytest tests/fast -m "more and not slow" --numprocesses=$(JOBS) --dist=loadfile
 
 test-stack: $(READY) vision
 	@$(call files,not slow,$(FILES))
@@ -104,6 +106,7 @@ vision: $(READY)
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

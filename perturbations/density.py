@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 LOG_FLOOR = 1e-6
@@ -25,7 +26,9 @@ NORMAL_SIGMA, NORMAL_REACH = 0.05, 0.15
 NORMAL_MASK = 0.05
 
 
-def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
+def gaussian(
+    x: Float[Tensor, "positions hidden"], mean: Float[Tensor, "positions hidden"], sigma: Float[Tensor, " positions"]
+) -> Float[Tensor, " positions"]:
     """log N(x; mean, σ² I), normalised.
 
     Args:
@@ -43,7 +46,12 @@ def gaussian(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
     return torch.where(drawn, log_density, 0.0)
 
 
-def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor, drawn: Tensor | None = None) -> Tensor:
+def gumbel(
+    scores: Float[Tensor, "positions candidates"],
+    probabilities: Float[Tensor, "positions candidates"],
+    kept: Bool[Tensor, "positions candidates"],
+    drawn: Float[Tensor, "positions candidates"] | None = None,
+) -> Float[Tensor, " positions"]:
     """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i).
 
     Clamped noise has no gradient, and what the rollout clamped stays at its bound. Which that is, is not asked of
@@ -66,7 +74,12 @@ def gumbel(scores: Tensor, probabilities: Tensor, kept: Tensor, drawn: Tensor | 
     return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 
-def dirichlet(log_draws: Tensor, probabilities: Tensor, alpha: float, kept: Tensor) -> Tensor:
+def dirichlet(
+    log_draws: Float[Tensor, "positions candidates"],
+    probabilities: Float[Tensor, "positions candidates"],
+    alpha: float,
+    kept: Bool[Tensor, "positions candidates"],
+) -> Float[Tensor, " positions"]:
     """Gamma(α p_i, 1) log-densities of the draws γ_i, each clamped to [−5, 3], mean over p_i > 0.05.
 
     Args:
@@ -84,7 +97,11 @@ def dirichlet(log_draws: Tensor, probabilities: Tensor, alpha: float, kept: Tens
     return _mean(terms.clamp(*DIRICHLET_RANGE), used)
 
 
-def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
+def normal(
+    draws: Float[Tensor, "positions candidates"],
+    probabilities: Float[Tensor, "positions candidates"],
+    kept: Bool[Tensor, "positions candidates"],
+) -> Float[Tensor, " positions"]:
     """log N(y_i; p_i, 0.05²) with y_i clamped to p_i ± 0.15, mean over p_i > 0.05.
 
     Args:
@@ -100,7 +117,12 @@ def normal(draws: Tensor, probabilities: Tensor, kept: Tensor) -> Tensor:
     return _mean(terms, kept & (probabilities > NORMAL_MASK))
 
 
-def censored_gumbel(noise: Tensor, below: Tensor, above: Tensor, kept: Tensor) -> Tensor:
+def censored_gumbel(
+    noise: Float[Tensor, "positions candidates"],
+    below: Bool[Tensor, "positions candidates"],
+    above: Bool[Tensor, "positions candidates"],
+    kept: Bool[Tensor, "positions candidates"],
+) -> Float[Tensor, " positions"]:
     """Log-density of Gumbel(0, 1) noise that was drawn, some of it known by a bound alone (a Tobit model).
 
     Σ_i −n_i − exp(−n_i), log P(g < n_i) = −exp(−n_i) or log P(g > n_i). The bounds are as the rollout drew them, no
@@ -122,7 +144,12 @@ def censored_gumbel(noise: Tensor, below: Tensor, above: Tensor, kept: Tensor) -
     return torch.where(kept, terms, 0.0).sum(dim=-1)
 
 
-def concrete(weights: Tensor, log_p: Tensor, tau: float, kept: Tensor) -> Tensor:
+def concrete(
+    weights: Float[Tensor, "positions candidates"],
+    log_p: Float[Tensor, "positions candidates"],
+    tau: float,
+    kept: Bool[Tensor, "positions candidates"],
+) -> Float[Tensor, " positions"]:
     """Log-density of Gumbel-softmax weights w = softmax((log p + g) / τ) (Maddison et al., arXiv 1611.00712, eq. 10).
 
     Σ_i log p_i − n log Σ_i p_i w_i^−τ, up to what does not depend on p. A weight below float32's smallest number is
@@ -143,7 +170,12 @@ def concrete(weights: Tensor, log_p: Tensor, tau: float, kept: Tensor) -> Tensor
     return torch.where(seen, log_p, 0.0).sum(dim=-1) - seen.sum(dim=-1) * total
 
 
-def dirichlet_weights(weights: Tensor, probabilities: Tensor, alpha: float, kept: Tensor) -> Tensor:
+def dirichlet_weights(
+    weights: Float[Tensor, "positions candidates"],
+    probabilities: Float[Tensor, "positions candidates"],
+    alpha: float,
+    kept: Bool[Tensor, "positions candidates"],
+) -> Float[Tensor, " positions"]:
     """Log-density of weights drawn from Dirichlet(α p), up to what does not depend on p.
 
     A weight below float32's smallest number s is known to be smaller than it: of its Gamma draw, P(γ < s Σγ), which is
@@ -170,7 +202,9 @@ def _mean(terms: Tensor, used: Tensor) -> Tensor:
     return torch.where(used, terms, 0.0).sum(dim=-1) / used.sum(dim=-1).clamp_min(1)
 
 
-def renormalised(logits: Tensor, kept: Tensor) -> Tensor:
+def renormalised(
+    logits: Float[Tensor, "positions candidates"], kept: Bool[Tensor, "positions candidates"]
+) -> Float[Tensor, "positions candidates"]:
     """Probabilities of the kept candidates among themselves, (N, K); 0 for the others.
 
     Args:
@@ -180,7 +214,7 @@ def renormalised(logits: Tensor, kept: Tensor) -> Tensor:
     return torch.softmax(torch.where(kept, logits, -torch.inf), dim=-1)
 
 
-def distinct(ids: Tensor) -> Tensor:
+def distinct(ids: Int64[Tensor, "positions candidates"]) -> Bool[Tensor, "positions candidates"]:
     """Which candidates stand for the first time in their row: a repeated one fills an unused place, (N, K) bool."""
     same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     return ~torch.tril(same, diagonal=-1).any(dim=-1)

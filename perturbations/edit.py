@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from perturbations import streams
@@ -36,11 +37,11 @@ class InputEdit:
             draws back; else None.
     """
 
-    ids: Tensor
-    weights: Tensor
-    sigma: Tensor | None = None
-    vectors: Tensor | None = None
-    normalizer: Tensor | None = None
+    ids: Int64[Tensor, "rows candidates"]
+    weights: Float[Tensor, "rows candidates"]
+    sigma: Float[Tensor, " rows"] | None = None
+    vectors: Float[Tensor, "rows hidden"] | None = None
+    normalizer: Float[Tensor, " rows"] | None = None
 
 
 def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: Mixer | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from perturbations import row_blocks, streams
@@ -36,14 +37,14 @@ class Step:
             :meth:`entropy` have to read them.
     """
 
-    logits: Tensor
-    sampled: Tensor
-    temperature: Tensor
-    seeds: Tensor
-    positions: Tensor
+    logits: Float[Tensor, "rows vocabulary"]
+    sampled: Int64[Tensor, " rows"]
+    temperature: Float[Tensor, " rows"]
+    seeds: Int64[Tensor, " rows"]
+    positions: Int64[Tensor, " rows"]
     embeddings: ModelEmbeddings
-    drawable: Tensor | None = None
-    keys: Mapping[streams.Stream, Tensor] = field(default_factory=dict)
+    drawable: Float[Tensor, "rows vocabulary"] | None = None
+    keys: Mapping[streams.Stream, Int64[Tensor, " rows"]] = field(default_factory=dict)
     summary: Summary | None = None
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
@@ -159,7 +160,7 @@ class GateStep(Step):
         generated: tokens that each answer has so far, (B,) int64: 0 for its first position.
     """
 
-    generated: Tensor
+    generated: Int64[Tensor, " rows"]
 
     @classmethod
     def of(cls, step: Step, generated: Tensor) -> GateStep:

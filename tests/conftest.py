@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import shapes
 from tests.claims import CLAIMS
 from tests.tiny_folder import tiny_language_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # Read once, when torch loads: threads that spin while they wait take a machine of two cores from the other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+shapes.check()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ under ``ngrpo``. It is not N-GRPO, the mixing of semantic neighbors (Zhu et al.,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perturbations.errors import UsageError
 from perturbations.registry import Registry
@@ -25,7 +25,7 @@ registry = Registry("advantage", "ngrpo.advantages:Advantage", "ngrpo.advantages
 register, available = registry.register, registry.available
 
 
-def create(name: str, **options: Any) -> Advantage:
+def create(name: str, **options: object) -> Advantage:
     """Makes an advantage, as :meth:`perturbations.registry.Registry.create`."""
     if name.lower() in ("n-grpo", "n_grpo"):
         raise UsageError(
@@ -40,7 +40,7 @@ def create(name: str, **options: Any) -> Advantage:
     return registry.create(name, **options)
 
 
-def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: Any) -> Tensor:
+def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: object) -> Tensor:
     """The advantages of P groups of G answers.
 
     Args:

@@ -152,7 +152,7 @@ class AnnealedK(Advantage):
     k_steps: int = option(100, "training steps from k to k_end", low=1)
     k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
 
-    def at_step(self, step: int) -> Advantage:
+    def at_step(self, step: int) -> AnnealedK:
         """With the k of the step."""
         if self.k_end is None:
             return self

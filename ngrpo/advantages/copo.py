@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ngrpo.advantages import register
 from ngrpo.advantages.base import Advantage, normalised
+from perturbations.errors import present
 from perturbations.options import option
 
 
@@ -28,4 +29,5 @@ class CountBonus(Advantage):
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """The normalised r + β / √(1 + N)."""
-        return normalised(rewards + self.beta / (1.0 + counts.to(rewards.dtype)).sqrt())
+        seen = present(counts, "counts")
+        return normalised(rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt())

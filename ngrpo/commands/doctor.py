@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
@@ -38,6 +38,9 @@ from ngrpo.models import model_support, packaged
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PLUGIN = "ngrpo_perturbation"
 _LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
@@ -277,7 +280,7 @@ def self_test(model: str) -> dict[str, Any]:
 
     folder = packaged.resolve(model)
     cuda = torch.cuda.is_available()
-    place = {"gpu_memory_utilization": 0.3} if cuda else {"distributed_executor_backend": "uni"}
+    place: dict[str, Any] = {"gpu_memory_utilization": 0.3} if cuda else {"distributed_executor_backend": "uni"}
     llm = LLM(
         folder,
         dtype="float32",
@@ -298,7 +301,7 @@ def self_test(model: str) -> dict[str, Any]:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
 
     @torch.no_grad()
-    def of_texts(texts: Any, action_mask: Any, attention_mask: Any) -> Any:
+    def of_texts(texts: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
         texts = texts.to(reference.device)
         found = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
         return found[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]

@@ -230,11 +230,11 @@ def _indented(lines: Sequence[str]) -> str:
     return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

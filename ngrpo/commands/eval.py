@@ -14,6 +14,7 @@ from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from ngrpo.config.run import RunConfig
     from ngrpo.evaluate.engine import Sampling
     from ngrpo.evaluate.rollout_policy import RolloutPolicy
 
@@ -117,7 +118,11 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
 
 
 def _evaluate(
-    given: argparse.Namespace, command: Any, folder: Path, engine_options: dict[str, Any], report: Callable[[str], None]
+    given: argparse.Namespace,
+    command: RunConfig,
+    folder: Path,
+    engine_options: dict[str, Any],
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     from ngrpo.evaluate.evaluation import evaluate
     from ngrpo.models import packaged
@@ -158,7 +163,7 @@ def _sampling(given: argparse.Namespace) -> Sampling:
     return Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
 
 
-def _policy(given: argparse.Namespace, command: Any) -> RolloutPolicy:
+def _policy(given: argparse.Namespace, command: RunConfig) -> RolloutPolicy:
     from ngrpo.evaluate.rollout_policy import RolloutPolicy
 
     policy = RolloutPolicy.of(command, given.at_step, given.of_steps)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,9 @@ class _Batch:
     counts: Tensor
 
 
-def inspect(target: Any, kind: str = "advantage", **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+def inspect(
+    target: Advantage | type[Advantage] | str, kind: str = "advantage", **options: object
+) -> Iterator[tuple[str, PerturbationError | None]]:
     """Runs one check after the other, as :func:`perturbations.testing.inspect`.
 
     Args:

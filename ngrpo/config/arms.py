@@ -152,7 +152,8 @@ def _crossed(
     for arm in arms:
         given = getattr(arm, part)
         fits = key not in given and only(arm, key)
-        result += [replace(arm, **{part: {**given, key: value}}) for value in values] if fits else [arm]
+        differences: list[dict[str, Any]] = [{part: {**given, key: value}} for value in values]
+        result += [replace(arm, **difference) for difference in differences] if fits else [arm]
     return result
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ngrpo.storage.datafiles import ENDINGS, read_rows
 from perturbations.errors import UsageError
@@ -79,9 +78,10 @@ def label_note(flag: str, value: str, columns: Columns) -> str | None:
         path = Path(name).expanduser()
         found = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
         for kind in ("a list", _MESSAGES, "an object"):
-            if kind in found.get(columns.label or "", {}):
+            rows = found.get(columns.label or "", {})
+            if kind in rows:
                 return (
-                    f"{flag} {name}: the label {columns.label!r} is {kind} in row {found[columns.label][kind]}; the"
+                    f"{flag} {name}: the label {columns.label!r} is {kind} in row {rows[kind]}; the"
                     " reward is given it as it is."
                 )
     return None
@@ -157,7 +157,7 @@ def _columns(flag: str, name: str, changed: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """What a value is, in words."""
     if isinstance(value, list):
         messages = bool(value) and all(isinstance(each, dict) and {"role", "content"} <= set(each) for each in value)

@@ -68,7 +68,7 @@ def notes(given: Flags, run: RunConfig) -> list[str]:
     if run.credit is not None and not run.credit.keeps_sums:
         unbalanced = f"--credit {run.credit.name}"
     if unbalanced is not None and not perturbation.zero_mean_score:
-        density = f" with --perturbation.density {perturbation.density}" if perturbation.has_density else ""
+        density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
         found.append(
             f"{asked}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero in"
             " a group, pushes the policy along that mean, whatever the reward. docs/loss.md says which entries have"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -67,11 +67,11 @@ class Kind:
         article = "an" if self.registry.kind[0] in "aeiou" else "a"
         return f"{article} {self.registry.kind}'s name (see: ngrpo list)"
 
-    def create(self, name: str, **options: Any) -> Any:
+    def create(self, name: str, **options: object) -> Any:
         """An object of this kind; raises ``UsageError`` as :meth:`perturbations.registry.Registry.create`."""
         return (self.make or self.registry.create)(name, **options)
 
-    def checked(self, name: str, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    def checked(self, name: str, options: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
         """An object, and what it warns of.
 
         Raises:
@@ -86,7 +86,7 @@ class Kind:
                 _check_once(part)
         return made, tuple(str(warning.message) for warning in caught)
 
-    def inspect(self, target: Any, **options: Any) -> Iterator[tuple[str, PerturbationError | None]]:
+    def inspect(self, target: object, **options: object) -> Iterator[tuple[str, PerturbationError | None]]:
         """The outcomes of its conformance suite, one after the other."""
         return pkgutil.resolve_name(self.suite)(target, self.name, **options)
 

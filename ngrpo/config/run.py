@@ -170,7 +170,7 @@ class RunConfig:
         return {known.name: getattr(self, known.name) for known in dataclasses.fields(self)}
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> Any:
     """A value as a line of a file has it, where text is read as a shell reads it."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()

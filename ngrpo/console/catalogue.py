@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 
@@ -107,11 +107,12 @@ def _mean_of_score(cls: type[Perturbation]) -> str:
     """With which of its densities a perturbation's score has mean 0."""
     densities = next((f.metadata["choices"] for f in dataclasses.fields(cls) if f.name == "density"), ("token",))
     centred: dict[bool, list[str]] = {True: [], False: []}
+    make: Callable[..., Perturbation] = cls
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for density in densities:
             with suppress(UsageError):  # a density that needs another option than its default
-                made = cls(density=density) if len(densities) > 1 else cls()
+                made = make(density=density) if len(densities) > 1 else cls()
                 centred[made.zero_mean_score].append(density)
     told = {True: "0 with density", False: "not 0 with density"}
     found = [f"{told[zero]} {', '.join(names)}" for zero, names in centred.items() if names]

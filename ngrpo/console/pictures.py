@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.sampling_schedules.base import NextTokens, PastStep, Run
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
+from perturbations.errors import present
 from perturbations.step import GateStep, Positions, Step
 
 if TYPE_CHECKING:
@@ -100,7 +102,10 @@ def _in_loss(credit: Credit) -> list[str]:
         tokens = torch.tensor([0, 0, 0, 0, drawn])
         log_probs = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         number, given = torch.arange(5), torch.full((5,), advantage)
-        changed, term = credit.in_loss(LossTokens(logits, number, tokens, log_probs, given, 0 * number))
+        changed, term = present(
+            credit.in_loss(LossTokens(logits, number, tokens, log_probs, given, 0 * number)),
+            "what a credit does in the loss",
+        )
         (gradient,) = torch.autograd.grad(term.sum() + 0.0 * logits.sum(), logits)
         moved = changed[-1] * (torch.nn.functional.one_hot(tokens[-1], 4) + gradient[-1])
         lines.append(f"  A = {advantage:<4.0f} " + " ".join(f"{m:7.3f}" for m in moved.tolist()) + f"   token {drawn}")
@@ -134,19 +139,19 @@ def of_sampling_schedule(schedule: SamplingSchedule) -> list[str]:
         eight, none = torch.arange(8), torch.zeros(8, dtype=torch.int64)
         at = NextTokens(_step(1).logits.expand(8, -1), torch.ones(8), none, none, eight, torch.full_like(eight, 8))
         lines = ["temperature of each of eight answers to a prompt, where 1 is asked for:"]
-        return [*lines, *_curve("answer", dict(enumerate(schedule.factor(at).tolist())))]
+        return [*lines, *_curve("answer", dict(enumerate(present(schedule.factor(at), "factor").tolist())))]
     if found.min() < found.max():
         lines = ["temperature of an answer's tokens in the first training step, where 1 is asked for:"]
         return [*lines, *_curve("token", {t: float(found[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]
     sureness = torch.logspace(-1, 1, 8).unsqueeze(-1)
     same = torch.zeros(8, dtype=torch.int64)
     tokens = NextTokens(_step(1).logits * sureness, torch.ones(8), same, same)
-    values = zip(tokens.entropies().tolist(), schedule.factor(tokens).tolist())
+    values = zip(tokens.entropies().tolist(), present(schedule.factor(tokens), "factor").tolist())
     lines = ["temperature by the entropy at a token, in nats, where 1 is asked for:"]
     return [*lines, *_curve("entropy", {f"{entropy:.2f}": factor for entropy, factor in values})]
 
 
-def _curve(name: str, values: dict[object, float]) -> list[str]:
+def _curve(name: str, values: Mapping[Any, float]) -> list[str]:
     most = max(values.values())
     return [f"  {name} {at!s:<5}{value:<8.3g}{_bar(value / most)}" for at, value in values.items()]
 

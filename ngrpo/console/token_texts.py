@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.tokenizers import TokenizerLike
+
+    from perturbations import ReplayRecord
 
 _DIGITS = 4
 
 
-def pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
+def pieces(tokens: Sequence[int], tokenizer: TokenizerLike) -> list[str]:
     """The text of each token. One that ends within a character is empty; the next one has the whole character."""
     result, pending = [], []
     for token in tokens:
@@ -23,7 +28,7 @@ def pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
     return result
 
 
-def fed(record: Any, row: int, tokenizer: Any) -> dict[str, Any]:
+def fed(record: ReplayRecord, row: int, tokenizer: TokenizerLike) -> dict[str, Any]:
     """What was fed at a perturbed position: ``candidates``, pairs of text and weight, and ``sigma`` where noise was.
 
     Args:

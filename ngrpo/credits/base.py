@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ngrpo.credits import registry as _registry
@@ -57,12 +58,12 @@ class LossTokens:
         answers: which answer each belongs to, (N,) int64, from 0 on and ascending.
     """
 
-    logits: Tensor
-    rows: Tensor
-    tokens: Tensor
-    log_probs: Tensor
-    advantages: Tensor
-    answers: Tensor
+    logits: Float[Tensor, "*forward vocabulary"]
+    rows: Int64[Tensor, " tokens"]
+    tokens: Int64[Tensor, " tokens"]
+    log_probs: Float[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"]
+    answers: Int64[Tensor, " tokens"]
 
     def entropies(self) -> Tensor:
         """Of the policy where each was drawn, in nats: (N,) float32, without gradient."""

@@ -24,6 +24,8 @@ from ngrpo.upstream.versions import machine, versions
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from vllm import LLM
+
     from ngrpo.config.arms import Arm
     from ngrpo.evaluate import Problem
 
@@ -43,7 +45,7 @@ def diagnose(
     map_words: str | None = None,
     hardware: str = "auto",
     dtype: str = "auto",
-    llm: Any = None,
+    llm: LLM | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Samples groups under each strategy and says how diverse and how valid they are.
@@ -134,7 +136,7 @@ def diagnose(
 
 def _add(
     folder: DiagnosisFolder,
-    llm: Any,
+    llm: LLM,
     model: str,
     strategy: Arm,
     policy: RolloutPolicy,

@@ -71,5 +71,5 @@ class DiagnosisFolder(ResultFolder):
         self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
 
 
-def _told(perturbation: Any, rollouts: Mapping[str, Any]) -> str:
+def _told(perturbation: object, rollouts: Mapping[str, Any]) -> str:
     return f"{perturbation} and {dict(rollouts)}" if rollouts else str(perturbation)

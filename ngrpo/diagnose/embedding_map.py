@@ -24,10 +24,14 @@ from ngrpo.diagnose.sample import GroupSampling
 from ngrpo.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, seeds, streams
 from perturbations.edit import realise
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 
 if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.tokenizers import TokenizerLike
+
     from ngrpo.config.arms import Arm
+    from ngrpo.rollout.attach import AttachedPerturbation
 
 WORDS = (
     *("therefore", "sum", "because", "number", "green", "water", "first", "music", "happy", "house"),
@@ -44,7 +48,7 @@ ROOM = 160  # tokens of its longest prompt and answer
 _DIGITS = 6
 
 
-def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
+def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int, str]]:
     """The tokens of the map: (id, text).
 
     Args:
@@ -67,7 +71,7 @@ def choose_tokens(tokenizer: Any, words: str | None) -> list[tuple[int, str]]:
     return found if words else found[:TOKENS]
 
 
-def make(llm: Any, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
+def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
     """The map of all perturbing strategies; of those that differ in their gates alone, the first.
 
     Args:
@@ -135,7 +139,7 @@ class Plane:
         return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in found]
 
 
-def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int, list[tuple[Tensor, int]]]:
+def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int, list[tuple[Tensor, int]]]:
     """Real steps at which each token was the likeliest: rows of z̃ (V,), and positions."""
     from ngrpo.rollout import set_perturbation
 
@@ -159,15 +163,15 @@ def contexts(llm: Any, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
     return found
 
 
-def _sentences(tokenizer: Any, word: str) -> list[int]:
+def _sentences(tokenizer: TokenizerLike, word: str) -> list[int]:
     request = f"Write a few sentences about anything. Use the word {word.strip()} in every sentence."
     if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": request}]
-        request = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        message: list[Any] = [{"role": "user", "content": request}]
+        request = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
     return _encode(tokenizer, request)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: TokenizerLike, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -182,17 +186,17 @@ def _different(strategies: Sequence[Arm]) -> list[Arm]:
 
 
 def _copies(
-    here: Any,
+    here: AttachedPerturbation,
     strategy: Arm,
     tokens: Sequence[tuple[int, str]],
     found: dict[int, list[tuple[Tensor, int]]],
     related: Tensor,
     plane: Plane,
-    tokenizer: Any,
+    tokenizer: TokenizerLike,
     seed: int,
 ) -> dict[str, Any]:
     matrix = here.embeddings.matrix()
-    perturbation = registry.create(**strategy.spec)
+    perturbation = registry.create(**present(strategy.spec, "the spec"))
     points: list[dict[str, Any]] = []
     drawn = 0
     for row, (token, text) in enumerate(tokens):

@@ -88,5 +88,5 @@ def measured(
     text = torch.tensor(written, dtype=torch.int64, device=stacked.device)
     plain = embeddings.matrix()[text].double()
     shifts = (stacked.double() - plain).norm(dim=-1) / plain.norm(dim=-1)
-    shares = (float((nearest == tokens).double().mean()) for tokens in (own, text))
-    return FedInputs(*shares, float(shifts.mean()))
+    same = [float((nearest == tokens).double().mean()) for tokens in (own, text)]
+    return FedInputs(same[0], same[1], float(shifts.mean()))

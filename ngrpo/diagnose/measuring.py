@@ -15,23 +15,28 @@ from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate.engine import Generated, Job, generate, render
 from ngrpo.evaluate.engine import build as build_engine
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_engine
+from perturbations.errors import present
 from perturbations.seeds import of_listed_prompt
 
 if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.tokenizers import TokenizerLike
+
     from ngrpo.config.arms import Arm
     from ngrpo.evaluate import Problem
+    from ngrpo.rollout.attach import AttachedPerturbation
     from ngrpo.sampling_schedules.base import SamplingSchedule
 
 _CONCURRENT = 64
 _WARM_UP_TOKENS = 16
 
 
-def prompt_tokens(tokenizer: Any, problem: Problem) -> list[int]:
+def prompt_tokens(tokenizer: TokenizerLike, problem: Problem) -> list[int]:
     """The prompt as the model sees it: chat template with a generation prompt, or plain text where there is none."""
     return tokenizer.encode(render(tokenizer, problem), add_special_tokens=False)
 
 
-def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "auto") -> Any:
+def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "auto") -> LLM:
     """A ``vllm.LLM`` in this process whose perturbation can be swapped.
 
     Args:
@@ -46,12 +51,16 @@ def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "aut
     return build_engine(model, {"name": probe.ADDRESS}, longest, hardware=hardware, options=options)
 
 
-def attached(llm: Any) -> Any:
+def attached(llm: LLM) -> AttachedPerturbation:
     """The worker's :class:`ngrpo.rollout.attach.AttachedPerturbation`, which is in this process."""
-    return llm.llm_engine.collective_rpc(lambda worker: worker.perturbation)[0]
+
+    def of(worker: Any) -> AttachedPerturbation:
+        return worker.perturbation
+
+    return llm.llm_engine.collective_rpc(of)[0]
 
 
-def put(llm: Any, strategy: Arm, schedule: SamplingSchedule | None = None) -> None:
+def put(llm: LLM, strategy: Arm, schedule: SamplingSchedule | None = None) -> None:
     """Gives the engine a strategy's perturbation; an unperturbed one is drawn by the same code, with the same noise.
 
     Args:
@@ -66,7 +75,7 @@ def put(llm: Any, strategy: Arm, schedule: SamplingSchedule | None = None) -> No
 
 
 def sample_strategy(
-    llm: Any,
+    llm: LLM,
     strategy: Arm,
     problems: Sequence[Problem],
     sampling: GroupSampling,
@@ -126,13 +135,13 @@ def sample_strategy(
     return samples, {"tokens_per_second": speed, **asdict(fed), "model_runner": here.runner_version}
 
 
-def _all(llm: Any, jobs: Sequence[Job], sampling: GroupSampling, step: int) -> list[Generated]:
+def _all(llm: LLM, jobs: Sequence[Job], sampling: GroupSampling, step: int) -> list[Generated]:
     """All answers, in the order of the jobs."""
     parts = generate(llm, jobs, sampling, perturbed=True, reproducible=True, step=step, answers=sampling.group)
     return sorted(itertools.chain.from_iterable(parts), key=lambda answer: answer.job)
 
 
-def losses_of(llm: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[float]:
+def losses_of(llm: LLM, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[float]:
     """-log p of each answer under the unperturbed model at temperature 1, summed over its tokens, in nats.
 
     The text is fed as a plain prompt: no position of it is perturbed.
@@ -152,6 +161,6 @@ def losses_of(llm: Any, prompts: Sequence[list[int]], answers: Sequence[list[int
     take_trajectories(llm)
     losses = []
     for prompt, text, output in zip(prompts, texts, outputs):
-        scored = list(zip(text, output.prompt_logprobs))[len(prompt) :]
-        losses.append(-sum(each[token].logprob for token, each in scored))
+        scored = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
+        losses.append(-sum(each[token].logprob for token, each in scored if each))
     return losses

@@ -10,13 +10,15 @@ from ngrpo.console.token_texts import fed, pieces
 from ngrpo.diagnose.sample import Sample
 
 if TYPE_CHECKING:
+    from vllm.tokenizers import TokenizerLike
+
     from ngrpo.evaluate import Problem
 
 QUESTIONS = 3
 
 
 def side_by_side(
-    problems: Sequence[Problem], groups: Mapping[str, Sequence[Sequence[Sample]]], tokenizer: Any
+    problems: Sequence[Problem], groups: Mapping[str, Sequence[Sequence[Sample]]], tokenizer: TokenizerLike
 ) -> list[dict[str, Any]]:
     """``samples`` of diagnosis.json: the first questions, and each strategy's first answer, drawn with the same noise.
 
@@ -38,7 +40,7 @@ def side_by_side(
     ]
 
 
-def _tokens(sample: Sample, tokenizer: Any) -> list[dict[str, Any]]:
+def _tokens(sample: Sample, tokenizer: TokenizerLike) -> list[dict[str, Any]]:
     record = sample.record
     row_of = {} if record is None else {p - record.prompt_tokens: i for i, p in enumerate(record.positions.tolist())}
     result = []

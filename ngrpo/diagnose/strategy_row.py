@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 def prompt_statistics(groups: Sequence[Sequence[Sample]]) -> PromptStatistics:
     """What the axes and their intervals are made of."""
 
-    def per_group(value: Any) -> np.ndarray:
+    def per_group(value: Callable[[Sequence[Sample]], SupportsFloat]) -> np.ndarray:
         return np.array([value(group) for group in groups], dtype=np.float64)
 
     return PromptStatistics(

@@ -101,14 +101,14 @@ def _client_class() -> type[Any]:
             super().__init__(None)
             self._answer = answer
 
-        async def get_response(self, *_: Any, **__: Any) -> Any:
+        async def get_response(self, *_: object, **__: object) -> Any:
             message = ResponseMessage(content=self._answer, finish_reason="stop", is_truncated=False)
             return Response(id=str(next(numbers)), created=0, model="policy", message=message)
 
         async def close(self) -> None:
             """There is nothing to close."""
 
-        def _unused(self, *_: Any) -> Any:
+        def _unused(self, *_: object) -> Any:
             raise NotImplementedError("the answer is known; nothing is asked of a server")
 
         setup_client = to_native_tool = to_native_prompt = _unused

@@ -10,6 +10,7 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 from ngrpo.environments import Unfit
@@ -39,7 +40,7 @@ def load(module_name: str, name: str) -> Any:
     return ClassicEnvironment(found)
 
 
-def _taskset(module: Any, named: type[Any] | None) -> type[Any]:
+def _taskset(module: ModuleType, named: type[Any] | None) -> type[Any]:
     try:
         from verifiers.v1 import Env, Harness, Taskset
     except ImportError:

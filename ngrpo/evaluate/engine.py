@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,9 @@ from perturbations.errors import UsageError
 from perturbations.seeds import of_sampler
 
 if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.tokenizers import TokenizerLike
+
     from perturbations.replay import ReplayRecord
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
@@ -115,7 +118,7 @@ def build(
         raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 
 
-def prepare(llm: Any, spec: Mapping[str, Any] | None) -> bool:
+def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
     """Makes an engine that somebody else built ready, and tells whether its draws are reproducible.
 
     Raises:
@@ -146,15 +149,16 @@ def load_tokenizer(model: str) -> Any:
         raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
 
 
-def render(tokenizer: Any, problem: Problem) -> str:
+def render(tokenizer: TokenizerLike, problem: Problem) -> str:
     """The prompt as the model sees it; a tokenizer without a chat template gets the messages' text."""
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(list(problem.messages), add_generation_prompt=True, tokenize=False)
+        messages: list[Any] = list(problem.messages)
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     return "\n\n".join(message["content"] for message in problem.messages) + "\n"
 
 
 def generate(
-    llm: Any,
+    llm: LLM,
     jobs: Sequence[Job],
     sampling: Sampling,
     *,
@@ -162,7 +166,7 @@ def generate(
     reproducible: bool,
     step: int = 0,
     answers: int = 1,
-) -> Iterator[list[Generated]]:
+) -> Generator[list[Generated], None, None]:
     """Answers in the order in which they finish.
 
     Args:
@@ -190,7 +194,8 @@ def generate(
                 engine.add_request(name, {"prompt_token_ids": jobs[following][0]}, params)
                 live[name] = following
                 following += 1
-            done = [output for output in engine.step() if output.finished]
+            outputs: list[Any] = engine.step()
+            done = [output for output in outputs if output.finished]
             if not done:
                 continue
             records = take_records(llm, [output.request_id for output in done]) if reproducible else {}

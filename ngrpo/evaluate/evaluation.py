@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.console.progress import span
 from ngrpo.evaluate import engine as engines
@@ -24,6 +24,9 @@ from ngrpo.storage.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
 from perturbations.seeds import of_problem
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
 
@@ -32,7 +35,7 @@ Sample = dict[str, Any]
 
 
 def evaluate(
-    model: Any,
+    model: str | LLM,
     problems: Sequence[Problem],
     *,
     out: str | Path,
@@ -147,9 +150,12 @@ def rescore(
     if scorer != "auto":
         check_scorer(scorer)
     with ResultFolder.opened(path, report) as held:
-        settings, samples = held.read(SETTINGS), _samples(held)
-        rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
-        problems = [Problem(**{**row, "messages": tuple(row["messages"])}) for row in rows]
+        settings: dict[str, Any] = held.read(SETTINGS)
+        samples = _samples(held)
+        problems = []
+        for row in held.lines(PROBLEMS, "id", "messages", "answer", "scorer"):
+            row["messages"] = tuple(row["messages"])
+            problems.append(Problem(**row))
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             problems = [replace(problem, scorer=scorer) for problem in problems]
@@ -179,7 +185,7 @@ def _samples(folder: ResultFolder) -> list[Sample]:
 
 
 def _generate(
-    model: Any,
+    model: str | LLM,
     missing: Sequence[tuple[Problem, int]],
     n: int,
     sampling: Sampling,
@@ -188,7 +194,7 @@ def _generate(
     hardware: str,
     options: Mapping[str, Any] | None,
     progress: _Progress,
-) -> Iterator[list[Sample]]:
+) -> Generator[list[Sample], None, None]:
     """Lines of ``samples.jsonl`` in the order in which they finish, each with its verdict."""
     from ngrpo.rollout import model_runner
 

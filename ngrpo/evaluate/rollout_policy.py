@@ -20,6 +20,9 @@ from ngrpo.config.run import RunConfig
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from vllm import LLM
+
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
 
@@ -158,7 +161,8 @@ def _copy_rest(model: str, folder: Path) -> None:
     if not source.is_dir():
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        tokenizer.save_pretrained(folder)
         return
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS) and not (folder / file.name).exists():
@@ -166,7 +170,7 @@ def _copy_rest(model: str, folder: Path) -> None:
 
 
 @contextmanager
-def noisy_engine(llm: Any, model: str, policy: RolloutPolicy) -> Iterator[None]:
+def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
     """An engine in this process with noise on its weights; with the model's own ones again after it.
 
     Args:
@@ -185,7 +189,7 @@ def noisy_engine(llm: Any, model: str, policy: RolloutPolicy) -> Iterator[None]:
         _load(llm, loaded)  # the noise has been taken off again
 
 
-def _load(llm: Any, loaded: Any) -> None:
+def _load(llm: LLM, loaded: PreTrainedModel) -> None:
     from safetensors.torch import save_file
 
     from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
@@ -195,7 +199,11 @@ def _load(llm: Any, loaded: Any) -> None:
     os.close(handle)
     try:
         save_file({name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}, path)
-        llm.llm_engine.collective_rpc(lambda worker: load_weights_file(worker, path))
+
+        def load(worker: Any) -> int:
+            return load_weights_file(worker, path)
+
+        llm.llm_engine.collective_rpc(load)
         llm.llm_engine.reset_prefix_cache()
     finally:
         os.unlink(path)

@@ -133,7 +133,7 @@ def _metric(file: Path, rows: Sequence[Mapping[str, Any]], chosen: str | None) -
     return chosen or names[0]
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A score in [0, 1]; None for anything else."""
     if isinstance(value, str):
         try:

@@ -101,6 +101,6 @@ def _reward_func(path: str) -> Any:
     return runpy.run_path(str(Path(path).expanduser()))["reward_func"]
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """The first number of a tensor, an array, a list or a number."""
     return float(np.asarray(value, dtype=np.float64).flat[0])

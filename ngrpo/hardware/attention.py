@@ -13,10 +13,13 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    import argparse
 
 WITHOUT_FLASH_ATTN = "without_flash_attn"
 """The condition of the stand-in's row in `ngrpo.trainers.openrlhf.seams`."""
@@ -61,7 +64,7 @@ def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(original)
-    def get_strategy(args: Any) -> Any:
+    def get_strategy(args: argparse.Namespace) -> Any:
         given = Flags(sys.argv[1:]).value("--ds.attn_implementation")
         if given is not None:
             args.ds.attn_implementation = given

@@ -15,11 +15,16 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.hardware.profile import Profile
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+    from torch import nn
 
 _ROLES = ("actor", "ref", "reward", "critic")
 
@@ -146,7 +151,7 @@ def cuda_do_nothing(original: Callable[..., None]) -> Callable[..., None]:
     """`torch.cuda.set_device` and `torch.cuda.synchronize`: there is no device to choose or to wait for."""
 
     @wraps(original)
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
         return None
 
     return nothing
@@ -156,7 +161,7 @@ def device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     """OpenRLHF asks for a mesh on "cuda"; without CUDA the same mesh lies on "cpu" (gloo)."""
 
     @wraps(original)
-    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    def init_device_mesh(device_type: str, *args: object, **kwargs: object) -> Any:
         return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return init_device_mesh
@@ -166,7 +171,7 @@ def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
     """`NaiveReplayBuffer.__init__` spells its device ``cuda:{index}``, which cannot be said of a CPU."""
 
     @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: NaiveReplayBuffer, *args: object, **kwargs: object) -> None:
         import torch
 
         current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
@@ -183,17 +188,19 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     """`--train.enable_ema` averages on the device "cuda" by name."""
 
     @wraps(original)
-    def average(self: Any, model: Any, model_ema: Any, beta: float = 0.992, device: Any = "cpu") -> None:
+    def average(
+        self: object, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: str | torch.device = "cpu"
+    ) -> None:
         return original(self, model, model_ema, beta, "cpu")
 
     return average
 
 
-def engine_of_processes(plain: type) -> type:
+def engine_of_processes(plain: Any) -> type:
     """`RolloutRayActor`: its tensor-parallel ranks are processes of its own, as vLLM's on a CPU are."""
 
-    class EngineOfProcesses(plain):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: Any, **kwargs: Any) -> None:
+    class EngineOfProcesses(plain):
+        async def __init__(self, *args: object, **kwargs: Any) -> None:
             if kwargs.get("tensor_parallel_size", 1) > 1:
                 kwargs["distributed_executor_backend"] = "mp"
             await plain.__init__(self, *args, **kwargs)
@@ -209,7 +216,7 @@ def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(original)
-    def collective(*args: Any, **kwargs: Any) -> Any:
+    def collective(*args: object, **kwargs: object) -> Any:
         work = original(*args, **kwargs)
         if work is not None:
             work.wait()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +44,7 @@ def pad_input(rows: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
     return rearrange(flat.index_copy(0, indices, rows), "(b s) ... -> b s ...", b=batch)
 
 
-def all_gather(*args: Any, **kwargs: Any) -> torch.Tensor:
+def all_gather(*args: object, **kwargs: object) -> torch.Tensor:
     """Only ring attention calls it."""
     raise NotImplementedError("Ring attention needs flash-attn; use --ds.ring_attn_size 1.")
 
@@ -55,7 +54,7 @@ def _modules() -> dict[str, ModuleType]:
     modules = {name: ModuleType(name) for name in names}
     for function in (index_first_axis, pad_input, rearrange, unpad_input):
         setattr(modules["flash_attn.bert_padding"], function.__name__, function)
-    modules["flash_attn.utils.distributed"].all_gather = all_gather
+    setattr(modules["flash_attn.utils.distributed"], all_gather.__name__, all_gather)
     return modules
 
 

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 # Above the ports that Ray gives its workers (10002 to 19999).
 _LOWEST = 20000
@@ -20,7 +21,7 @@ _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _TRIES = 64
 
 
-def outside_of_outgoing(original: Callable[[], int]) -> staticmethod:
+def outside_of_outgoing(original: Callable[[], int]) -> Any:
     """`BaseDistributedActor._get_free_port`: a free port below those of outgoing connections.
 
     Where the system gives those out from 20000 or below, or does not say from where, it is the original's.

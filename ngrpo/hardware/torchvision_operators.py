@@ -43,7 +43,7 @@ def declare_on_import() -> None:
 
 
 class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)  # first, since the search below comes here again
             _declare()

@@ -131,7 +131,8 @@ def of_config(config: Mapping[str, Any]) -> Support:
     engine = _engine(architecture, remote, refused, unknown) if architecture else "vLLM"
     if config.get("quantization_config"):
         unknown.append("whether its quantization leaves the embedding alone, which the engine checks at start")
-    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, Mapping) else config
     if text.get("hidden_size_per_layer_input"):
         notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
     if _is_recurrent(text):
@@ -215,11 +216,12 @@ def _vllm_tables() -> dict[str, dict[str, str]] | None:
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        if isinstance(target, ast.Name) and isinstance(getattr(node, "value", None), ast.Dict):
-            pairs = zip(node.value.keys, node.value.values)
+        table = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(table, ast.Dict):
+            pairs = zip(table.keys, table.values)
             # Tables that are merged of others have entries without a key.
             found[target.id] = {
-                key.value: value.elts[1].value
+                str(ast.literal_eval(key)): str(ast.literal_eval(value)[1])
                 for key, value in pairs
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
             }

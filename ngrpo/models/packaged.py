@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ngrpo.sandbox import default_flags, making
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 from perturbations.options import nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
@@ -240,7 +241,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         if isinstance(model, TrainedModel):
             making.make(draft, steps=making.STEPS, report=report)
         else:
-            _convert(source, model, draft)
+            _convert(present(source, "the package's folder"), model, draft)
         draft.chmod(0o755)
         _publish(draft, folder)
     finally:
@@ -278,7 +279,7 @@ def _convert(source: Path, model: PackagedModel, target: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf)
     causal_lm = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf, dtype=torch.float32)
     # The file names one token for all roles; an answer ends with the chat template's token.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = model.bos, model.eos, model.eos

@@ -86,6 +86,13 @@ def _by_step(
     return runs
 
 
+def _at(
+    x: float, values: tuple[float, float | None, float | None] | None
+) -> tuple[float, float | None, float | None, float | None]:
+    centre, low, high = values or (None, None, None)
+    return x, centre, low, high
+
+
 def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> dict[str, Any] | None:
     """Pass@k over k.
 
@@ -107,7 +114,7 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, traine
     if not ks:
         return None
     lines = [
-        Line(one, [(math.log2(k), *found[one.name].get(k, (None, None, None))) for k in ks])
+        Line(one, [_at(math.log2(k), found[one.name].get(k)) for k in ks])
         for one in series.values()
         if one.name in found
     ]

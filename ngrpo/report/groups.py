@@ -115,7 +115,7 @@ def _group(group: Mapping[str, Any], edges: Sequence[tuple[float, float]]) -> di
     }
 
 
-def _diversity(found: Any, answers: int) -> str:
+def _diversity(found: object, answers: int) -> str:
     different, distinct, common = (number(dig(found, key)) for key in ("different", "distinct_2", "common_prefix"))
     if different is None:
         return plural(answers, "answer")
@@ -132,7 +132,8 @@ def _answer(answer: Mapping[str, Any], place: int, edges: Sequence[tuple[float, 
     given = answer.get("tokens")
     texts = [str(text) for text in given] if isinstance(given, list) else []
     fed = {}
-    for pair in answer.get("fed") if isinstance(answer.get("fed"), list) else []:
+    pairs = answer.get("fed")
+    for pair in pairs if isinstance(pairs, list) else []:
         if isinstance(pair, list) and len(pair) == 2 and number(pair[0]) is not None and isinstance(pair[1], Mapping):
             fed[int(pair[0])] = pair[1]
     gaps, advantages = (_aligned(answer.get(key), len(texts)) for key in ("gaps", "advantages"))
@@ -156,7 +157,7 @@ def _answer(answer: Mapping[str, Any], place: int, edges: Sequence[tuple[float, 
     }
 
 
-def _aligned(values: Any, count: int) -> list[Any] | None:
+def _aligned(values: object, count: int) -> list[Any] | None:
     return values if isinstance(values, list) and len(values) == count else None
 
 

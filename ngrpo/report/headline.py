@@ -104,7 +104,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     }
 
 
-def _together(name: Any) -> str:
+def _together(name: object) -> str:
     """A name that a title does not break in two where it can be avoided."""
     return str(name).replace(" ", "\u00a0")
 
@@ -120,13 +120,13 @@ def _machine(source: Mapping[str, Any]) -> str | None:
     return ", ".join(str(part) for part in parts if part) or None
 
 
-def _moment(value: Any) -> Any:
+def _moment(value: object) -> Any:
     """An ISO time without its fraction and its T; anything else as it is."""
     found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(:\d\d)?(\.\d+)?(Z|\+00:00)?(.*)", str(value))
     return f"{found[1]} {found[2]}{' UTC' if found[5] else ''}{found[6]}" if found else value
 
 
-def _short(error: Any) -> str:
+def _short(error: object) -> str:
     """The line that names the cause: the first one of ours, the last one of a traceback."""
     lines = str(error or "").strip().splitlines() or ["no error was recorded"]
     line = lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1]

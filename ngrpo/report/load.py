@@ -52,7 +52,7 @@ def load(path: Path) -> tuple[str, dict[str, Any], Path]:
     return kind, data, file
 
 
-def check(data: Any, kind: str) -> None:
+def check(data: object, kind: str) -> None:
     """Checks that data is a result of a kind, in a format known here; what is missing inside it is the report's matter.
 
     Raises:

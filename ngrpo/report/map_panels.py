@@ -68,7 +68,7 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
         title = f"{name}: perturbed embeddings and their nearest tokens"
         data = {"kind": "points", "points": read}
-        chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, *titles, groups, data)
+        chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, titles[0], titles[1], groups, data)
         told = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
         panels.append({**told, "stride": stride, "chart": chart})
     shown = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
@@ -88,6 +88,6 @@ def _nearest(name: str, index: int, points: Sequence[Mapping[str, Any]]) -> list
     return [f"“{name}” is read as", *lines[:6], *([f"and {len(lines) - 6} others"] if len(lines) > 6 else [])]
 
 
-def _percent(share: Any) -> str:
+def _percent(share: object) -> str:
     known = number(share)
     return f"{figure(100 * known, 1)}%" if known is not None else "–"

@@ -125,9 +125,10 @@ def _templates() -> Environment:
     )
     found.filters["shown"] = values.shown
     found.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
-    for function in (
+    functions: tuple[Any, ...] = (
         *(values.between, values.dig, values.duration, values.figure, values.number, values.numbers, values.plural),
         *(values.rows, values.signed, values.size, values.noise),
-    ):
-        found.globals[function.__name__] = function
+    )
+    for function in functions:
+        found.globals.update({function.__name__: function})
     return found

@@ -43,7 +43,7 @@ def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series
             continue
         across, upward = (numbers(dig(row, "intervals", key), 2) for key in ("validity", "diversity"))
         notes = [
-            f"{word} {figure(value)}" + (f" ({between(*interval)})" if interval else "")
+            f"{word} {figure(value)}" + (f" ({between(interval[0], interval[1])})" if interval else "")
             for word, value, interval in (("validity", x, across), ("diversity", y, upward))
         ]
         if number(row.get("reward")) is not None:

@@ -34,12 +34,12 @@ def made(source: Mapping[str, Any]) -> dict[str, Any]:
     return {"facts": facts, "quoted": [(title, _quoted(value)) for title, value in quoted.items() if value]}
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     words = isinstance(value, list)
     return shlex.join(map(str, value)) if words else json.dumps(value, indent=1, ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if value is None:
         return MISSING
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value

@@ -48,7 +48,7 @@ def marked(one: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
         return {"text": text}
     mixture = one.get("candidates")
     pairs = [
-        [token(pair[0]), weight]
+        (token(pair[0]), weight)
         for pair in (mixture if isinstance(mixture, list) else [])
         if isinstance(pair, list | tuple) and len(pair) == 2 and (weight := number(pair[1])) is not None
     ]

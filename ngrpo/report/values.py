@@ -20,7 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff\x80-\x9f]")
 _DIRECTIONS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-def dig(data: Any, *keys: str) -> Any:
+def dig(data: object, *keys: str) -> Any:
     """The value under nested keys, None where a key is absent or its holder is no mapping."""
     for key in keys:
         if not isinstance(data, Mapping):
@@ -29,20 +29,20 @@ def dig(data: Any, *keys: str) -> Any:
     return data
 
 
-def rows(data: Any, *keys: str) -> list[Mapping[str, Any]]:
+def rows(data: object, *keys: str) -> list[Mapping[str, Any]]:
     """The mappings of a list under nested keys; an empty list where there is none."""
     found = dig(data, *keys)
     return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list | tuple) else []
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A finite number, or None for everything else: null, NaN, infinities, text, true and false."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= _LARGEST else None  # NaN compares as false
 
 
-def numbers(value: Any, count: int) -> list[float] | None:
+def numbers(value: object, count: int) -> list[float] | None:
     """A list of exactly ``count`` finite numbers, else None."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
         return None
@@ -50,7 +50,7 @@ def numbers(value: Any, count: int) -> list[float] | None:
     return None if None in found else [part for part in found if part is not None]
 
 
-def figure(value: Any, digits: int = 3) -> str:
+def figure(value: object, digits: int = 3) -> str:
     """A number with so many decimals, ``–`` where there is none."""
     known = number(value)
     if known is None:
@@ -60,14 +60,14 @@ def figure(value: Any, digits: int = 3) -> str:
     return f"{known:,.{digits}f}".replace("-", "−")
 
 
-def signed(value: Any, digits: int = 3) -> str:
+def signed(value: object, digits: int = 3) -> str:
     """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
     shown = figure(value, digits)
     known = number(value)
     return f"+{shown}" if known is not None and known > 0 else shown
 
 
-def between(low: Any, high: Any, digits: int = 3, *, sign: bool = False) -> str:
+def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
     """An interval, ``0.381 to 0.442``; ``–`` where an end is missing."""
     if number(low) is None or number(high) is None:
         return MISSING
@@ -75,7 +75,7 @@ def between(low: Any, high: Any, digits: int = 3, *, sign: bool = False) -> str:
     return f"{show(low, digits)} to {show(high, digits)}"
 
 
-def noise(difference: Any) -> str | None:
+def noise(difference: object) -> str | None:
     """What is said of a difference that was tested; None where that is unknown. One seed is never beyond noise."""
     within = dig(difference, "within_noise")
     if not isinstance(within, bool):
@@ -83,7 +83,7 @@ def noise(difference: Any) -> str | None:
     return "within noise" if within else "one seed" if dig(difference, "over") == "problems" else "beyond noise"
 
 
-def size(value: Any) -> str:
+def size(value: object) -> str:
     """Bytes for people: ``1.91 GiB``."""
     known = number(value)
     if known is None:
@@ -92,13 +92,13 @@ def size(value: Any) -> str:
     return f"{known / 1024**power:.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def duration(value: Any) -> str:
+def duration(value: object) -> str:
     """Seconds for people, as :func:`ngrpo.console.progress.span` says them."""
     known = number(value)
     return MISSING if known is None else span(known)
 
 
-def visible(value: Any) -> str:
+def visible(value: object) -> str:
     """Text in which nothing is invisible, turns the reading direction, or cannot be written as UTF-8."""
     text = str(value)
     if text.isascii() and text.isprintable():
@@ -107,13 +107,13 @@ def visible(value: Any) -> str:
     return _DIRECTIONS.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as visible text, not escaped; ``–`` for None, what is absent, the empty string, NaN and infinities."""
     missing = value is None or value == "" or isinstance(value, Undefined)
     return MISSING if missing or (isinstance(value, float) and not math.isfinite(value)) else visible(value)
 
 
-def token(value: Any) -> str:
+def token(value: object) -> str:
     """A token on one line, not escaped: ``⏎`` for a new line, ``⇥`` for a tab, ``␣`` for spaces alone."""
     text = visible(value).replace("\n", "⏎").replace("\t", "⇥")
     return text if text.strip() else text.replace(" ", "␣")

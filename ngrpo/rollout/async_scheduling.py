@@ -25,6 +25,7 @@ from torch import Tensor
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.tokens_left import TokensLeft
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from perturbations.errors import present
 from perturbations.replay.trajectory import FinishedTrajectory
 
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
@@ -99,7 +100,8 @@ class Notes:
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
-            self._masks.write(note.slots, note.positions, *note.left.read(note.rows))
+            masks, left = present(self._masks, "the store of masks"), present(note.left, "the tokens left")
+            masks.write(note.slots, note.positions, *left.read(note.rows))
             self.written += 1
 
     def drain_slot(self, slot: int) -> None:
@@ -122,10 +124,11 @@ class Notes:
         self._store.write_tokens(note.slots, note.positions, log_probs)
         if note.edits:
             parts = {name: part.numpy() for name, part in note.edits.items()}
-            fed, at = parts.pop("fed"), note.edited
+            fed, (slots, positions) = parts.pop("fed"), note.edited
             if not fed.all():
-                parts, at = {name: part[fed] for name, part in parts.items()}, tuple(part[fed] for part in at)
-            self._store.write_edits(*at, parts)
+                parts = {name: part[fed] for name, part in parts.items()}
+                slots, positions = slots[fed], positions[fed]
+            self._store.write_edits(slots, positions, parts)
 
 
 def _arrived(note: Note, wait: bool) -> bool:
@@ -171,7 +174,7 @@ class EndedRequests:
 def keep_length(original: Callable[..., None]) -> Callable[..., None]:
     """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens an answer has, until it is taken."""
 
-    def finish_request(self: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
+    def finish_request(self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
         original(self, req_state, *args, **kwargs)
         if req_state.detokenizer is not None:
             lengths = vars(self).setdefault(LENGTHS, {})

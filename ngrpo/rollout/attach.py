@@ -35,6 +35,10 @@ from perturbations.replay.buffers.base import ReplayBuffer
 from perturbations.shard import Shard, over_ranks
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from ngrpo.rollout.vllm_objects import Runner
     from perturbations.neighbors import Drift
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
@@ -159,7 +163,7 @@ class AttachedPerturbation:
                 setattr(owner, name, self._suspending(getattr(owner, name)))
 
     def _suspending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def encode(*args: Any, **kwargs: Any) -> Any:
+        def encode(*args: object, **kwargs: object) -> Any:
             with self._override.suspended():
                 return original(*args, **kwargs)
 
@@ -178,7 +182,7 @@ def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module |
     return module
 
 
-def _override(embedding: Any, runner: Any) -> InputOverride:
+def _override(embedding: Any, runner: Runner) -> InputOverride:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     # The matrix's own dtype: a row must be what the model would have looked up.
@@ -186,7 +190,7 @@ def _override(embedding: Any, runner: Any) -> InputOverride:
     return InputOverride(embedding, rows, hidden, dtype, runner.device, VocabParallelEmbedding)
 
 
-def _output_head(model: Any, embedding: Any) -> Any:
+def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
     """The output layer of the model's text, where it has a matrix of its own."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -199,7 +203,11 @@ def _output_head(model: Any, embedding: Any) -> Any:
 
 
 def _embeddings(
-    model: Any, embedding: Any, override: InputOverride, vocabulary: int, tokenizer: _LazyTokenizer
+    model: nn.Module,
+    embedding: VocabParallelEmbedding,
+    override: InputOverride,
+    vocabulary: int,
+    tokenizer: _LazyTokenizer,
 ) -> ModelEmbeddings:
     def shard(module: Any) -> Shard:
         weight = module.weight.data
@@ -223,7 +231,7 @@ def _embeddings(
 class _LazyTokenizer:
     """The engine's tokenizer, loaded only if an option needs it."""
 
-    def __init__(self, model_config: Any) -> None:
+    def __init__(self, model_config: ModelConfig) -> None:
         self._config = model_config
         self._loaded: Any = None
 

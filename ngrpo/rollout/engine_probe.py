@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,19 +19,23 @@ from ngrpo.rollout.override_probe import Comparison, ProbeFailure, ProbeTexts, j
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY, read
 from perturbations.replay import ReplayRecord
 
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
+
 _DUE, _PASSED = "_perturbation_probe_due", "_perturbation_probe_passed"
 _TOP = 5  # log-probabilities that are compared at a generated token
 _NUMBERS = itertools.count()
 _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
 
 
-def engine_started(core: Any) -> None:
+def engine_started(core: EngineCore) -> None:
     """Proves an engine that perturbs, at the end of its start.
 
     Raises:
         ProbeFailure: where an override does not land where it belongs.
     """
-    given = core.vllm_config.additional_config
+    given: Any = core.vllm_config.additional_config
     perturbation = read(given)
     if perturbation is None or not perturbation.active:
         return
@@ -40,7 +44,7 @@ def engine_started(core: Any) -> None:
         before_request(core)
 
 
-def asked(core: Any) -> None:
+def asked(core: EngineCore) -> None:
     """Proves an engine with an override now, where it is idle, or else before the next request that finds it so.
 
     Raises:
@@ -52,24 +56,24 @@ def asked(core: Any) -> None:
             prove(core)
 
 
-def before_request(core: Any) -> None:
+def before_request(core: EngineCore) -> None:
     """Proves the engine where that is due and nothing else is running."""
     if getattr(core, _DUE, False) and not core.scheduler.has_requests() and not _has_dummy_weights(core):
         prove(core)
 
 
-def _has_dummy_weights(core: Any) -> bool:
+def _has_dummy_weights(core: EngineCore) -> bool:
     """vLLM's ``load_format="dummy"`` for measurements of speed: nothing that such a model says depends on its input."""
     return core.vllm_config.load_config.load_format == "dummy"
 
 
-def perturbation_replaced(core: Any) -> None:
+def perturbation_replaced(core: EngineCore) -> None:
     """An engine that started without an active perturbation has one now."""
     if not getattr(core, _PASSED, False):
         setattr(core, _DUE, True)
 
 
-def prove(core: Any) -> float:
+def prove(core: EngineCore) -> float:
     """Asks for the probe's requests and judges the answers.
 
     Args:
@@ -86,22 +90,22 @@ def prove(core: Any) -> float:
     model = core.vllm_config.model_config
     half = str(model.dtype) != "torch.float32"
     partly = any(core.collective_rpc("perturbation_reads_tokens"))
-    failure: ProbeFailure | None = None
+    failures: list[ProbeFailure] = []
     for attempt in range(_ATTEMPTS):
         texts = text_of_probe(model.get_vocab_size(), model.max_model_len - 3, attempt)
         try:
             judge(_comparisons(core, texts, partly), half_precision=half, where="vLLM's engine", model=_name(core))
         except ProbeFailure as error:
-            failure = error
+            failures.append(error)
             if error.told:
                 break
         else:
             setattr(core, _PASSED, True)
             return time.perf_counter() - began
-    raise failure
+    raise failures[-1]
 
 
-def _name(core: Any) -> str:
+def _name(core: EngineCore) -> str:
     return ", ".join(core.vllm_config.model_config.architectures or ["a model"])
 
 
@@ -118,7 +122,7 @@ class _Answer:
         return np.concatenate(self.of_text)
 
 
-def _comparisons(core: Any, texts: ProbeTexts, partly: bool) -> list[Comparison]:
+def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comparison]:
     """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
     first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
     swapped = [*text[:row], other, *text[row + 1 :]]
@@ -186,7 +190,7 @@ def _distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
     return float(np.mean(apart)) if apart else 0.0
 
 
-def _ask(core: Any, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
+def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
     """Runs requests to their end: two greedy tokens each, unperturbed but for what is to be replayed.
 
     Args:
@@ -210,7 +214,7 @@ def _ask(core: Any, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> 
     return [answers[name] for name in names]
 
 
-def _take(answer: _Answer, output: Any) -> None:
+def _take(answer: _Answer, output: EngineCoreOutput) -> None:
     answer.tokens.extend(output.new_token_ids)
     of_text = output.new_prompt_logprobs_tensors
     if of_text is not None:
@@ -220,7 +224,7 @@ def _take(answer: _Answer, output: Any) -> None:
             answer.next_tokens.append({int(token): float(value) for token, value in zip(ids, values)})
 
 
-def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
+def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> EngineCoreRequest:
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -240,7 +244,7 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
         detokenize=False,
         extra_args={KEY: arguments},
     )
-    given = {
+    given: dict[str, Any] = {
         "request_id": name,
         "prompt_token_ids": tokens,
         "sampling_params": params,
@@ -249,4 +253,5 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
     }
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    return EngineCoreRequest(**{**dict.fromkeys(required), **{k: v for k, v in given.items() if k in fields}})
+    known: dict[str, Any] = {**dict.fromkeys(required), **{k: v for k, v in given.items() if k in fields}}
+    return EngineCoreRequest(**known)

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -45,7 +49,7 @@ class InputOverride:
         """
         base = type(module)
         self._bare = base if bare is None else bare
-        self._module = module
+        self._module: Any = module  # with the two buffers below
         # Plain attributes and not registered buffers: vLLM 0.29's layerwise reload moves registered ones.
         module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
         module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
@@ -105,6 +109,9 @@ def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
     """``base`` with the override right after the forward of ``bare``, inside of all that its other classes do."""
 
     class Override(bare):
+        override: Tensor
+        overridden: Tensor
+
         def forward(self, input_: Tensor) -> Tensor:
             output = bare.forward(self, input_)
             # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
@@ -115,7 +122,7 @@ def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
     return type(f"Perturbed{base.__name__}", (Override,) if base is bare else (base, Override), {})
 
 
-def find_input_embedding(model: nn.Module) -> nn.Module:
+def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
     """The table of a vLLM model that its text goes through.
 
     A model may hold several: per-layer embeddings, which follow the token in the text whatever is fed in its place,
@@ -153,7 +160,7 @@ def find_input_embedding(model: nn.Module) -> nn.Module:
     return tables[name]
 
 
-def language_model(model: Any) -> Any:
+def language_model(model: nn.Module) -> nn.Module:
     """The part of a multimodal vLLM model that reads text; the model itself where it reads nothing else."""
     get = getattr(model, "get_language_model", None)
     try:
@@ -169,11 +176,11 @@ def tables_of_text(model: nn.Module) -> list[nn.Module]:
     return [module for module in language_model(model).modules() if not isinstance(module, ParallelLMHead)]
 
 
-def _looked_up(model: nn.Module, tables: dict[str, nn.Module]) -> tuple[list[str], str] | None:
+def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[str], str] | None:
     """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
     for embed in _ways_to_embed(model):
         used: list[str] = []
-        hooks = [m.register_forward_hook(lambda *_, name=n, used=used: used.append(name)) for n, m in tables.items()]
+        hooks = [module.register_forward_hook(partial(_note, used, name)) for name, module in tables.items()]
         try:
             with torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
@@ -188,10 +195,16 @@ def _looked_up(model: nn.Module, tables: dict[str, nn.Module]) -> tuple[list[str
     return None
 
 
-def _ways_to_embed(model: Any) -> Iterator[Callable[[Tensor], Any]]:
+def _note(used: list[str], name: str, *_: object) -> None:
+    used.append(name)
+
+
+def _ways_to_embed(model: nn.Module) -> Iterator[Callable[[Tensor], Any]]:
     for owner in dict.fromkeys((language_model(model), model)):
-        if hasattr(owner, "embed_input_ids"):
-            yield owner.embed_input_ids
+        embed = getattr(owner, "embed_input_ids", None)
+        if embed is not None:
+            yield embed
     for owner in (model, getattr(model, "model", None)):
-        if hasattr(owner, "get_input_embeddings"):
-            yield lambda ids, owner=owner: owner.get_input_embeddings()(ids)
+        table = getattr(owner, "get_input_embeddings", None)
+        if table is not None:
+            yield lambda ids, table=table: table()(ids)

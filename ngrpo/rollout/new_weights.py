@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -34,7 +34,7 @@ def follow(runner: Any, attached: AttachedPerturbation) -> None:
 def _without_ours(original: Callable[..., Any], attached: AttachedPerturbation) -> Callable[..., Any]:
     """The perturbation's own parameters go to its module, and the others to the model."""
 
-    def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: object, **kwargs: object) -> Any:
         own: dict[str, Tensor] = {}
         result = original(parameters.split(weights, own), *args, **kwargs)
         if own and attached.module is None:
@@ -47,7 +47,7 @@ def _without_ours(original: Callable[..., Any], attached: AttachedPerturbation) 
                 f"weight sync: {', '.join(own)} hold NaN, which stands for elements that vLLM's sparse transfer"
                 " leaves out. Transfer these parameters whole."
             )
-        if own:
+        if own and attached.module is not None:
             parameters.load(attached.module, own, whole=False)
         return result
 
@@ -57,7 +57,7 @@ def _without_ours(original: Callable[..., Any], attached: AttachedPerturbation) 
 def _whatever_happens(act: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
     """After ``original``, also where it fails: some of the weights may have been replaced."""
 
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def load(*args: object, **kwargs: object) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
@@ -70,7 +70,7 @@ def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[.
     """After a worker's method, what its perturbation has to do, where it has one."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self: Any, *args: object, **kwargs: object) -> Any:
             result = original(self, *args, **kwargs)
             attached = getattr(self, "perturbation", None)
             if attached is not None:

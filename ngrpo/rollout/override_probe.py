@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import nn
 
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 _LENGTH = 10
 # Share of the effect of y itself that rounding may make up, and the effect in nats below which nothing can be told.
@@ -57,7 +61,7 @@ class Comparison:
     allowed: float | None = None
 
 
-def reads_tokens_elsewhere(modules: Iterable[Any], embedding: Any) -> bool:
+def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParallelEmbedding) -> bool:
     """Whether a model has a further table with a row for each token, as Gemma 3n and 4 have for each layer.
 
     Args:
@@ -67,7 +71,7 @@ def reads_tokens_elsewhere(modules: Iterable[Any], embedding: Any) -> bool:
     rows = embedding.num_embeddings
     tables = (module for module in modules if module is not embedding and hasattr(module, "embedding_dim"))
     # Gemma's own vocabulary of a layer may lack the last tokens.
-    return any(0.9 * rows <= table.num_embeddings <= rows for table in tables)
+    return any(0.9 * rows <= getattr(table, "num_embeddings", 0) <= rows for table in tables)
 
 
 class ProbeFailure(UsageError):

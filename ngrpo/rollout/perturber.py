@@ -37,6 +37,7 @@ from perturbations import streams
 from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
+from perturbations.errors import present
 from perturbations.gates.default import BoundGate
 from perturbations.gates.verdict import selected
 from perturbations.replay.sampling_mask import SamplingMask
@@ -161,11 +162,9 @@ class RolloutPerturber:
         # A chunk has many times the rows that vLLM measured its memory with. Noise takes as much as four candidates.
         size = max(self._at_once // max(found["ids"].shape[1], 4), 1)
         for block in (slice(first, first + size) for first in range(0, len(rows), size)):
-            parts = (found.get(name) for name in ("weights", "sigma", "vectors"))
-            edit = InputEdit(
-                self._upload(found["ids"][block].astype(np.int64)),
-                *(None if part is None else self._upload(part[block]) for part in parts),
-            )
+            ids, weights = self._upload(found["ids"][block].astype(np.int64)), self._upload(found["weights"][block])
+            others = {name: self._upload(found[name][block]) for name in ("sigma", "vectors") if name in found}
+            edit = InputEdit(ids, weights, **others)
             vectors = realise(edit, self._override.lookup, self._upload(noise[block]), module)
             self._override.put(self._upload(rows[block]), vectors)
 
@@ -231,7 +230,8 @@ class RolloutPerturber:
         if self._schedule is None:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
-        generated = np.maximum(self._batch.next_positions - self._store.prompts[self._batch.slots], 0)
+        batch = present(self._batch, "the batch of begin()")
+        generated = np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)
         steps = self._training_steps
         at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._answers)
         factor = self._schedule.factor(at)
@@ -252,7 +252,7 @@ class RolloutPerturber:
         Returns:
             The tokens, (B,) int64.
         """
-        batch, self._batch = self._batch, None
+        batch, self._batch = present(self._batch, "the batch of begin()"), None
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)

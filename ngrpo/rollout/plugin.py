@@ -13,11 +13,17 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+
     from ngrpo.rollout.attach import AttachedPerturbation
+    from ngrpo.rollout.vllm_objects import CoreClient, EngineFlags, FrontEnd, Worker
 
 logger = logging.getLogger("ngrpo.rollout")
 _MARK = "_ngrpo_original"
@@ -77,7 +83,7 @@ def _wrap(module: str, path: str, make: Callable[[Any], Any]) -> None:
 def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Checks the spec and what it is combined with, in the caller's process, before any model loads."""
 
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import settings
 
         perturbation = settings.read(self.additional_config)
@@ -91,7 +97,7 @@ def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
         import vllm
 
         from ngrpo.upstream.versions import VLLM_OF_ROLLOUTS
@@ -104,10 +110,10 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def _without_seed(original: Callable[[Any], str]) -> Callable[[Any], str]:
+def _without_seed(original: Callable[[EngineFlags], str]) -> Callable[[EngineFlags], str]:
     """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
 
-    def compute_hash(self: Any) -> str:
+    def compute_hash(self: EngineFlags) -> str:
         from ngrpo.rollout import settings
 
         seedless = copy.copy(self)
@@ -118,7 +124,7 @@ def _without_seed(original: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_model(self: Worker, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import settings, used_runner
 
         original(self, *args, **kwargs)
@@ -153,7 +159,9 @@ def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> C
 def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """A bad argument is the caller's error, in the caller's process."""
 
-    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_inputs(
+        self: InputProcessor, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
+    ) -> Any:
         from ngrpo.rollout.request_check import checked
         from perturbations.errors import UsageError
 
@@ -180,7 +188,7 @@ def _request_error() -> type[Exception]:
 def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
     """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
 
-    def child_params(self: Any, index: int) -> Any:
+    def child_params(self: object, index: int) -> SamplingParams:
         from ngrpo.rollout.settings import KEY, request_arguments
 
         params = original(self, index)
@@ -196,7 +204,7 @@ def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None]:
     """The scheduler hashes blocks in the engine core's process, which may be another than the worker's."""
 
-    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import engine_probe, settings
         from ngrpo.rollout.prefix_cache import with_trajectory_keys
 
@@ -213,7 +221,7 @@ def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None
 def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
     """The first request after a weight sync comes after the probe that is due, where one is."""
 
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> None:
+    def add_request(self: EngineCore, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import engine_probe
 
         engine_probe.before_request(self)
@@ -225,7 +233,7 @@ def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
 def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     """What concerns the engine's core among the remote procedures, all others of which are of its workers."""
 
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(self: EngineCore, method: object, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import engine_probe
 
         if method == "perturbation_probe":
@@ -241,7 +249,7 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
 def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
     """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
 
-    def abort_request(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> None:
+    def abort_request(self: FrontEnd, request_ids: Iterable[str], *args: object, **kwargs: object) -> None:
         names = list(request_ids)
         dropped = _with_internal_ids(self, names)
         original(self, names, *args, **kwargs)
@@ -252,7 +260,7 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def abort(self: Any, request_id: Any, *args: Any, **kwargs: Any) -> None:
+    async def abort(self: FrontEnd, request_id: str | Iterable[str], *args: object, **kwargs: object) -> None:
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         dropped = _with_internal_ids(self, names)
         await original(self, names, *args, **kwargs)
@@ -265,7 +273,7 @@ def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
 def _answered_by_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
 
-    async def call_utility_async(self: Any, method: str, *args: Any) -> Any:
+    async def call_utility_async(self: CoreClient, method: str, *args: object) -> Any:
         procedure = args[0] if method == "collective_rpc" else None
         if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
             return await original(self, method, *args)
@@ -275,7 +283,7 @@ def _answered_by_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_utility_async
 
 
-def _with_internal_ids(engine: Any, names: list[str]) -> list[str]:
+def _with_internal_ids(engine: FrontEnd, names: list[str]) -> list[str]:
     """The names, and what the engine calls those of them that are not finished: the samples of a parent have its name.
 
     To be asked before the abort, which forgets them.
@@ -284,13 +292,13 @@ def _with_internal_ids(engine: Any, names: list[str]) -> list[str]:
     return [*names, *(internal for name in names for internal in known.get(name, ()))]
 
 
-def _perturbed(engine: Any) -> bool:
+def _perturbed(engine: FrontEnd | InputProcessor) -> bool:
     from ngrpo.rollout import settings
 
     return settings.read(engine.vllm_config.additional_config) is not None
 
 
-def _runner(worker: Any) -> str:
+def _runner(worker: Worker) -> str:
     return "V2" if worker.use_v2_model_runner else "V1"
 
 
@@ -298,30 +306,30 @@ def _extend_workers() -> None:
     """Remote procedures of every worker, called with ``collective_rpc`` by name."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    def fingerprint(self: Any) -> str:
+    def fingerprint(self: Worker) -> str:
         attached = getattr(self, "perturbation", None)
         return attached.fingerprint() if attached else ""
 
-    def runner(self: Any) -> str:
+    def runner(self: Worker) -> str:
         return _runner(self)
 
-    def take(self: Any, names: list[str] | None = None, unfinished: list[str] | None = None) -> Any:
+    def take(self: Worker, names: list[str] | None = None, unfinished: list[str] | None = None) -> dict[str, Any]:
         return self.perturbation.requests.take(names, unfinished)
 
-    def drop(self: Any, names: list[str]) -> None:
+    def drop(self: Worker, names: list[str]) -> None:
         self.perturbation.requests.drop(names)
 
-    def drift(self: Any) -> tuple[int, int, int, int] | None:
+    def drift(self: Worker) -> tuple[int, int, int, int] | None:
         found = self.perturbation.drift()
         return None if found is None else dataclasses.astuple(found)
 
-    def prepare(self: Any) -> None:
+    def prepare(self: Worker) -> None:
         self.perturbation.prepare()
 
-    def reads_tokens(self: Any) -> bool:
+    def reads_tokens(self: Worker) -> bool:
         return self.perturbation.reads_tokens
 
-    def replace(self: Any, spec: dict[str, Any]) -> None:
+    def replace(self: Worker, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))

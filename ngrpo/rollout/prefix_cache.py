@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.rollout.settings import KEY, request_arguments
 from perturbations.replay import ReplayRecord
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _FIRST_POSITION = "perturbation_first_position"
 
@@ -20,7 +23,7 @@ def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     own id as an extra key: found again by the same request after a preemption, and by no other.
     """
 
-    def generate_block_hash_extra_keys(request: Any, start: int, end: int, start_mm_idx: int) -> Any:
+    def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:
         keys, next_mm_idx = original(request, start, end, start_mm_idx)
         if end > _shared_tokens(request):
             keys = (*(keys or ()), f"{KEY}:{request.request_id}")
@@ -29,7 +32,7 @@ def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate_block_hash_extra_keys
 
 
-def _shared_tokens(request: Any) -> int:
+def _shared_tokens(request: Request) -> int:
     """How many of a request's first tokens are fed as they are, whoever asks."""
     given = request_arguments(request.sampling_params)
     if not given.get("record"):

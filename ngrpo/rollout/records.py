@@ -15,6 +15,8 @@ from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
+    from vllm import LLM
+
     from perturbations.neighbors import Drift
 
 _MISSING = (
@@ -24,7 +26,7 @@ _MISSING = (
 )
 
 
-def take_records(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
+def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
     """Hands over the records of finished requests; each is handed over once.
 
     Args:
@@ -41,7 +43,7 @@ def take_records(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str
     return {name: record for name, (record, _) in take_trajectories(llm, request_ids).items()}
 
 
-def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
+def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
     """As :func:`take_records`, with log π of each generated token at temperature, before top-k, top-p and min-p.
 
     In an engine that records sampling masks it is log π among the tokens that these left.
@@ -56,7 +58,7 @@ def take_trajectories(llm: Any, request_ids: Sequence[str] | None = None) -> dic
     return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in taken.items()}
 
 
-def of_answers(front: Any, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
+def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
     """Trajectories that end where their answers do.
 
     Args:
@@ -77,12 +79,12 @@ def of_all_workers(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: parts for taken in answers for name, parts in taken.items()}
 
 
-def drop_records(llm: Any, request_ids: Sequence[str]) -> None:
+def drop_records(llm: LLM, request_ids: Sequence[str]) -> None:
     """Forgets the records of aborted requests, by ``RequestOutput.request_id``."""
     _ask(llm, "drop", list(request_ids))
 
 
-def set_perturbation(llm: Any, name: str, **options: Any) -> None:
+def set_perturbation(llm: LLM, name: str, **options: object) -> None:
     """Gives a running engine another perturbation, between requests: to compare perturbations without loading twice.
 
     Args:
@@ -97,12 +99,12 @@ def set_perturbation(llm: Any, name: str, **options: Any) -> None:
     _ask(llm, "replace", registry.create(name, **options).spec())
 
 
-def model_runner(llm: Any) -> str:
+def model_runner(llm: LLM) -> str:
     """Which of vLLM's model runners an engine has, perturbed or not: ``V1`` or ``V2``."""
     return llm.llm_engine.collective_rpc("perturbation_runner")[0]
 
 
-def neighbor_drift(llm: Any) -> Drift | None:
+def neighbor_drift(llm: LLM) -> Drift | None:
     """How many neighbor sets the latest weight sync of an engine changed.
 
     Args:
@@ -121,7 +123,7 @@ def neighbor_drift(llm: Any) -> Drift | None:
     return None if counts is None else Drift(*counts)
 
 
-def _ask(llm: Any, what: str, *args: Any) -> Any:
+def _ask(llm: LLM, what: str, *args: object) -> Any:
     """The first worker's answer, once every worker is known to have a perturbation."""
     try:
         fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.rollout.settings import KEY
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import ModelConfig
 
 _WHERE = f"SamplingParams.extra_args[{KEY!r}]"
 # What travels to a worker, whose arrays are int64.
@@ -26,7 +30,7 @@ _ALLOWED = {
 }
 
 
-def checked(params: Any, model_config: Any) -> Any:
+def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams:
     """Sampling parameters whose arguments for the perturbation are a valid dictionary.
 
     Args:
@@ -50,7 +54,7 @@ def checked(params: Any, model_config: Any) -> Any:
         if name not in _ALLOWED:
             raise UsageError(f"{_WHERE}[{name!r}] is unknown. Known: {', '.join(_ALLOWED)}.")
         kind, allowed = _ALLOWED[name]
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= value < 1 << 63)):
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= int(value) < 1 << 63)):
             raise UsageError(f"{_WHERE}[{name!r}]={value!r}: must be {allowed}.")
     if arguments.get("answer", 0) >= arguments.get("answers", 1):
         raise UsageError(
@@ -70,11 +74,11 @@ def checked(params: Any, model_config: Any) -> Any:
     if arguments is given:
         return params
     params = params.clone()
-    params.extra_args = {**params.extra_args, KEY: arguments}
+    params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     return params
 
 
-def _embedding_shape(model_config: Any) -> tuple[int, int]:
+def _embedding_shape(model_config: ModelConfig) -> tuple[int, int]:
     """(V, D) of the input embedding, whose D is the hidden size in all models but some of OPT's."""
     own = getattr(model_config.hf_text_config, "word_embed_proj_dim", None)
     return model_config.get_vocab_size(), own or model_config.get_hidden_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.rollout.async_scheduling import EndedRequests
 from ngrpo.rollout.perturber import RolloutPerturber
@@ -14,9 +14,14 @@ from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import seeds
 from perturbations.base import Perturbation
+from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 from perturbations.replay.buffers.base import ReplayBuffer
 from perturbations.replay.trajectory import FinishedTrajectory
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 
 class RunningRequests:
@@ -42,7 +47,7 @@ class RunningRequests:
         """Requests alive: those not told of as finished, except where their record has been handed over."""
         return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
 
-    def update(self, scheduler_output: Any) -> None:
+    def update(self, scheduler_output: SchedulerOutput) -> None:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
@@ -57,11 +62,11 @@ class RunningRequests:
         for name in self._ended.settled(self._perturber.written):
             self._finish(name)
 
-    def _open(self, new: Any) -> None:
+    def _open(self, new: NewRequestData) -> None:
         self._settle([new.req_id])
         if new.req_id in self._store.live:
             return
-        params, prompt = new.sampling_params, new.prompt_token_ids
+        params, prompt = new.sampling_params, present(new.prompt_token_ids, "the prompt's tokens")
         given = request_arguments(params)
         earlier = ReplayRecord.from_bytes(given["record"]) if given.get("record") else None
         # A further turn goes on with its trajectory's seed, so that one record covers all turns.
@@ -77,7 +82,7 @@ class RunningRequests:
             self._names_most = 2 * len(self._names) + 1024
         self._perturber.opened(new.req_id)
 
-    def _seed(self, given: dict[str, Any], params: Any, prompt: list[int]) -> int:
+    def _seed(self, given: dict[str, Any], params: SamplingParams | None, prompt: list[int]) -> int:
         """The trajectory's seed: of what the request says of itself, or of how often its prompt has been asked."""
         seed = given.get("seed", getattr(params, "seed", None))
         if seed is not None:

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout.sample_tokens import GREEDY_BELOW
+from perturbations.errors import present
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     from ngrpo.rollout.attach import AttachedPerturbation
 
 
-def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
+def attach(runner: GPUModelRunner, perturbation: AttachedPerturbation) -> None:
     """Wraps the methods of a runner. Which perturber acts is looked up at each step, since it can be replaced."""
     runner._update_states = with_requests(runner._update_states, perturbation)
     runner._preprocess = _preprocess(runner._preprocess, runner, perturbation)
@@ -30,7 +36,7 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
 def with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
     """The method by which a runner, this one or V2's, learns which requests come and go."""
 
-    def update(scheduler_output: Any) -> Any:
+    def update(scheduler_output: SchedulerOutput) -> Any:
         result = original(scheduler_output)
         perturbation.requests.update(scheduler_output)
         return result
@@ -38,8 +44,10 @@ def with_requests(original: Callable[..., Any], perturbation: AttachedPerturbati
     return update
 
 
-def _preprocess(original: Callable[..., Any], runner: Any, perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    def preprocess(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+def _preprocess(
+    original: Callable[..., Any], runner: GPUModelRunner, perturbation: AttachedPerturbation
+) -> Callable[..., Any]:
+    def preprocess(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> Any:
         batch, count = runner.input_batch, runner.input_batch.num_reqs
         perturbation.perturber.begin(
             batch.req_ids[:count],
@@ -52,11 +60,11 @@ def _preprocess(original: Callable[..., Any], runner: Any, perturbation: Attache
     return preprocess
 
 
-def _sample(original: Callable[..., Any], sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., Any]:
+def _sample(original: Callable[..., Any], sampler: Sampler, perturbation: AttachedPerturbation) -> Callable[..., Any]:
     # vLLM makes new metadata only when the batch changes, and so are temperatures gathered only then.
-    seen: tuple[Any, Tensor | None] = (None, None)
+    seen: tuple[SamplingMetadata | None, Tensor] = (None, torch.empty(0))
 
-    def sample(logits: Tensor, metadata: Any, logprobs_mode_override: str | None = None) -> Any:
+    def sample(logits: Tensor, metadata: SamplingMetadata, logprobs_mode_override: str | None = None) -> Any:
         nonlocal seen
         perturber = perturbation.perturber
         if not perturber.busy:  # vLLM's own dummy runs
@@ -66,7 +74,7 @@ def _sample(original: Callable[..., Any], sampler: Any, perturbation: AttachedPe
         if not metadata.all_random:
             greedy = logits.argmax(dim=-1)
             if not metadata.all_greedy:
-                greedy = torch.where(metadata.temperature < GREEDY_BELOW, greedy, -1)
+                greedy = torch.where(present(metadata.temperature, "temperature") < GREEDY_BELOW, greedy, -1)
         if seen[0] is not metadata:
             seen = (metadata, _temperature(metadata, logits))
         temperature = seen[1]
@@ -81,13 +89,13 @@ def _sample(original: Callable[..., Any], sampler: Any, perturbation: AttachedPe
     return sample
 
 
-def _temperature(metadata: Any, logits: Tensor) -> Tensor:
+def _temperature(metadata: SamplingMetadata, logits: Tensor) -> Tensor:
     """(B,) float32, 1 for greedy rows."""
     given = metadata.temperature
     return logits.new_ones(len(logits)) if given is None else torch.where(given < GREEDY_BELOW, 1.0, given)
 
 
-def _filtered(scaled: Tensor, metadata: Any) -> Tensor:
+def _filtered(scaled: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Logits after min-p, top-k and top-p. The scaled logits themselves stay as they are: perturbations see those."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -101,12 +109,12 @@ def _filtered(scaled: Tensor, metadata: Any) -> Tensor:
     return apply_top_k_top_p(drawable, metadata.top_k, metadata.top_p)
 
 
-def _in_use(processor: Any) -> bool:
+def _in_use(processor: object) -> bool:
     """False for vLLM's own min-p where no request of the batch asks for it, which saves a copy of the logits."""
     return getattr(processor, "min_p_count", 1) > 0
 
 
-def _processed(sampler: Any, metadata: Any, override: str | None, drawable: Tensor) -> Tensor | None:
+def _processed(sampler: Sampler, metadata: SamplingMetadata, override: str | None, drawable: Tensor) -> Tensor | None:
     """What vLLM's sampler returns beside the tokens, for its two processed log-probability modes."""
     mode = override or sampler.logprobs_mode
     if metadata.max_num_logprobs is None and not getattr(metadata, "logprob_token_ids", None):

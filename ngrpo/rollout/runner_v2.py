@@ -20,10 +20,13 @@ from ngrpo.rollout.runner_v1 import with_requests
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
     from ngrpo.rollout.attach import AttachedPerturbation
 
 
-def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
+def attach(runner: GPUModelRunner, perturbation: AttachedPerturbation) -> None:
     """Wraps the methods of a runner. Which perturber acts is looked up at each step, since it can be replaced.
 
     Raises:
@@ -44,7 +47,7 @@ def attach(runner: Any, perturbation: AttachedPerturbation) -> None:
 
 
 def _prepare_inputs(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(*args: object, **kwargs: object) -> Any:
         batch = original(*args, **kwargs)
         # Exact and not merely V2's upper bound, since speculative decoding is refused.
         starts, counts = batch.num_computed_tokens_np.astype(np.int64), batch.num_scheduled_tokens.astype(np.int64)
@@ -54,7 +57,7 @@ def _prepare_inputs(original: Callable[..., Any], perturbation: AttachedPerturba
     return prepare_inputs
 
 
-def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., Any]:
+def _sample(sampler: Sampler, perturbation: AttachedPerturbation) -> Callable[..., Any]:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     original, states = sampler.sample, sampler.sampling_states
@@ -70,7 +73,7 @@ def _sample(sampler: Any, perturbation: AttachedPerturbation) -> Callable[..., A
         if not perturbation.perturber.busy:
             min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
-    def sample(logits: Tensor, *rows: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def sample(logits: Tensor, *rows: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
         perturber = perturbation.perturber
         if not perturber.busy:  # vLLM's own dummy runs
             perturber.rehearse(logits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,7 +54,7 @@ class SamplingMaskStore:
         """Memory in use."""
         return (self._made - len(self._free)) * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
 
-    def write(self, slots: Sequence[int], positions: Sequence[int], counts: np.ndarray, ids: np.ndarray) -> None:
+    def write(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
         """Notes the tokens left at one position of each of several slots.
 
         A position that is drawn again replaces what came after it, as in the trajectory store.

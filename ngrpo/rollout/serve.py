@@ -17,10 +17,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
 from ngrpo.rollout.settings import KEY
+
+if TYPE_CHECKING:
+    from ngrpo.rollout.vllm_objects import FrontEnd
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,7 +39,7 @@ class PerturbationMiddleware:
         """app: what the request goes on to."""
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
             return await self._app(scope, receive, send)
         body = await _whole(receive)
@@ -67,7 +70,7 @@ class PerturbationMiddleware:
         return await _answer(send, status, answer)
 
 
-async def _with_records(answer: dict[str, Any], engine: Any) -> bytes:
+async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> bytes:
     """The answer, each of its choices with its record; RuntimeError where one is not there."""
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
@@ -98,7 +101,7 @@ def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
     return found
 
 
-def _record_wanted(asked: Any, request: dict[str, Any]) -> bool:
+def _record_wanted(asked: object, request: dict[str, Any]) -> bool:
     """Whether ``return_record`` stands in the field, which is taken out of it; ValueError where it cannot be had."""
     wanted = asked.pop("return_record", False) if isinstance(asked, dict) else False
     if not isinstance(wanted, bool):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo import sampling_schedules
 from ngrpo.sampling_schedules.base import SamplingSchedule
@@ -13,6 +13,9 @@ from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.replay.buffers.base import ReplayBuffer
+
+if TYPE_CHECKING:
+    from vllm.config import LoRAConfig, VllmConfig
 
 KEY = "perturbation"
 REPLAY_BUFFER = "perturbation_replay_buffer"
@@ -40,7 +43,7 @@ SAMPLING_SCHEDULE = "sampling_schedule"
 """Key of ``additional_config``: how temperatures change, a dictionary with name and options; implies seeded draws."""
 
 
-def read(additional_config: Any) -> Perturbation | None:
+def read(additional_config: object) -> Perturbation | None:
     """The perturbation that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
 
     With ``"seeded_draws": True``, ``"sampling_masks": True`` or a ``"sampling_schedule"`` beside it, one that perturbs
@@ -83,7 +86,7 @@ def read_mask_limit(additional_config: Mapping[str, Any]) -> int | None:
     return int(value * 2**30)
 
 
-def read_schedule(additional_config: Any) -> SamplingSchedule | None:
+def read_schedule(additional_config: object) -> SamplingSchedule | None:
     """The sampling schedule that ``additional_config={"sampling_schedule": {...}}`` names; None for none.
 
     Raises:
@@ -106,15 +109,16 @@ def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -
     return perturbation.fingerprint() + ("" if schedule is None else f" {schedule.fingerprint()}")
 
 
-def without_seed(additional_config: Any) -> Any:
+def without_seed(additional_config: object) -> object:
     """The ``additional_config`` of an engine that differs in nothing but the perturbation's seed."""
-    spec = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    given = additional_config if isinstance(additional_config, dict) else {}
+    spec = given.get(KEY)
     if not isinstance(spec, dict):
         return additional_config
-    return {**additional_config, KEY: {name: value for name, value in spec.items() if name != "seed"}}
+    return {**given, KEY: {name: value for name, value in spec.items() if name != "seed"}}
 
 
-def read_buffer(additional_config: Any) -> ReplayBuffer:
+def read_buffer(additional_config: object) -> ReplayBuffer:
     """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none.
 
     Raises:
@@ -130,7 +134,7 @@ def read_buffer(additional_config: Any) -> ReplayBuffer:
     return registry.buffers.create(**spec)
 
 
-def request_arguments(params: Any) -> dict[str, Any]:
+def request_arguments(params: object) -> dict[str, Any]:
     """What a request says about its perturbation, in ``SamplingParams.extra_args["perturbation"]``.
 
     ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
@@ -140,7 +144,7 @@ def request_arguments(params: Any) -> dict[str, Any]:
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 
 
-def check_engine(config: Any, perturbation: Perturbation) -> None:
+def check_engine(config: VllmConfig, perturbation: Perturbation) -> None:
     """Refuses what would silently change the result. docs/engines.md has the same list with the reasons.
 
     Args:
@@ -156,14 +160,14 @@ def check_engine(config: Any, perturbation: Perturbation) -> None:
     perturbation.check_model(config.model_config.get_vocab_size())
 
 
-def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
+def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
     """What is refused: whether this configuration asks for it, and the setting with the reason and the fix.
 
     A setting that only later releases of vLLM have counts as not asked for.
     """
     parallel, model = config.parallel_config, config.model_config
 
-    def asked(section: Any, name: str) -> bool:
+    def asked(section: object, name: str) -> bool:
         return bool(getattr(section, name, False))
 
     def above_one(name: str) -> bool:
@@ -221,7 +225,7 @@ def _combinations(config: Any) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _adapts_embedding(lora: Any) -> bool:
+def _adapts_embedding(lora: LoRAConfig | None) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
     if lora is None:
         return False

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perturbations.errors import present
+
 # Eight bytes of 0 or 1 times this number have them as the bits of the highest byte, the first as the lowest.
 _GATHER_BITS = 0x0102040810204080
 # Tokens picked out at once, each of which takes some 60 bytes of the device's memory for a moment.
@@ -76,13 +78,14 @@ class TokensLeft:
             download: a copy on the host that may arrive later.
         """
         self._size, self._download = drawable.shape[-1], download
-        self._bits, counts = pack(drawable)
+        bits, counts = pack(drawable)
+        self._bits: Tensor | None = bits
         self._counts = download(counts)
         self._ids: list[Tensor] = []
 
     def ask(self) -> None:
         """Has the tokens sent; the numbers that the constructor had sent have arrived."""
-        bits, self._bits = self._bits, None
+        bits, self._bits = present(self._bits, "the bits of a step"), None
         for rows, size in _blocks(marked(self._counts.numpy(), self._size)):
             self._ids.append(self._download(pick(bits[rows], size)))
 
@@ -107,7 +110,8 @@ class TokensLeft:
 
     def rehearse(self) -> None:
         """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""
-        pick(self._bits, min(_AT_ONCE, self._bits.numel()))
+        bits = present(self._bits, "the bits of a step")
+        pick(bits, min(_AT_ONCE, bits.numel()))
 
 
 def _blocks(sizes: np.ndarray) -> Iterator[tuple[slice, int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -239,7 +240,7 @@ class TrajectoryStore:
         """
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
-        parts = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
+        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
         length = t.prompt_tokens + len(log_probs)
         return ReplayRecord(t.seed, t.prompt_tokens, length, **parts, model=self._model), log_probs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.sandbox import digit_sums, peaks, signed_sums, star_graphs, vocabulary
 
@@ -32,7 +32,7 @@ _LAST, _LAST_SEED = 150, 7
 _LAST_ROWS = {"sum": 80, "ponder": 80, "signs": 8, "pick": 8, "path": 1}
 
 
-def config() -> dict[str, int | float | bool | str | None]:
+def config() -> dict[str, Any]:
     """What config.json says of the model's size."""
     return {
         "vocab_size": len(vocabulary.TOKENS),
@@ -109,9 +109,10 @@ def _make(folder: Path, steps: int, seed: int, report: Callable[[str], None]) ->
         "eos_token_id": ids[vocabulary.END],
         "pad_token_id": ids[vocabulary.END],
     }
+    settings: dict[str, Any] = {**config(), **special, "attn_implementation": "sdpa"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**config(), **special, attn_implementation="sdpa")).float()
+        model = Qwen3ForCausalLM(Qwen3Config(**settings)).float()
     chance = random.Random(seed)
 
     def shares(done: float) -> tuple[float, float]:
@@ -174,4 +175,4 @@ def _loss(model: torch.nn.Module, pairs: list[tuple[str, str]], ids: dict[str, i
         logits = model(input_ids=inputs[:, :-1], use_cache=False).logits
         parts.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"))
         count += int((targets != -100).sum())
-    return sum(parts) / count
+    return sum(parts, torch.zeros(())) / count

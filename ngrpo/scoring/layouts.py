@@ -153,7 +153,7 @@ def _first(row: Row, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _messages(value: Any) -> Messages:
+def _messages(value: object) -> Messages:
     """A text as a user's message, or a list of messages as it is."""
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
@@ -162,7 +162,7 @@ def _messages(value: Any) -> Messages:
     raise UsageError("no question: the prompt must be a text or a list of messages with role and content.")
 
 
-def _reference(value: Any) -> str:
+def _reference(value: object) -> str:
     """The reference as text; a list must hold one."""
     if isinstance(value, (list, tuple)):
         if len(value) > 1:
@@ -175,7 +175,7 @@ def _reference(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, Any]:
     """A dictionary, or JSON text of one; {} for anything else."""
     if isinstance(value, str):
         try:

@@ -147,7 +147,8 @@ def _normal(item: Any) -> Any:
 
     if is_assignment_relation(item):
         item = take_last_relation(item).rhs
-    item = get_pct_val(item, item)
+    percent: Any = get_pct_val
+    item = percent(item, item)
     if isinstance(item, (FiniteSet, sympy.FiniteSet)):
         parts = {sympy.sstr(part): part for part in map(_normal, item.args)}
         return next(iter(parts.values())) if len(parts) == 1 else sympy.Tuple(*(parts[key] for key in sorted(parts)))

@@ -132,7 +132,7 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
             " A gated dataset needs HF_TOKEN."
         ) from None
     if isinstance(loaded, dict):
-        found = list(loaded)
+        found = [str(split) for split in loaded]
         chosen = found[0] if len(found) == 1 else next((s for s in _SPLITS if s in found), None)
         if chosen is None:
             raise UsageError(f"--data {name}: has the splits {', '.join(found)}. Name one: {name}@{found[0]}.")

@@ -61,7 +61,7 @@ def _scorer(name: str) -> Any:
     return reasoning_gym.get_score_answer_fn(name)
 
 
-def _pack(value: Any) -> Any:
+def _pack(value: object) -> Any:
     """A value as JSON that :func:`_unpack` gives back as it was: JSON has no tuples, and only text as keys."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and not value.keys() & {"#tuple", "#items"}:
@@ -72,7 +72,7 @@ def _pack(value: Any) -> Any:
     return [_pack(item) for item in value] if isinstance(value, list) else value
 
 
-def _unpack(value: Any) -> Any:
+def _unpack(value: object) -> Any:
     if isinstance(value, dict):
         if "#tuple" in value:
             return tuple(_unpack(item) for item in value["#tuple"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import symtable
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -47,7 +48,7 @@ def check_python(flag: str, path: str, needed: str) -> None:
         UsageError: where there is no such file, it is not Python, or does not define that.
     """
     try:
-        text = Path(path).read_bytes()
+        text: Any = Path(path).read_bytes()  # bytes say their encoding; the stubs know text alone
         symbols = symtable.symtable(text, path, "exec").get_symbols()
     except OSError as error:
         raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing Python file.") from None

@@ -136,4 +136,5 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
         """The power at a true difference of so many standard errors, in its own direction, less the one wanted."""
         return float(stats.nct.sf(critical, freedom, shift)) - POWER
 
-    return float(optimize.brentq(missing, 0.0, 3 * critical + 10)) * spread / math.sqrt(tasks * pairs)
+    shift: Any = optimize.brentq(missing, 0.0, 3 * critical + 10)
+    return float(shift) * spread / math.sqrt(tasks * pairs)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 Series = dict[str, dict[int, float]]
 
@@ -26,6 +27,7 @@ def read_scalars(folder: Path, since: float = 0.0) -> Series:
     for file in sorted(files, key=lambda f: f.stat().st_mtime):
         events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
         events.Reload()
-        for tag in events.Tags()["scalars"]:
+        tags: Any = events.Tags()["scalars"]
+        for tag in tags:
             found.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
     return {tag: dict(sorted(values.items())) for tag, values in sorted(found.items())}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from perturbations import parameters
@@ -18,6 +19,7 @@ from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
     from perturbations.base import Perturbation
 
@@ -88,7 +90,7 @@ def _find(model: str, revision: str | None) -> str | None:
     )
 
 
-def attach(model: Any, perturbation: Perturbation, folder: str) -> None:
+def attach(model: PreTrainedModel, perturbation: Perturbation, folder: str) -> None:
     """Puts the perturbation's module beside a Hugging Face model: with what is saved, and saved with the model.
 
     Args:
@@ -103,12 +105,12 @@ def attach(model: Any, perturbation: Perturbation, folder: str) -> None:
     model.save_pretrained = _saving_both(model, module, perturbation)
 
 
-def _saving_both(model: Any, module: nn.Module, perturbation: Perturbation) -> Callable[..., Any]:
+def _saving_both(model: PreTrainedModel, module: nn.Module, perturbation: Perturbation) -> Callable[..., Any]:
     """``save_pretrained`` that keeps the module's parameters out of the model's files and writes them to their own."""
-    original = model.save_pretrained
+    original: Callable[..., Any] = model.save_pretrained
 
     def save_pretrained(
-        save_directory: Any, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any
+        save_directory: str | PathLike[str], *args: object, state_dict: dict[str, Any] | None = None, **kwargs: object
     ) -> Any:
         own: dict[str, Tensor] = {}
         tensors = model.state_dict() if state_dict is None else state_dict

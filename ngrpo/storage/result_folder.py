@@ -65,7 +65,7 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """As :func:`write_text`, for JSON; an object gets its checksum. The folder is made if it is missing."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ class ResultFolder:
         """The content of a JSON file of the folder; see :func:`read_json`."""
         return read_json(self.path / name)
 
-    def write(self, name: str, value: Any) -> None:
+    def write(self, name: str, value: object) -> None:
         """Writes a JSON file of the folder; see :func:`write_json`."""
         write_json(self.path / name, value)
 
@@ -237,11 +237,11 @@ def _checksum(value: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
-def _sealed(value: Any) -> Any:
+def _sealed(value: object) -> Any:
     return {**value, _CHECKSUM: _checksum(value)} if isinstance(value, Mapping) else value
 
 
-def _unsealed(value: Any) -> Any:
+def _unsealed(value: object) -> Any:
     if not isinstance(value, dict) or _CHECKSUM not in value:
         return value
     content = {key: part for key, part in value.items() if key != _CHECKSUM}
@@ -258,6 +258,6 @@ def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and row.keys() >= set(keys) else None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else text[:197] + "..."

@@ -27,7 +27,7 @@ def read(path: str, *, flag: str, example: str) -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         """YAML's own loader keeps the last of two equal keys without a word."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
             if twice is not None:
@@ -71,7 +71,7 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
     return found
 
 
-def texts(value: Any) -> list[str]:
+def texts(value: object) -> list[str]:
     """A value, or each of a list, as it would stand on a command line."""
     values = value if isinstance(value, list) else [value]
     return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]

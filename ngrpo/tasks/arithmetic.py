@@ -48,7 +48,7 @@ def problems(rows: int = TRAIN_ROWS) -> tuple[list[dict[str, str]], list[dict[st
         Training rows, and one evaluation row for each ordered pair that is held out (3 + 5 is not 5 + 3), with the
         columns ``input`` and ``label``.
     """
-    pairs = list(itertools.product(SUMMANDS, repeat=2))
+    pairs = list(itertools.product(SUMMANDS, SUMMANDS))
     chance = random.Random(0)
     chance.shuffle(pairs)
     kept, train = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
@@ -78,7 +78,7 @@ def final_answer(answer: str) -> str | None:
     return last_number(answer)
 
 
-def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object) -> dict[str, Any]:
     """OpenRLHF's reward function (0.11.2, ``utils/agent.py``).
 
     Args:

@@ -57,7 +57,7 @@ def final_answer(answer: str) -> str | None:
     return last_statement(answer)
 
 
-def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object) -> dict[str, Any]:
     """OpenRLHF's reward function (0.11.2, ``utils/agent.py``).
 
     Args:

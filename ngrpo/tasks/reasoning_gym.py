@@ -86,7 +86,7 @@ def problems(
     return train, evaluation
 
 
-def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object) -> dict[str, Any]:
     """OpenRLHF's reward function (0.11.2, ``utils/agent.py``).
 
     Args:

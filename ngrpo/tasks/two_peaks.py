@@ -52,7 +52,7 @@ def final_answer(answer: str) -> str | None:
     return found if found is not None and found.isdecimal() and int(found) in peaks.NUMBERS else None
 
 
-def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object) -> dict[str, Any]:
     """OpenRLHF's reward function (0.11.2, ``utils/agent.py``).
 
     Args:

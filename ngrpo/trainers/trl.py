@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
@@ -50,10 +50,10 @@ class PerturbedGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         perturbation: Mapping[str, Any],
         vllm_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         spec = registry.create(**perturbation).spec()
         config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
@@ -67,7 +67,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             super().__init__(*args, **kwargs)
         freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
         generation = self.vllm_generation
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
@@ -90,18 +90,18 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             self.perturbation_gap = gap
         return output
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         self._in_forward = inputs[_ROWS].tolist()
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """log π of the completions, (B, C), of the replayed history; other arguments and values as in TRL."""
         rows = range(len(input_ids)) if self._in_forward is None else self._in_forward

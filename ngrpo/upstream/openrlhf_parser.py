@@ -64,7 +64,7 @@ def resolved(words: Sequence[str]) -> dict[str, Any]:
         words: OpenRLHF's flags, complete; :func:`check` has accepted them.
     """
 
-    def flat(prefix: str, nested: Any) -> dict[str, Any]:
+    def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in vars(nested).items():
             found |= flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}

@@ -166,7 +166,9 @@ def mask_fields(data: bytes) -> dict[str, Any]:
 
 def _varints(values: np.ndarray) -> bytes:
     """Seven bits a byte, the lowest first; the high bit says that more follow. Values below 2^28."""
-    width = 1 + sum((values >= 1 << bits).astype(np.int64) for bits in (7, 14, 21))
+    width = np.ones(len(values), dtype=np.int64)
+    for bits in (7, 14, 21):
+        width += values >= 1 << bits
     place = np.arange(4)
     data = (values[:, None] >> 7 * place & 0x7F) | (place < width[:, None] - 1) * 0x80
     return data[place < width[:, None]].astype(np.uint8).tobytes()

@@ -35,10 +35,11 @@ def test_gaussian_integrates_to_1_on_a_grid() -> None:
     """σ = 0.33, mean off the grid's centre; the trapezoidal rule over ±10 σ in one and two dimensions."""
     sigma = torch.tensor([0.33], dtype=torch.float64)
     axis = torch.linspace(-3.5, 3.5, 701, dtype=torch.float64)
-    one = d.gaussian(axis.unsqueeze(-1), torch.tensor([[0.17]], dtype=torch.float64), sigma)
+    mean = torch.tensor([[0.17]], dtype=torch.float64)
+    one = d.gaussian(axis.unsqueeze(-1), mean.expand(701, 1), sigma.expand(701))
     assert torch.trapezoid(one.exp(), axis).item() == pytest.approx(1.0, abs=1e-9)
     grid = torch.cartesian_prod(axis[::7], axis[::7])
-    two = d.gaussian(grid, double(0.17, -0.2), sigma).exp().view(101, 101)
+    two = d.gaussian(grid, double(0.17, -0.2).expand(101**2, 2), sigma.expand(101**2)).exp().view(101, 101)
     assert torch.trapezoid(torch.trapezoid(two, axis[::7]), axis[::7]).item() == pytest.approx(1.0, abs=1e-9)
 
 

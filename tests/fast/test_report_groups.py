@@ -61,6 +61,7 @@ def test_a_page_holds_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "6 kept steps are left out" in text
 
 
+@pytest.mark.more
 def test_many_steps_of_ten_strategies_are_under_five_megabytes(tmp_path: Path) -> None:
     names = ("none", *(f"neighbor rate=0.{i}" for i in range(1, 10)))
     data = example(steps=40, seeds=1, strategies=names)

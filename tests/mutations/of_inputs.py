@@ -36,13 +36,13 @@ DENSITIES = [
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
         ("self.tau * edit.weights.clamp_min", "edit.weights.clamp_min", "gumbel: τ is missing where y comes back"),
-        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
+        (".log() + normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
     ),
     *of_file(
         "perturbations/strategies/dirichlet.py",
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "dirichlet: ids that top-p cut take part"),
-        (".log() + edit.normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
+        (".log() + normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
     ),
     *of_file(
         "perturbations/strategies/normal.py",
@@ -278,6 +278,20 @@ MIXTURES = [
         _SETS,
         ("if self.filtered and", "if", "selar: filtered where the paper is not"),
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
+    ),
+    *of_file(
+        "perturbations/gates/verdict.py",
+        "test_verdict.py",
+        ("gate.selects(at) & wanted", "gate.selects(at)", "verdict: whoever asks is perturbed"),
+        ("    opened = allowed\n", "    opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
+        ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
+        ("opened & gate.open(slots, step, prompts)", "opened", "verdict: thinking never ends"),
+        (
+            "opened & gate.feeds(proposal.tokens, gate.ending(slots, step.positions))",
+            "opened",
+            "verdict: protected is fed",
+        ),
+        ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
     ),
     *of_file(
         "perturbations/gates/first.py",

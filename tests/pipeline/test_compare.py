@@ -17,18 +17,20 @@ import pytest
 from tests.pipeline.harness import ROOT, SMALL
 
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
+# Random answers are never right: a reward in which they differ shows whether two runs are equal.
+LETTERS = ROOT / "tests" / "pipeline" / "user_files" / "first_letters.py"
 EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
 EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5", "--eval.steps", "2"]
 EXTRA += ["--report.groups", "1"]
 
 
-def start(folder: Path, smollm2: str) -> subprocess.Popen:
+def start(folder: Path, tiny: str) -> subprocess.Popen:
     """The example's script, made smaller by later words."""
     small = [word for pair in SMALL.items() for word in pair]
     reward = folder.parent / "reward.py"
     reward.write_text(BROKEN)
     arms = ["--perturbations", "none,neighbor:rate=0", "--strategy", f"none --reward.remote_url={reward}"]
-    words = [str(folder), *arms, "--seeds", "0", "--model", smollm2, *small, *EXTRA]
+    words = [str(folder), *arms, "--seeds", "0", "--model", tiny, *small, "--reward.remote_url", str(LETTERS), *EXTRA]
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", "examples/compare_cpu.sh", *words],
@@ -65,9 +67,9 @@ def alive(words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> tuple[Path, dict[str, Any], str, float]:
+def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> tuple[Path, dict[str, Any], str, float]:
     folder = tmp_path_factory.mktemp("compare") / "out"
-    first = start(folder, smollm2)
+    first = start(folder, tiny)
     until(first, "neighbor rate=0, seed 0: starts")
     finished = (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime
     first.send_signal(signal.SIGKILL)
@@ -76,7 +78,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> tuple[Pa
     while alive(str(folder)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not alive(str(folder)), "the killed comparison's run lives on"
-    second = start(folder, smollm2)
+    second = start(folder, tiny)
     output, _ = second.communicate(timeout=600)
     assert second.returncode == 1, output[-4000:]  # the broken strategy
     return folder, json.loads((folder / "results.json").read_text()), output, finished
@@ -100,9 +102,14 @@ def test_a_failed_run_is_reported_with_its_log(compared: tuple[Path, dict[str, A
 
 def test_the_same_strategy_twice_is_equal(compared: tuple[Path, dict[str, Any], str, float]) -> None:
     """The same seed gives the same rollouts, so the same rewards at each step, and equal evaluations at the end."""
-    _, results, _, _ = compared
+    folder, results, _, _ = compared
     none, twin = results["runs"][:2]
-    assert [step["reward"] for step in none["steps"]] == [step["reward"] for step in twin["steps"]]
+    rewards = [step["reward"] for step in none["steps"]]
+    assert rewards == [step["reward"] for step in twin["steps"]]
+    assert rewards[0] != rewards[1], "the same whatever was answered"
+    answers = [sorted(file.read_text().splitlines()) for file in sorted(folder.glob("runs/*/evaluation/samples.jsonl"))]
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
     assert none["evaluation"]["problems"] == twin["evaluation"]["problems"]
     row = results["summary"][1]
     assert row["verdict"].startswith("equal to none")

@@ -11,6 +11,9 @@ import pytest
 
 from tests.pipeline.harness import EXAMPLE, LOUD, steps_of, train
 
+# The mean of a run without a perturbation (docs/metrics.md); the test of a further such run measures it anew.
+BFLOAT16_GAP = 0.04
+
 
 @pytest.fixture(scope="module")
 def plain_gap(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> float:
@@ -44,8 +47,11 @@ def check(steps: list[dict[str, Any]], plain_gap: float, rate: float) -> None:
             assert step["gap_plain_mean"] <= 2.0 * plain_gap
 
 
-def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
-    """KL loss to a replaying reference, gradient checkpointing, prefix caching, an evaluation that is not perturbed."""
+def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm2: str) -> None:
+    """KL loss to a replaying reference, gradient checkpointing, prefix caching, an evaluation that is not perturbed.
+
+    Run by the example's script, with later flags that make it smaller.
+    """
     steps = steps_of(
         tmp_path,
         smollm2,
@@ -53,13 +59,15 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm
         *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--perturbation.mix_temperature", "3"],
         *["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"],
         *["--actor.gradient_checkpointing_enable", "--vllm.enable_prefix_caching", "--eval.steps", "1"],
+        program=EXAMPLE,
     )
-    check(steps, plain_gap, rate=0.5)
+    check(steps, BFLOAT16_GAP, rate=0.5)
     assert steps[0]["prefix_hit_rate"] == 0.0  # a prompt of this task is shorter than a block of vLLM's on a CPU
     evaluation = json.loads((tmp_path / "summary.json").read_text())["evaluation"]
     assert evaluation, "the task's evaluation split was not used"
 
 
+@pytest.mark.more
 def test_gspo_with_gumbel(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
     """Also the attention that a run has where none is given."""
     flags = ["--perturbation", "gumbel", "--actor.policy_loss_type", "gspo", "--algo.kl.init_coef", "0"]
@@ -67,6 +75,7 @@ def test_gspo_with_gumbel(tmp_path: Path, smollm2: str, plain_gap: float) -> Non
     check(steps_of(tmp_path, smollm2, *LOUD, *flags), plain_gap, rate=1.0)
 
 
+@pytest.mark.more
 def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, smollm2: str) -> None:
     result = train(tmp_path, smollm2, "--perturbation", "neighbor", env={"VLLM_PLUGINS": "some_other_plugin"})
     assert result.returncode != 0

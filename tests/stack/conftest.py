@@ -16,9 +16,15 @@ import pytest
 from tests.stack.harness import DISTURBED, build_engine, load_in_float32
 
 
-@pytest.fixture(scope="session")
-def engine(tiny: str) -> Iterator[Any]:
-    yield build_engine(tiny, {"name": "neighbor", "rate": 0.1}, **DISTURBED)
+@pytest.fixture(scope="module")
+def model(tiny: str) -> str:
+    """Of the fixtures below. A file of which the pretrained model is the point has a fixture of this name itself."""
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[Any]:
+    yield build_engine(model, {"name": "neighbor", "rate": 0.1}, **DISTURBED)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +36,9 @@ def _engines_of_a_module_are_freed() -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@pytest.fixture(scope="session")
-def hf_model(tiny: str) -> Any:
-    return load_in_float32(tiny)
+@pytest.fixture(scope="module")
+def hf_model(model: str) -> Any:
+    return load_in_float32(model)
 
 
 _status = 0

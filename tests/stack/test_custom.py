@@ -64,9 +64,9 @@ def run(what: str, folder: Path, model: str) -> dict[str, Any]:
 
 
 def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
-    tmp_path: Path, tiny: str, hf_model: Any
+    tmp_path: Path, model: str, hf_model: Any
 ) -> None:
-    result = run("engine", tmp_path, tiny)
+    result = run("engine", tmp_path, model)
     assert result["other process"] and result["seen"] == [result["expected"]]
     assert '"custom_perturbation.py:RunnerUp"' in result["expected"] and '"custom_gate.py:Fading"' in result["expected"]
     for way in ("file", "installed"):
@@ -77,8 +77,9 @@ def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
         assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
 
 
-def test_a_deleted_file_reaches_a_ray_actor(tmp_path: Path, tiny: str) -> None:
-    result = run("ray", tmp_path, tiny)
+@pytest.mark.more
+def test_a_deleted_file_reaches_a_ray_actor(tmp_path: Path, model: str) -> None:
+    result = run("ray", tmp_path, model)
     assert result["other process"] and result["seen"] == result["expected"]
     assert result["pickled"] == result["expected pickled"]
 

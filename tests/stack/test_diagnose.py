@@ -29,7 +29,12 @@ WORDS = "because,number,green"
 
 
 @pytest.fixture(scope="module")
-def made(engine: Any, tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model(smollm2: str) -> str:
+    return smollm2
+
+
+@pytest.fixture(scope="module")
+def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The diagnosis, and its folder."""
     out = tmp_path_factory.mktemp("diagnosis") / "out"
     problems = load_task("arithmetic", limit=4)
@@ -37,7 +42,7 @@ def made(engine: Any, tiny: str, tmp_path_factory: pytest.TempPathFactory) -> An
         patch.setattr(measuring, "_WARM_UP_TOKENS", 1)
         patch.setattr(diagnoses.embedding_map, "_LENGTH", 24)
         try:
-            yield diagnose(tiny, problems, parse_arms(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
+            yield diagnose(model, problems, parse_arms(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
                            with_map=True, map_words=WORDS, llm=engine), out  # fmt: skip
         finally:
             set_perturbation(engine, "neighbor", rate=0.1)
@@ -137,7 +142,7 @@ def test_side_by_side_answers(made: Any) -> None:
 
 
 def test_finished_strategies_are_not_sampled_again(
-    made: Any, engine: Any, tiny: str, monkeypatch: pytest.MonkeyPatch
+    made: Any, engine: Any, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError("sampled again")
@@ -147,22 +152,22 @@ def test_finished_strategies_are_not_sampled_again(
     problems = load_task("arithmetic", limit=4)
     again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "llm": engine}
     again |= {"with_map": True, "map_words": WORDS}
-    result = diagnose(tiny, problems, parse_arms(NAMES), **again)
+    result = diagnose(model, problems, parse_arms(NAMES), **again)
     assert {**result, "seconds": None} == {**made[0], "seconds": None}
     with pytest.raises(AssertionError, match="sampled again"):
-        diagnose(tiny, problems, parse_arms("none,soft"), **{**again, "with_map": False})
+        diagnose(model, problems, parse_arms("none,soft"), **{**again, "with_map": False})
     with pytest.raises(ValueError, match="other settings"):
-        diagnose(tiny, problems[:3], parse_arms("none"), **again)
+        diagnose(model, problems[:3], parse_arms("none"), **again)
 
 
-def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, tiny: str, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, model: str, tmp_path: Path) -> None:
     problems, strategies = load_task("arithmetic", limit=4), parse_arms("neighbor:rate=0.3")
-    diagnose(tiny, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
+    diagnose(model, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
     again, before = samples_of(tmp_path / "again")["neighbor rate=0.3"], samples_of(made[1])["neighbor rate=0.3"]
     assert [(s.tokens, s.record) for s in again] == [(s.tokens, s.record) for s in before]
 
 
-def test_an_interrupted_diagnosis_goes_on(engine: Any, tiny: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_diagnosis_goes_on(engine: Any, model: str, tmp_path: Path, monkeypatch: Any) -> None:
     problems, out = load_task("arithmetic", limit=2), tmp_path / "out"
     sampling = GroupSampling(group=2, max_tokens=4)
     keep = DiagnosisFolder.keep
@@ -174,9 +179,9 @@ def test_an_interrupted_diagnosis_goes_on(engine: Any, tiny: str, tmp_path: Path
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(DiagnosisFolder, "keep", killed)
-        diagnose(tiny, problems, parse_arms("none,gumbel"), out=out, sampling=sampling, llm=engine)
+        diagnose(model, problems, parse_arms("none,gumbel"), out=out, sampling=sampling, llm=engine)
     said: list[str] = []
-    diagnose(tiny, problems, parse_arms("none,gumbel"), out=out, sampling=sampling, llm=engine,
+    diagnose(model, problems, parse_arms("none,gumbel"), out=out, sampling=sampling, llm=engine,
              report=said.append)  # fmt: skip
     assert any(line.startswith("gumbel") for line in said) and not any(line.startswith("none") for line in said)
     assert {name: len(found) for name, found in samples_of(out).items()} == {"none": 4, "gumbel": 4}

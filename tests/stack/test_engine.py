@@ -19,9 +19,9 @@ from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 pytestmark = pytest.mark.stack
 
 
-def test_an_engine_without_a_perturbation_has_no_records(tiny: str) -> None:
+def test_an_engine_without_a_perturbation_has_no_records(model: str) -> None:
     with pytest.raises(RuntimeError, match="worker 0 runs unperturbed"):
-        take_records(build_engine(tiny, None))
+        take_records(build_engine(model, None))
 
 
 def test_aborted_requests_leave_no_record(engine: Any) -> None:
@@ -64,8 +64,8 @@ class Transfer:
     finish_weight_update = reset_weight_update_target = start_weight_update
 
 
-def test_new_weights_give_new_neighbors(tiny: str, hf_model: Any) -> None:
-    llm = build_engine(tiny, {"name": "neighbor", "rate": 1.0, "mix_temperature": 3.0, "realization": "sampled"})
+def test_new_weights_give_new_neighbors(model: str, hf_model: Any) -> None:
+    llm = build_engine(model, {"name": "neighbor", "rate": 1.0, "mix_temperature": 3.0, "realization": "sampled"})
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     runner = worker.model_runner
     prompts = chat_prompts(llm)[:2]

@@ -19,9 +19,14 @@ N = 4
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: str) -> Any:
+def model(smollm2: str) -> str:
+    return smollm2
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> Any:
     """What `ngrpo eval` builds where no perturbation is asked for."""
-    return build_engine(tiny, None, additional_config={"seeded_draws": True})
+    return build_engine(model, None, additional_config={"seeded_draws": True})
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -41,9 +46,9 @@ def texts(folder: Path) -> dict[tuple[str, int], str]:
     return {key: row["text"] for key, row in rows(folder).items()}
 
 
-def test_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command: engine, samples, result, table; scored again without an engine; then nothing left to do."""
-    words = f"--model {tiny} --task arithmetic --limit 6 --n {N} --k 1,2,4 --max-tokens 12 --temperature 1"
+    words = f"--model {model} --task arithmetic --limit 6 --n {N} --k 1,2,4 --max-tokens 12 --temperature 1"
     command = [*words.split(), "--out", str(tmp_path), "--vllm.dtype", "float32"]
     lines: list[str] = []
     assert run(command, report=lines.append) == 0
@@ -76,8 +81,8 @@ def test_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("option", ["--vllm.no_such_option=1", "--vllm.dtype=float3"])
-def test_options_that_vllm_refuses_are_the_users(tiny: str, tmp_path: Path, option: str) -> None:
-    words = f"--model {tiny} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
+def test_options_that_vllm_refuses_are_the_users(model: str, tmp_path: Path, option: str) -> None:
+    words = f"--model {model} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
     with pytest.raises(UsageError, match=r"vLLM does not start with .*(no_such_option|float3)"):
         run(words.split(), report=lambda line: None)
 

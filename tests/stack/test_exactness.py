@@ -10,7 +10,7 @@ import pytest
 
 from ngrpo.rollout import set_perturbation
 from perturbations import available
-from tests.stack.harness import DISTURBED, build_engine, chat_prompts, feeds_its_text, gaps, load_in_float32, sample
+from tests.stack.harness import chat_prompts, feeds_its_text, gaps, sample
 
 pytestmark = pytest.mark.stack
 
@@ -56,14 +56,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2: str) -> Any:
-    """As the shared one, of the pretrained model."""
-    return build_engine(smollm2, {"name": "neighbor", "rate": 0.1}, **DISTURBED)
-
-
-@pytest.fixture(scope="module")
-def hf_model(smollm2: str) -> Any:
-    return load_in_float32(smollm2)
+def model(smollm2: str) -> str:
+    return smollm2
 
 
 def test_every_perturbation_of_the_tree_is_here() -> None:

@@ -128,8 +128,8 @@ def test_left_padding(hf_model: Any) -> None:
 
 
 @pytest.mark.more
-def test_zero_2(tmp_path: Path, tiny: str, plain: dict[str, torch.Tensor]) -> None:
+def test_zero_2(tmp_path: Path, model: str, plain: dict[str, torch.Tensor]) -> None:
     """DeepSpeed's engine in a process of its own; its gathered gradient of the embedding against the plain one."""
-    run_module("tests.stack.zero_2_gradient", tiny, str(tmp_path / "gradient.pt"), timeout=600.0)
+    run_module("tests.stack.zero_2_gradient", model, str(tmp_path / "gradient.pt"), timeout=600.0)
     under_zero = torch.load(tmp_path / "gradient.pt")
     torch.testing.assert_close(under_zero, plain["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)

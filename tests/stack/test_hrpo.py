@@ -90,10 +90,10 @@ def test_the_checkpoint_carries_the_gate_and_stays_an_ordinary_model(gated: Any,
 
 
 @pytest.fixture(scope="module")
-def narrow(tiny: str) -> Iterator[Any]:
+def narrow(model: str) -> Iterator[Any]:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
     yield build_engine(
-        tiny,
+        model,
         {"name": DENSE},
         num_gpu_blocks_override=8,
         block_size=32,

@@ -29,9 +29,9 @@ PERTURBATIONS = [
 
 
 @pytest.fixture(scope="module")
-def plain_engine(tiny: str) -> Iterator[Any]:
+def plain_engine(model: str) -> Iterator[Any]:
     """One whole prefill per prompt, no prefix caching, room for all: the reference for every disturbance."""
-    yield build_engine(tiny, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    yield build_engine(model, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
 
 
 def seeded(llm: Any, prompts: Sequence[list[int]], seeds: Sequence[int], **params: Any) -> list[Rollout]:
@@ -55,11 +55,11 @@ def test_batch_order_size_chunks_and_cache(
     assert gaps(hf_model, chunked).max() <= 1e-4
 
 
-def test_preemption_with_recomputation(tiny: str, plain_engine: Any, hf_model: Any) -> None:
+def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
     set_perturbation(plain_engine, "gumbel", rate=0.5)
     small = build_engine(
-        tiny,
+        model,
         {"name": "gumbel", "rate": 0.5},
         num_gpu_blocks_override=8,
         block_size=32,
@@ -82,10 +82,11 @@ def test_preemption_with_recomputation(tiny: str, plain_engine: Any, hf_model: A
     assert gaps(hf_model, disturbed).max() <= 1e-4
 
 
-def test_compiled_model_gives_the_eager_records(tiny: str, plain_engine: Any, hf_model: Any) -> None:
+@pytest.mark.more
+def test_compiled_model_gives_the_eager_records(model: str, plain_engine: Any, hf_model: Any) -> None:
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     compiled = build_engine(
-        tiny,
+        model,
         {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0},
         enforce_eager=False,
         enable_prefix_caching=False,
@@ -197,11 +198,14 @@ def test_greedy_temperature_and_truncation(plain_engine: Any, hf_model: Any) -> 
 
 
 def test_thinking_ends(plain_engine: Any) -> None:
-    """Nothing is perturbed from the end of thinking on; here a line break stands for it."""
-    set_perturbation(plain_engine, "gumbel", until="\n")
-    stop = plain_engine.get_tokenizer().encode("\n")
-    assert len(stop) == 1
-    rollouts = sample(plain_engine, chat_prompts(plain_engine, [LONG], copies=4), max_tokens=96)
+    """Nothing is perturbed from the end of thinking on; here a token of the first answer stands for it."""
+    prompts, tokenizer = chat_prompts(plain_engine, [LONG], copies=4), plain_engine.get_tokenizer()
+    set_perturbation(plain_engine, "gumbel")
+    (first, *_) = seeded(plain_engine, prompts, range(4))
+    texts = {token: tokenizer.decode([token]) for token in first.tokens[12:]}
+    stop, text = next(([token], text) for token, text in texts.items() if tokenizer.encode(text) == [token])
+    set_perturbation(plain_engine, "gumbel", until=text)
+    rollouts = seeded(plain_engine, prompts, range(4))
     ended = [r for r in rollouts if stop[0] in r.tokens]
     assert ended
     for r in ended:
@@ -209,13 +213,13 @@ def test_thinking_ends(plain_engine: Any) -> None:
         assert r.record.positions.tolist() == list(range(len(r.prompt), end))
 
 
-def test_no_perturbation_is_stock_vllm(tiny: str) -> None:
+def test_no_perturbation_is_stock_vllm(model: str) -> None:
     """Tokens and log-probabilities identical to an engine that never heard of us."""
     from vllm import SamplingParams
 
     results = []
     for spec in (None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}):
-        llm = build_engine(tiny, spec, seed=3)
+        llm = build_engine(model, spec, seed=3)
         prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2], copies=2)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24, logprobs=0), use_tqdm=False)
         results.append(

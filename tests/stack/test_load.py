@@ -26,11 +26,11 @@ STORY = "Once upon a time there was a fox who counted the stars, " * 40
 
 
 @pytest.fixture(scope="module", params=["synchronous", pytest.param("asynchronous", marks=pytest.mark.slow)])
-def crowded(tiny: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+def crowded(model: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """17 blocks of 32 tokens for up to 16 sequences of up to 512, and 32 tokens a step."""
     with asynchronous() if request.param == "asynchronous" else contextlib.nullcontext():
         llm = build_engine(
-            tiny,
+            model,
             NEIGHBOR,
             max_model_len=LENGTH,
             num_gpu_blocks_override=17,

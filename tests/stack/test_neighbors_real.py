@@ -20,6 +20,11 @@ pytest.importorskip("faiss", reason="faiss is not installed: pip install 'ngrpo[
 
 
 @pytest.fixture(scope="module")
+def model(smollm2: str) -> str:
+    return smollm2
+
+
+@pytest.fixture(scope="module")
 def embedding(hf_model: Any) -> Tensor:
     return hf_model.get_input_embeddings().weight.detach().clone()
 

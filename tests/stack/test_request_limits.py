@@ -17,8 +17,8 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
-def limited(tiny: str) -> Iterator[Any]:
-    yield build_engine(tiny, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
+def limited(model: str) -> Iterator[Any]:
+    yield build_engine(model, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
 
 
 @pytest.mark.parametrize("spec", EVERY, ids=name_of)

@@ -31,10 +31,10 @@ PERTURBATIONS = [
 
 
 @pytest.fixture(scope="module")
-def recording(tiny: str) -> Iterator[Any]:
+def recording(model: str) -> Iterator[Any]:
     """Nothing but the masks is asked for: the unperturbed arm of a comparison."""
     yield build_engine(
-        tiny,
+        model,
         None,
         additional_config={"sampling_masks": True},
         logprobs_mode="processed_logprobs",
@@ -71,10 +71,10 @@ def test_nothing_is_recorded_where_nothing_is_cut(recording: Any) -> None:
         assert mask.cut.all()
 
 
-def test_masks_survive_preemption(tiny: str, hf_model: Any) -> None:
+def test_masks_survive_preemption(model: str, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens, as in test_invariance: trajectories are computed again."""
     small = build_engine(
-        tiny,
+        model,
         None,
         additional_config={"perturbation": {"name": "neighbor", "rate": 0.3}, "sampling_masks": True},
         logprobs_mode="processed_logprobs",

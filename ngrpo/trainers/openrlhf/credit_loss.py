@@ -8,14 +8,21 @@ is 0, so the ratio, the clip and the reported ratios are the token's, and its gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import Credit, LossTokens
 from ngrpo.trainers.openrlhf.loss import policy_loss, replacing
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -41,7 +48,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
     if tuple(shape) == (1, int(places[-1]) + 1):
         return places[row], sample
     raise RuntimeError(
-        f"--credit {current_run().credit.name}: {tuple(shape)} rows of logits for a batch of"
+        f"--credit {present(current_run().credit, '--credit').name}: {tuple(shape)} rows of logits for a batch of"
         f" {tuple(attention_mask.shape)}. It needs a row for each token: no sequence-parallel slices (ring attention)."
     )
 
@@ -49,7 +56,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
 class CreditInLoss:
     """The credit of one training step: sees the logits of its forward, and calls the policy loss with what follows."""
 
-    def __init__(self, credit: Credit, loss_fn: Callable[..., Any], experience: Any) -> None:
+    def __init__(self, credit: Credit, loss_fn: Callable[..., Any], experience: Experience) -> None:
         self._credit, self._loss_fn, self._experience = credit, loss_fn, experience
         self._found: tuple[Tensor, Tensor] | None = None
         self.share = torch.tensor(0.0)
@@ -74,7 +81,13 @@ class CreditInLoss:
         self._found = full, scores
         return log_probs
 
-    def __call__(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        log_probs: Float[Tensor, "batch actions"],
+        old_log_probs: Float[Tensor, "batch actions"],
+        advantages: Float[Tensor, "batch actions"],
+        **kwargs: object,
+    ) -> Any:
         """The policy loss, with the credit's advantages and its term in the score."""
         if self._found is None:
             raise RuntimeError(
@@ -90,8 +103,8 @@ class CreditInLoss:
 def training_step_with_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss asks the run's credit."""
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        credit = current_run().credit
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
+        credit = present(current_run().credit, "--credit")
         failed = f"--credit {credit.name} did not come into effect"
         with (
             policy_loss(self, lambda loss_fn: CreditInLoss(credit, loss_fn, experience)) as ours,

@@ -8,7 +8,7 @@ Once OpenRLHF has its advantages, whatever the estimator, the credit shares them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,22 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.metrics import kept_by_actors, note_measures
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
 
 
 def with_entropies(plain: type) -> type:
     """`PolicyModelActor`: its forward keeps the entropies beside the log-probabilities that it returns."""
 
     class EntropyKeepingActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> Any:
             original, kept = self.actor.forward, []
 
-            def forward(*inputs: Any, **options: Any) -> Any:
+            def forward(*inputs: object, **options: object) -> Any:
                 log_probs, output = original(*inputs, return_output=True, return_entropy=True, **options)
                 kept.append(output.entropy[:, -log_probs.shape[1] :].float().cpu())
                 return log_probs
@@ -47,14 +53,15 @@ def with_entropies(plain: type) -> type:
     return EntropyKeepingActor
 
 
-def shared(maker: Any, experiences: list[Any]) -> None:
+def shared(maker: ExperienceMaker, experiences: list[Experience]) -> None:
     """Gives the tokens of a step the advantages of the run's credit, in place."""
     tokens, masks = of_step(maker, experiences), [experience.action_mask.bool() for experience in experiences]
     before = tokens.advantages
-    after = current_run().credit.formula(tokens)
+    credit = present(current_run().credit, "--credit")
+    after = credit.formula(tokens)
     if after.shape != before.shape:
         raise RuntimeError(
-            f"credit {current_run().credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
+            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
             " number for each is needed."
         )
     for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
@@ -62,7 +69,7 @@ def shared(maker: Any, experiences: list[Any]) -> None:
     note_measures(maker, measures(before, after, tokens.entropies))
 
 
-def of_step(maker: Any, experiences: list[Any]) -> StepTokens:
+def of_step(maker: ExperienceMaker, experiences: list[Experience]) -> StepTokens:
     """What a credit is told of the tokens of a step."""
     masks = [experience.action_mask.bool() for experience in experiences]
     entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
@@ -98,7 +105,7 @@ def measures(before: Tensor, after: Tensor, entropies: Tensor) -> dict[str, floa
 def own_credit(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.compute_advantages_and_returns`, whose advantages are then shared among tokens anew."""
 
-    def compute_advantages_and_returns(self: Any, experiences: list[Any]) -> Any:
+    def compute_advantages_and_returns(self: ExperienceMaker, experiences: list[Experience]) -> Any:
         result = original(self, experiences)
         shared(self, result)
         return result

@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ngrpo.trainers.openrlhf.loss import replacing
 from perturbations.base import Replayed
+from perturbations.errors import present
 from perturbations.replay.scope import ReplayScope
 
 
@@ -37,12 +39,18 @@ class Densities:
             temperature: by which the logits are divided.
             advantages: of the actions, (B, A), where this forward is for the loss.
         """
-        self._perturbation, self._scope, self._temperature = scope.perturbation, scope, temperature
+        self._perturbation = present(scope.perturbation, "the scope's perturbation")
+        self._scope, self._temperature = scope, temperature
         self._advantages = advantages
         self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+    def replace(
+        self,
+        logits: Float[Tensor, "*forward vocabulary"],
+        labels: Int64[Tensor, "*forward"],
+        log_probs: Float[Tensor, "*forward"],
+    ) -> Float[Tensor, "*forward"]:
         """Log-probabilities with the density at perturbed positions.
 
         Args:
@@ -68,7 +76,7 @@ class Densities:
         padded = torch.cat([flat, flat.new_zeros(1)])
         return padded.index_copy(0, target, action.to(flat.dtype))[:-1].view_as(log_probs)
 
-    def for_policy_loss(self, log_probs: Tensor) -> Tensor:
+    def for_policy_loss(self, log_probs: Float[Tensor, "batch actions"]) -> Float[Tensor, "batch actions"]:
         """The forward's log-probabilities as the policy loss takes them, (B, A): of the last A tokens of each row.
 
         The same, except where a density counts by its score alone: then that is in them.
@@ -77,7 +85,7 @@ class Densities:
         if density is None:
             return log_probs
         score = density - density.detach()
-        return log_probs + self._scope.to_tokens(score, tuple(log_probs.shape)).to(log_probs.dtype)
+        return log_probs + self._scope.to_tokens(score, (log_probs.shape[0], log_probs.shape[1])).to(log_probs.dtype)
 
     def token_log_probs(self, log_probs: Tensor) -> Tensor:
         """The tokens' own log-probabilities of the forward, while it is replayed: what the rollout's are compared with.

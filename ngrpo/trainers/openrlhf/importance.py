@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    import argparse
 
-def importance_measures(experiences: Sequence[Any], args: Any) -> dict[str, float]:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+
+def importance_measures(experiences: Sequence[Experience], args: argparse.Namespace) -> dict[str, float]:
     """How far the policy that rolled out is from the trainer's, and what that weighs.
 
     Args:
@@ -37,7 +42,7 @@ def importance_measures(experiences: Sequence[Any], args: Any) -> dict[str, floa
     return {f"importance/{name}": value for name, value in found.items()}
 
 
-def rollout_entropy(experiences: Sequence[Any]) -> float | None:
+def rollout_entropy(experiences: Sequence[Experience]) -> float | None:
     """The mean entropy of the policy that rolled out, at the temperatures it drew with, in nats.
 
     Estimated without bias by the mean of −log π_rollout over the tokens, where all of them were drawn from it.

@@ -21,6 +21,7 @@ from typing import Any
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
 from ngrpo.trainers.openrlhf.seams import IMPORT, Seam, active
+from perturbations.errors import present
 
 
 def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
@@ -59,7 +60,7 @@ def install(conditions: Iterable[str]) -> None:
 
 
 def _ours(seam: Seam) -> Any:
-    module, name = seam.ours.split(":")
+    module, name = present(seam.ours, "ours").split(":")
     return getattr(import_module(module), name)
 
 
@@ -96,7 +97,7 @@ class _Finder(MetaPathFinder):
     def __init__(self, pending: dict[str, list[Seam]]) -> None:
         self._pending = pending
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         rows = self._pending.pop(name, None)  # Gone first, so that the search below passes us by.
         if rows is None:
             return None
@@ -110,7 +111,7 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """The module's own loader, with the rows applied after (or, for `IMPORT`, around) execution."""
 
-    def __init__(self, loader: Any, rows: list[Seam]) -> None:
+    def __init__(self, loader: Loader, rows: list[Seam]) -> None:
         self._loader, self._rows = loader, rows
 
     def __getattr__(self, name: str) -> Any:
@@ -120,7 +121,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
+        present(module.__spec__, "the module's spec").loader = module.__loader__ = self._loader
         with ExitStack() as contexts:
             for seam in self._rows:
                 if seam.attribute == IMPORT:

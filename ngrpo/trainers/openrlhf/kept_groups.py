@@ -13,13 +13,21 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.config.run import RunConfig, current_run
 from ngrpo.console.token_texts import fed, pieces
 from ngrpo.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.side_inputs import unpack
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from vllm.tokenizers import TokenizerLike
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
+    from perturbations.replay.trajectory import FinishedTrajectory
 
 FILE = "groups.jsonl"
 STEPS = 12
@@ -34,9 +42,9 @@ _PROMPT = 4_000
 class _Answer(NamedTuple):
     """A sample of a step's experiences: the batch, its row there, and its rollout's record."""
 
-    experience: Any
+    experience: Experience
     row: int
-    record: Any
+    record: FinishedTrajectory | None
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -87,7 +95,13 @@ class KeptGroups:
 
 
 def of_step(
-    experiences: Sequence[Any], tokenizer: Any, *, size: int, groups: int, seed: str, gaps: bool = True
+    experiences: Sequence[Experience],
+    tokenizer: TokenizerLike,
+    *,
+    size: int,
+    groups: int,
+    seed: str,
+    gaps: bool = True,
 ) -> dict[str, Any]:
     """What is kept of a step.
 
@@ -171,7 +185,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _group(answers: Sequence[_Answer], tokenizer: Any, gaps: bool) -> dict[str, Any]:
+def _group(answers: Sequence[_Answer], tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
     first = answers[0]
     prompt = first.experience.prompts[first.row] if first.experience.prompts else None
     shown = [_answer(answer, tokenizer, gaps) for answer in answers]
@@ -186,14 +200,16 @@ def _tokens(answer: _Answer) -> tuple[list[int], list[int]]:
     return answer.experience.sequences[answer.row].cpu()[positions].tolist(), positions
 
 
-def _answer(answer: _Answer, tokenizer: Any, gaps: bool) -> dict[str, Any]:
+def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
     experience, row, kept = answer
     tokens, positions = _tokens(answer)
     mask = experience.action_mask[row].bool()
     advantages = [_figure(value) for value in experience.advantages[row][mask].float().tolist()]
+    finite = [value for value in advantages if value is not None]
+    finite = [value for value in advantages if value is not None]
     found: dict[str, Any] = {
         "reward": _figure(float(experience.rewards[row])),
-        "advantage": _figure(sum(advantages) / len(advantages)) if advantages else None,
+        "advantage": _figure(sum(finite) / len(finite)) if finite else None,
         "tokens": pieces(tokens[:LONGEST], tokenizer),
     }
     if len(set(advantages)) > 1:
@@ -229,7 +245,7 @@ def _figure(value: float, digits: int = 4) -> float | None:
 def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: keeps groups of the step for the report."""
 
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         keep(self, experiences, current_run())
         return experiences
@@ -237,7 +253,7 @@ def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_experience_batch
 
 
-def keep(maker: Any, experiences: Sequence[Any], run: RunConfig) -> None:
+def keep(maker: ExperienceMaker, experiences: Sequence[Experience], run: RunConfig) -> None:
     """Keeps groups of the step at hand, if it is due.
 
     Args:
@@ -247,7 +263,7 @@ def keep(maker: Any, experiences: Sequence[Any], run: RunConfig) -> None:
     """
     step, args = maker.training_step, maker.strategy.args
     if not hasattr(maker, "kept_groups"):
-        maker.kept_groups = KeptGroups(Path(run.run_dir), step)
+        maker.kept_groups = KeptGroups(Path(present(run.run_dir, "the run's folder")), step)
     perturbation = run.perturbation
     maker.kept_groups.add(
         step,

@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 Replace = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,7 +71,7 @@ def nothing_replaced() -> Iterator[None]:
 def with_replacements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`openrlhf.models.actor.log_probs_from_logits`, with what is to be put in. A row of `seams.py`."""
 
-    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
         log_probs = original(logits, labels, *args, **kwargs)
         for replace in _active.get():
             log_probs = replace(logits, labels, log_probs)
@@ -78,7 +81,7 @@ def with_replacements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def policy_loss(trainer: Any, make: Callable[[Callable[..., Any]], _Loss]) -> Iterator[_Loss]:
+def policy_loss(trainer: ActorTrainer, make: Callable[[Callable[..., Any]], _Loss]) -> Iterator[_Loss]:
     """Has the training step in this context call another policy loss.
 
     Args:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +20,14 @@ from torch import Tensor
 
 from ngrpo.trainers.openrlhf.loss import replacing
 from ngrpo.trainers.openrlhf.side_inputs import unpack
+from perturbations.errors import present
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import flat_rows
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 
 def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
@@ -103,8 +109,9 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     Raises:
         RuntimeError: where a sample has no mask, or no log-probabilities came through.
     """
-    masks = [None if each is None else each.sampling_mask for each in unpack(side_inputs)]
-    missing = len(attention_mask) - sum(mask is not None for mask in masks)
+    found = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
+    masks = [mask for mask in found if mask is not None]
+    missing = len(attention_mask) - len(masks)
     if missing:
         raise RuntimeError(
             f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
@@ -119,8 +126,14 @@ def correcting_model(plain: type) -> type:
     """`PolicyModelActor` and `ReferenceModelActor`: their log-probabilities are corrected."""
 
     class CorrectingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-            with corrected(kwargs.get("mm_train_inputs_list"), attention_mask):
+        def forward(
+            self,
+            sequences: Tensor,
+            action_mask: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            with corrected(kwargs.get("mm_train_inputs_list"), present(attention_mask, "attention_mask")):
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
 
     return CorrectingModelActor
@@ -129,7 +142,7 @@ def correcting_model(plain: type) -> type:
 def correcting_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`: the forward that is differentiated is corrected too."""
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
         with corrected(experience.mm_train_inputs, experience.attention_mask):
             return original(self, experience, *args, **kwargs)
 

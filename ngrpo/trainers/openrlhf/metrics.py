@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations.base import Perturbation
 from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.step import Positions
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
 
 _MEANS = ("shift", "left_anchor")
 # Measures that travel as a sum and a count per sample.
@@ -100,7 +105,7 @@ def _turn_starts(log_probs: np.ndarray) -> np.ndarray:
 def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: measures right after the actor's forward."""
 
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         refuse_non_finite(self.tokenizer, experiences)
         records, log_probs = [], []
@@ -125,7 +130,7 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_experience_batch
 
 
-def gap_scale(maker: Any) -> GapScale:
+def gap_scale(maker: ExperienceMaker) -> GapScale:
     """The run's scale of gaps, kept with OpenRLHF's experience maker; a resumed run measures its own."""
     if not hasattr(maker, "gap_scale"):
         args, rollout = maker.strategy.args, maker.strategy.args.rollout
@@ -136,7 +141,7 @@ def gap_scale(maker: Any) -> GapScale:
     return maker.gap_scale
 
 
-def _unperturbed_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> dict[str, float]:
+def _unperturbed_gap(maker: ExperienceMaker, records: Sequence[FinishedTrajectory | None]) -> dict[str, float]:
     """The gap of the step's unperturbed answers, where it is wanted and there are any."""
     if not gap_scale(maker).wanted:
         return {}
@@ -151,20 +156,21 @@ def measured_rollout_policy(original: Callable[..., Any]) -> Callable[..., Any]:
     sampling schedule may; None where the rollouts' log-probabilities are not asked for.
     """
 
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
         found = importance_measures(experiences, self.strategy.args)
         self.rollout_divergence = found.get("importance/divergence")
         self.rollout_entropy = rollout_entropy(experiences)
-        if current_run().sampling_schedule is not None and self.rollout_entropy is not None:
-            found["sampling/entropy"] = self.rollout_entropy
+        entropy = self.rollout_entropy
+        if current_run().sampling_schedule is not None and entropy is not None:
+            found["sampling/entropy"] = entropy
         note_measures(self, found)
         return experiences
 
     return make_experience_batch
 
 
-def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
+def _token_log_probs(maker: ExperienceMaker, experiences: Sequence[Experience]) -> list[Any]:
     """log π of the tokens in each batch; where a perturbation has a density, the actor kept them beside it."""
     own = [experience.action_log_probs for experience in experiences]
     perturbation = current_run().perturbation
@@ -173,7 +179,7 @@ def _token_log_probs(maker: Any, experiences: Sequence[Any]) -> list[Any]:
     return kept_by_actors(maker, "token_log_probs", own)
 
 
-def kept_by_actors(maker: Any, method: str, own: Sequence[Any]) -> list[Any]:
+def kept_by_actors(maker: ExperienceMaker, method: str, own: Sequence[Any]) -> list[Any]:
     """What the actors kept beside the log-probabilities that they returned.
 
     Args:
@@ -198,7 +204,7 @@ def kept_by_actors(maker: Any, method: str, own: Sequence[Any]) -> list[Any]:
     return found
 
 
-def note_measures(maker: Any, measures: dict[str, float]) -> None:
+def note_measures(maker: ExperienceMaker, measures: dict[str, float]) -> None:
     """Keeps measures of the step at hand with OpenRLHF's experience maker, for :func:`reporting_trainer`."""
     maker.step_measures = {**getattr(maker, "step_measures", {}), **measures}
 
@@ -211,7 +217,7 @@ def reporting_trainer(plain: type) -> type:
     """
 
     class ReportingTrainer(plain):  # type: ignore[misc, valid-type]
-        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+        def train_step(self, rollout_samples: list[Experience], global_step: int) -> Any:
             self.experience_maker.training_step = global_step  # from 0, and from a checkpoint's where one is resumed
             status, global_step = plain.train_step(self, rollout_samples, global_step)
             add_measures(status, self.experience_maker.step_measures)

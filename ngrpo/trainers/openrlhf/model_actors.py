@@ -8,9 +8,10 @@ Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.storage.parameters_file import attach
@@ -20,8 +21,15 @@ from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
 from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.base import Perturbation
+from perturbations.errors import present
 from perturbations.parameters import attached, freeze
 from perturbations.replay.scope import ReplayScope
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 _LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
 
@@ -34,11 +42,12 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     parameters that its own folder came with, or the ones that training starts from.
     """
 
-    def __init__(self: Any, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            attach(self.model, current_run().perturbation, pretrain_or_model)
-            freeze(self.model, current_run().perturbation)
+            perturbation = present(current_run().perturbation, "--perturbation")
+            attach(self.model, perturbation, pretrain_or_model)
+            freeze(self.model, perturbation)
 
     return __init__
 
@@ -46,11 +55,12 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
 def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
     """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
 
-    def _get_model_parameters(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_model_parameters(self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
-        module, perturbation = attached(raw), current_run().perturbation
+        module = attached(raw)
         if module is None:
             return raw, groups
+        perturbation = present(current_run().perturbation, "--perturbation")
         rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
         if all(rate is None for rate in rates.values()):
             return raw, groups
@@ -114,9 +124,15 @@ def _replaying_forward(plain: type, attribute: str) -> type:
     """A subclass whose ``forward`` replays; ``attribute`` holds the model."""
 
     class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        def forward(
+            self,
+            sequences: Tensor,
+            action_mask: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            **kwargs: Any,
+        ) -> Any:
             records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, perturbation = getattr(self, attribute), current_run().perturbation
+            model, perturbation = getattr(self, attribute), present(current_run().perturbation, "--perturbation")
             if not getattr(self, "_proven", False):
                 prove(model_of(model), self.unperturbed_log_probs)
                 self._proven = True
@@ -127,7 +143,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
                     self._tokens = [*getattr(self, "_tokens", ()), ours.token_log_probs(log_probs)]
             return log_probs
 
-        def unperturbed_log_probs(self, sequences: Any, action_mask: Any, attention_mask: Any) -> Any:
+        def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
             """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
             with nothing_replaced():
                 return super().forward(sequences, action_mask, attention_mask)
@@ -146,12 +162,15 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     The scope covers the backward as well, so that a checkpointed forward that runs again sees the same inputs.
     """
 
-    def training_step(self: Any, experience: Any, kl_ctl: float, step: int, *args: Any) -> dict[str, Any]:
+    def training_step(
+        self: ActorTrainer, experience: Experience, kl_ctl: float, step: int, *args: object
+    ) -> dict[str, Any]:
         records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
         # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
-        scope = replay_scope(self.actor, current_run().perturbation, look_up=_LOOK_UP if step == 0 else 0)
+        perturbation = present(current_run().perturbation, "--perturbation")
+        scope = replay_scope(self.actor, perturbation, look_up=_LOOK_UP if step == 0 else 0)
         replay = scope(records, experience.attention_mask)
-        advantages = experience.advantages if current_run().perturbation.has_density else None
+        advantages = experience.advantages if perturbation.has_density else None
         in_log_probs = densities(scope, self.actor.temperature, advantages)
         with policy_loss(self, _RatioProbe) as ratios, replay as stats, in_log_probs as ratios.densities:
             result = original(self, experience, kl_ctl, step, *args)
@@ -184,7 +203,9 @@ class _RatioProbe:
         self.densities: Densities | None = None
         self.mean = torch.tensor(1.0)
 
-    def __call__(self, log_probs: Any, old_log_probs: Any, *args: Any, action_mask: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, *args: object, action_mask: Tensor, **kwargs: Any
+    ) -> Any:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)

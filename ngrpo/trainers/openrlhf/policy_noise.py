@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from math import ceil
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    import argparse
+
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import Trainer
 
 _CHOSEN = "ngrpo_policy_noise"
 
@@ -25,7 +33,8 @@ def noisy_trainer(plain: type) -> type:
 
     class NoisyTrainer(keeping(plain, _CHOSEN, attrgetter("chosen"), _restore)):  # type: ignore[misc]
         # The training step whose rollouts come next, and the step and σ that the engines' noise was last chosen for.
-        noise_step, chosen = 0, (-1, None)
+        noise_step = 0
+        chosen: tuple[int, float | None] = (-1, None)
 
         def init_checkpoint_states(self) -> Any:
             states = super().init_checkpoint_states()
@@ -34,7 +43,7 @@ def noisy_trainer(plain: type) -> type:
                 self.broadcast_to_vllm()  # the first rollout's weights have noise as well; a resumed run sends its own
             return states
 
-        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+        def train_step(self, rollout_samples: list[Experience], global_step: int) -> Any:
             rolled_out = self.chosen[1]
             self.noise_step = global_step + 1
             status, global_step = super().train_step(rollout_samples, global_step)
@@ -45,18 +54,20 @@ def noisy_trainer(plain: type) -> type:
             if self.chosen[0] != self.noise_step:
                 divergence = getattr(self.experience_maker, "rollout_divergence", None)
                 total = steps_of_run(self.args, len(self.prompts_dataloader))
-                scale = current_run().policy_noise.scale(self.noise_step, total, self.chosen[1], divergence)
+                scale = present(current_run().policy_noise, "--policy_noise").scale(
+                    self.noise_step, total, self.chosen[1], divergence
+                )
                 self.chosen = (self.noise_step, scale)
             self._send(self.chosen[1])
 
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        def evaluate(self, *args: object, **kwargs: object) -> Any:
             self._send(0.0)
             try:
                 return super().evaluate(*args, **kwargs)
             finally:
                 self._send(self.chosen[1])
 
-        def _send(self, scale: float) -> None:
+        def _send(self, scale: float | None) -> None:
             import ray
 
             group = self.actor_model_group
@@ -66,11 +77,11 @@ def noisy_trainer(plain: type) -> type:
     return NoisyTrainer
 
 
-def _restore(trainer: Any, chosen: Any) -> None:
+def _restore(trainer: Trainer, chosen: tuple[int, float | None]) -> None:
     trainer.chosen = chosen
 
 
-def steps_of_run(args: Any, prompts: int) -> int:
+def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
 
     Fewer where prompts are filtered out.

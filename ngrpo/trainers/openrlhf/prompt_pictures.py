@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
 
-def identity(pictures: Any) -> bytes:
+def identity(pictures: object) -> bytes:
     """What tells the pictures of a prompt from those of another, in every run alike.
 
     Args:
@@ -29,7 +28,7 @@ def identity(pictures: Any) -> bytes:
     return digest.digest()
 
 
-def _data(picture: Any) -> bytes:
+def _data(picture: object) -> bytes:
     if isinstance(picture, bytes):
         return picture
     if hasattr(picture, "tobytes") and hasattr(picture, "size"):

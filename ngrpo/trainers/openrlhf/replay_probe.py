@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,10 +21,13 @@ from ngrpo.rollout.override_probe import (
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _ATTEMPTS, _LONGEST = 3, 32
 
 
-def prove(model: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def prove(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Replays a row of one candidate of weight 1 and compares with the text that has this token.
 
     Every rank of a sharded model does the same forwards.
@@ -36,7 +40,7 @@ def prove(model: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor
     Raises:
         ProbeFailure: where a replayed row does not reach the model, or others are disturbed.
     """
-    embedding = model.get_input_embeddings()
+    embedding: Any = model.get_input_embeddings()
     half = next(model.parameters()).dtype != torch.float32
     for attempt in range(_ATTEMPTS):
         texts = text_of_probe(embedding.num_embeddings, _LONGEST, attempt)

@@ -11,10 +11,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from perturbations import seeds
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+    from ray.actor import ActorHandle
+    from transformers import PreTrainedTokenizerBase
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 
@@ -26,11 +34,11 @@ _PATIENCE_SECONDS = 10.0
 def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """`prepare_datasets`: the order of the prompts follows ``--train.seed``. A row of `seams.py`."""
 
-    def prepare_datasets(strategy: Any, tokenizer: Any) -> Any:
+    def prepare_datasets(strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Any:
         import torch
 
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(strategy.args.train.seed)
+            torch.manual_seed(present(strategy.args, "strategy.args").train.seed)
             return original(strategy, tokenizer)
 
     return prepare_datasets
@@ -39,7 +47,7 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
 def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.ppo_train`: how samples fall into micro-batches follows ``--train.seed`` and the step."""
 
-    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def ppo_train(self: ActorTrainer, *args: object, **kwargs: object) -> Any:
         import torch
 
         # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
@@ -56,7 +64,7 @@ def whole_batches(plain: type) -> type:
     """
 
     class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: Any) -> Any:
+        def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs: Any) -> Any:
             if self.args.algo.dynamic_filtering_enable:
                 return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
             group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
@@ -71,7 +79,7 @@ def whole_batches(plain: type) -> type:
     return WholeBatchSamplesGenerator
 
 
-def _wait_for_requests(engines: Any, expected: int) -> None:
+def _wait_for_requests(engines: Sequence[ActorHandle], expected: int) -> None:
     until = time.monotonic() + _PATIENCE_SECONDS
     while (arrived := sum(_call(engines, "get_num_unfinished_requests"))) < expected:
         if time.monotonic() >= until:
@@ -94,7 +102,7 @@ def _in_order(answers: list[Any]) -> list[Any]:
     return [ray.put([answer for group in ray.get(answers) for answer in group])]
 
 
-def _call(engines: Any, method: str) -> list[Any]:
+def _call(engines: Sequence[ActorHandle], method: str) -> list[Any]:
     import ray
 
     return ray.get([getattr(engine, method).remote() for engine in engines])

@@ -7,9 +7,12 @@ and COPO's counts, stand in the checkpoint beside OpenRLHF's own states.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
+
+if TYPE_CHECKING:
+    from ngrpo.trainers.openrlhf.objects import Trainer
 
 _KEY, _ROUND = "ngrpo", "ngrpo_round"
 
@@ -28,7 +31,7 @@ def resuming_generator(plain: type) -> type:
     """`GenerateSamplesActor`: its round goes where its dataloader's state goes, into the checkpoint and back."""
 
     class ResumingGenerator(plain):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             of_loader, generator = self.prompts_dataloader.state_dict, self.samples_generator
             self.prompts_dataloader.state_dict = lambda: {**of_loader(), _ROUND: generator.rollout_round}
@@ -41,7 +44,7 @@ def resuming_generator(plain: type) -> type:
     return ResumingGenerator
 
 
-def _state(trainer: Any) -> dict[str, Any]:
+def _state(trainer: Trainer) -> dict[str, Any]:
     generator = getattr(trainer, "samples_generator", None)
     return {
         "rollout_round": getattr(generator, "rollout_round", 0),
@@ -49,7 +52,7 @@ def _state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _restore(trainer: Any, state: dict[str, Any]) -> None:
+def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     generator = getattr(trainer, "samples_generator", None)
     if generator is not None:
         generator.rollout_round = state["rollout_round"]

@@ -11,9 +11,13 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 200
 # A verifier may run a program, or ask a judge; beyond this it hangs.
@@ -84,7 +88,7 @@ class CheckedReward:
             raise RewardFailed(self._failure)
 
 
-def _fault(result: Any) -> str | None:
+def _fault(result: object) -> str | None:
     """What is wrong with a reward function's result for one answer; None where nothing is."""
     if not isinstance(result, Mapping) or "rewards" not in result:
         return f"returned {_short(str(result))} where a dictionary with 'rewards' is needed"
@@ -100,14 +104,14 @@ def _fault(result: Any) -> str | None:
     return None
 
 
-def responses(tokenizer: Any, experience: Any) -> list[str]:
+def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> list[str]:
     """The generated texts of a batch of OpenRLHF's experiences."""
     # Entry t of the mask is of token t + 1.
     pairs = zip(experience.sequences[:, 1:], experience.action_mask.bool())
-    return [tokenizer.decode(tokens[mask], skip_special_tokens=True) for tokens, mask in pairs]
+    return [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in pairs]
 
 
-def refuse_non_finite(tokenizer: Any, experiences: Sequence[Any]) -> None:
+def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experience]) -> None:
     """Raises ``UsageError`` for the first reward that is NaN or infinite, with its prompt and answer.
 
     Such a reward makes every advantage of its group NaN, and the weights with them.

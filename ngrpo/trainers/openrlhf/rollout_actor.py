@@ -7,9 +7,10 @@ The functions at the end are rows of `seams.py`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextvars import ContextVar
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.rollout.records import check_installed, of_all_workers
@@ -31,6 +32,13 @@ from ngrpo.trainers.openrlhf.turns import Conversation, finished
 from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
 from perturbations import registry, seeds
 from perturbations.base import Perturbation
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from ngrpo.trainers.openrlhf.objects import RolloutActor
 
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -80,7 +88,7 @@ def engine_spec(seed: int) -> dict[str, Any]:
     return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
 
 
-async def confirm(actor: Any, perturbation: Perturbation) -> None:
+async def confirm(actor: RolloutActor, perturbation: Perturbation) -> None:
     """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation and the schedule."""
     try:
         fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
@@ -97,7 +105,7 @@ class EngineProof:
     hybrid engine's KV cache is asleep.
     """
 
-    def __init__(self, llm: Any, perturbed: bool) -> None:
+    def __init__(self, llm: AsyncLLM, perturbed: bool) -> None:
         self._llm, self._perturbed = llm, perturbed
         self._asked: asyncio.Task[Any] | None = None
 
@@ -121,7 +129,7 @@ class EngineProof:
 class PickUps:
     """Takes records from an engine in batches: what is asked for while a call is on its way goes with the next one."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._asked: dict[str, asyncio.Future[Any]] = {}
         self._calling: asyncio.Task[None] | None = None
@@ -162,7 +170,9 @@ def _gone(name: str) -> RuntimeError:
     )
 
 
-async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures: Any = None) -> Any:
+async def generate(
+    actor: RolloutActor, prompt: list[int], sampling_params: SamplingParams, pictures: Mapping[str, Any] | None = None
+) -> Any:
     """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
 
     Args:
@@ -189,12 +199,11 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        given = prompt_pictures.unexpanded(prompt, actor._mm_pad_token_ids)
+        given = prompt_pictures.unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
         request = TokensPrompt(prompt_token_ids=given, multi_modal_data=pictures)
-    async for partial in actor.llm.generate(request, params, request_id=name):
-        output = partial
+    output = await unperturbed.last_of(actor.llm.generate(request, params, request_id=name))
     if pictures:
-        prompt_pictures.check_places(prompt, output.prompt_token_ids)
+        prompt_pictures.check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
     taken = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
@@ -208,14 +217,14 @@ async def generate(actor: Any, prompt: list[int], sampling_params: Any, pictures
     return output
 
 
-def perturbed_engine(plain: type) -> type:
+def perturbed_engine(plain: Any) -> type:
     """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
 
     Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
     """
 
     class PerturbedRolloutRayActor(prepared_engine(plain)):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: Any, **kwargs: Any) -> None:
+        async def __init__(self, *args: object, **kwargs: Any) -> None:
             run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
             ours = {
                 KEY: spec,
@@ -235,7 +244,12 @@ def perturbed_engine(plain: type) -> type:
             self.perturbation_pick_ups = PickUps(self.llm)
             self.executor = RecordingExecutor(self.executor)
 
-        async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        async def generate(
+            self,
+            prompt_token_ids: list[int],
+            sampling_params: SamplingParams,
+            multi_modal_data: Mapping[str, Any] | None = None,
+        ) -> Any:
             await self.perturbation_proof.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 

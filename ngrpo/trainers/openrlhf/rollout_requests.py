@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 
 class _EngineWithArguments:
@@ -24,7 +27,7 @@ class _EngineWithArguments:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def remote(self, *, sampling_params: Any, **kwargs: Any) -> Any:
+    def remote(self, *, sampling_params: SamplingParams, **kwargs: Any) -> Any:
         """``engine.generate_responses.remote`` with the arguments."""
         params = deepcopy(sampling_params)
         given = params.extra_args or {}
@@ -49,18 +52,18 @@ def numbered_requests(plain: type) -> type:
         _evaluating = False
         _in_round = False
 
-        def generate_eval_samples(self, **kwargs: Any) -> Any:
+        def generate_eval_samples(self, **kwargs: object) -> Any:
             self._evaluating = True
             try:
                 return super().generate_eval_samples(**kwargs)
             finally:
                 self._evaluating = False
 
-        def _generate_vllm(self, *args: Any, **kwargs: Any) -> Any:
+        def _generate_vllm(self, *args: object, **kwargs: object) -> Any:
             self._in_round = False
             return super()._generate_vllm(*args, **kwargs)
 
-        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
+        def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: Any) -> Any:
             # Prompts that take the place of filtered ones are of the same round.
             if not (self._in_round or self._evaluating):
                 self._in_round = True

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.config.sampling import OURS
 
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+
 _masks: ContextVar[dict[str, Any] | None] = ContextVar("sampling_masks", default=None)
 
 
-def with_masks(generate: Callable[..., Any], generator: Any, kwargs: dict[str, Any]) -> Any:
+def with_masks(generate: Callable[..., Any], generator: SamplesGenerator, kwargs: dict[str, Any]) -> Any:
     """Calls a samples generator's method while the masks are on."""
     token = _masks.set({k: v for k, v in current_run().sampling.given().items() if k not in OURS})
     try:
@@ -36,7 +39,7 @@ def masks() -> dict[str, Any]:
 def masked_rollouts(original: Callable[..., Any]) -> Callable[..., Any]:
     """`SamplesGenerator.generate_samples`: the masks are on while training samples are requested."""
 
-    def generate_samples(self: Any, **kwargs: Any) -> Any:
+    def generate_samples(self: SamplesGenerator, **kwargs: object) -> Any:
         return with_masks(original, self, kwargs)
 
     return generate_samples
@@ -45,7 +48,7 @@ def masked_rollouts(original: Callable[..., Any]) -> Callable[..., Any]:
 def masked_params(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's `SamplingParams` as the samples generator makes them: with the masks, where these are on."""
 
-    def sampling_params(**kwargs: Any) -> Any:
+    def sampling_params(**kwargs: object) -> Any:
         return original(**{**kwargs, **masks()})
 
     return sampling_params

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.sampling_schedules.base import PastStep, Run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 from ngrpo.trainers.openrlhf.policy_noise import steps_of_run
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import Trainer
 
 _PAST = "ngrpo_sampling_schedule"
 
@@ -34,10 +40,10 @@ def scheduled_trainer(plain: type) -> type:
             self.choose_temperature()
             return states
 
-        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+        def train_step(self, rollout_samples: list[Experience], global_step: int) -> Any:
             factor = self.samples_generator.temperature_factor
             status, global_step = super().train_step(rollout_samples, global_step)
-            if current_run().sampling_schedule.follows_training:
+            if present(current_run().sampling_schedule, "--sampling_schedule").follows_training:
                 status["sampling/temperature"] = run_of(self).temperature * factor
                 self.past = (*self.past, PastStep(factor, self.experience_maker.rollout_entropy))
                 self.choose_temperature()
@@ -45,22 +51,22 @@ def scheduled_trainer(plain: type) -> type:
 
         def choose_temperature(self) -> None:
             """Sets what the requests of the next step's rollouts multiply their temperature with."""
-            schedule = current_run().sampling_schedule
+            schedule = present(current_run().sampling_schedule, "--sampling_schedule")
             if schedule.follows_training:
                 self.samples_generator.temperature_factor = schedule.factor_of_step(self.past, run_of(self))
 
     return ScheduledTrainer
 
 
-def _state(trainer: Any) -> list[tuple[float, ...]]:
+def _state(trainer: Trainer) -> list[tuple[float, ...]]:
     return [astuple(each) for each in trainer.past]
 
 
-def _restore(trainer: Any, past: list[tuple[float, ...]]) -> None:
+def _restore(trainer: Trainer, past: list[tuple[float, ...]]) -> None:
     trainer.past = tuple(PastStep(*each) for each in past)
 
 
-def run_of(trainer: Any) -> Run:
+def run_of(trainer: Trainer) -> Run:
     """What a schedule knows of the run of OpenRLHF's trainer."""
     args = trainer.args
     steps = steps_of_run(args, len(trainer.prompts_dataloader))

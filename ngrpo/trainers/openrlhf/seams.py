@@ -19,9 +19,17 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from importlib.util import find_spec
 from pathlib import Path
 
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 
 IMPORT = "<import>"
+
+
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class SeamMismatch(UsageError):
@@ -277,7 +285,7 @@ def found(seam: Seam) -> str:
         arguments = node.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         return f"({', '.join(names)})"
-    return _source_hash(_source(seam.module), node)
+    return _source_hash(present(_source(seam.module), seam.module), node)
 
 
 # ---- reading upstream sources (parsing only: importing OpenRLHF takes seconds and needs flash_attn) ----
@@ -304,15 +312,14 @@ def _tree(module: str) -> ast.Module | str:
     return f"no module {module}" if source is None else ast.parse(source)
 
 
-def _definition(tree: ast.AST, dotted: str) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
-    node: ast.AST = tree
+def _definition(tree: ast.AST, dotted: str) -> _Definition | None:
+    node: ast.AST | _Definition = tree
     for name in dotted.split("."):
-        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        matches = [n for n in getattr(node, "body", []) if isinstance(n, kinds) and n.name == name]
+        matches = [n for n in getattr(node, "body", []) if isinstance(n, _DEFINITIONS) and n.name == name]
         if not matches:
             return None
         node = matches[-1]
-    return node  # type: ignore[return-value]
+    return node if isinstance(node, _DEFINITIONS) else None
 
 
 def _imports(tree: ast.Module, name: str) -> bool:
@@ -324,7 +331,7 @@ def _imports(tree: ast.Module, name: str) -> bool:
     )
 
 
-def _source_hash(source: str, node: ast.AST) -> str:
+def _source_hash(source: str, node: _Definition) -> str:
     # The text and not the tree: ast.dump differs between Python versions.
     start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     lines = [line.rstrip() for line in source.splitlines()[start - 1 : node.end_lineno]]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,14 @@ import torch
 from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.second_rounds.base import SecondRound
+from perturbations.errors import present
 from perturbations.replay import packing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import SamplingParams
+
+    from ngrpo.trainers.openrlhf.objects import RolloutActor
 
 KEY = "second_round"
 """A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.side_inputs`."""
@@ -133,7 +140,13 @@ def _moved(response: Mapping[str, Any], onto: Mapping[str, Any], with_log_probs:
 
 
 async def in_two_rounds(
-    actor: Any, *, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, **kwargs: Any
+    actor: RolloutActor,
+    *,
+    prompt: str,
+    sampling_params: SamplingParams,
+    max_length: int,
+    hf_tokenizer: PreTrainedTokenizerBase,
+    **kwargs: Any,
 ) -> list[dict[str, Any]]:
     """The answers to one prompt, with a second round where all of them are wrong.
 
@@ -141,14 +154,14 @@ async def in_two_rounds(
     cut, has no second round: there is no room for another one.
     """
 
-    async def answers(asked: str, params: Any, length: int, **others: Any) -> list[dict[str, Any]]:
-        shared = {"sampling_params": params, "max_length": length, "hf_tokenizer": hf_tokenizer}
+    async def answers(asked: str, params: SamplingParams, length: int, **others: Any) -> list[dict[str, Any]]:
+        shared: dict[str, Any] = {"sampling_params": params, "max_length": length, "hf_tokenizer": hf_tokenizer}
         return list(await actor.generate_responses(prompt=asked, **shared, **{**kwargs, **others}))
 
     def tokens(text: str) -> int:
         return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
-    method, arguments = current_run().second_round, request_arguments(sampling_params)
+    method, arguments = present(current_run().second_round, "--second_round"), request_arguments(sampling_params)
     first = await answers(prompt, sampling_params, max_length)
     length = tokens(prompt)
     if not method.is_needed([reward_of(response) for response in first]) or first[0]["action_ranges"][0][0] < length:
@@ -188,12 +201,12 @@ class _EngineOfTwoRounds:
 # Ray pickles the classes below by value: their methods only call functions above.
 
 
-def engine_of_two_rounds(plain: type) -> type:
+def engine_of_two_rounds(plain: Any) -> type:
     """`RolloutRayActor` that has room for the prompts of a second round, and the method that asks them."""
 
-    class TwoRoundsRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs["max_model_len"] += current_run().second_round.room
+    class TwoRoundsRolloutRayActor(plain):
+        async def __init__(self, *args: object, **kwargs: Any) -> None:
+            kwargs["max_model_len"] += present(current_run().second_round, "--second_round").room
             # Otherwise vLLM's log-probabilities are those before temperature and top-p: not of what was drawn.
             kwargs = {"logprobs_mode": "processed_logprobs", "max_logprobs": 1, **kwargs}
             await plain.__init__(self, *args, **kwargs)
@@ -218,7 +231,7 @@ def requests_of_two_rounds(plain: type) -> type:
             finally:
                 self._one_round = False
 
-        def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> Any:
+        def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: object) -> Any:
             engines = self.vllm_engines
             if not self._one_round:
                 self.vllm_engines = [_EngineOfTwoRounds(engine) for engine in engines]

@@ -8,10 +8,11 @@ log π_old given the prompt that was asked, as the engine drew it, in the place 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.advantages.base import Advantage
@@ -20,6 +21,12 @@ from ngrpo.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.loss import policy_loss
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack
+from perturbations.errors import present
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer, ExperienceMaker
 
 
 def advantages_of_all(
@@ -48,7 +55,7 @@ def advantages_of_all(
     return result
 
 
-def in_order(experiences: Sequence[Any]) -> list[TwoRounds | None]:
+def in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
     """What the samples of a step carry, in the order in which they were generated."""
     found = {}
     for experience in experiences:
@@ -85,18 +92,18 @@ def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[
 class TwoRoundsLoss:
     """The policy loss of one training step, in which answers of the second round have a ratio of their own."""
 
-    def __init__(self, method: SecondRound, loss_fn: Callable[..., Any], experience: Any) -> None:
+    def __init__(self, method: SecondRound, loss_fn: Callable[..., Any], experience: Experience) -> None:
         self._method, self._loss_fn = method, loss_fn
         carried = unpack(experience.mm_train_inputs, len(experience.action_mask))
         self._behavior, self._second = behavior(experience.action_mask, carried)
 
     def __call__(
         self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        rollout_log_probs: Tensor | None = None,
-        **kwargs: Any,
+        log_probs: Float[Tensor, "batch actions"],
+        old_log_probs: Float[Tensor, "batch actions"],
+        advantages: Float[Tensor, "batch actions"],
+        rollout_log_probs: Float[Tensor, "batch actions"] | None = None,
+        **kwargs: object,
     ) -> Any:
         """As OpenRLHF's ``PolicyLoss``, all (B, A).
 
@@ -117,8 +124,11 @@ class TwoRoundsLoss:
 def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`ActorPPOTrainer.training_step`, whose loss tells the rounds apart."""
 
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with policy_loss(self, lambda loss_fn: TwoRoundsLoss(current_run().second_round, loss_fn, experience)):
+    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: Any) -> dict[str, Any]:
+        with policy_loss(
+            self,
+            lambda loss_fn: TwoRoundsLoss(present(current_run().second_round, "--second_round"), loss_fn, experience),
+        ):
             return original(self, experience, *args, **kwargs)
 
     return training_step
@@ -127,15 +137,15 @@ def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., A
 def measured_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """`RemoteExperienceMaker.make_experience_batch`: what the second round brought."""
 
-    def make_experience_batch(self: Any, rollout_samples: Any) -> Any:
+    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
-        note_measures(self, measures(experiences, current_run().second_round))
+        note_measures(self, measures(experiences, present(current_run().second_round, "--second_round")))
         return experiences
 
     return make_experience_batch
 
 
-def measures(experiences: Sequence[Any], method: SecondRound) -> dict[str, float]:
+def measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
     """What a step reports of its second round.
 
     Args:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perturbations.replay import ReplayRecord, packing
 from perturbations.replay.trajectory import FinishedTrajectory
+
+if TYPE_CHECKING:
+    import torch
 
 
 def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]:
@@ -48,14 +51,14 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
             " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
             " returns."
         )
-    return [trajectory.record for trajectory in found]
+    return [trajectory.record for trajectory in found if trajectory is not None]
 
 
 def without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     """`merge_mm_train_inputs`: what a multimodal model's forward gets of a batch, without what is ours."""
 
     @wraps(original)
-    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: Any) -> Any:
+    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: torch.device) -> Any:
         return original([_theirs(entry) for entry in mm_train_inputs_list], device)
 
     return merge_mm_train_inputs

@@ -17,6 +17,7 @@ import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from perturbations import seeds
+from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
@@ -87,7 +88,11 @@ class Conversation:
             before = self.trajectory
             dropped, prompted, cached = before.dropped, prompted + before.prompted, cached + before.cached
             by_position[: len(before.log_probs)] = before.log_probs
-            mask = None if mask is None else before.sampling_mask.joined(mask, turn=start)
+            mask = (
+                None
+                if mask is None
+                else present(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
+            )
         by_position[start:] = turn.log_probs
         self.trajectory = FinishedTrajectory(turn.record, by_position, mask, dropped, prompted, cached)
         self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
@@ -96,7 +101,7 @@ class Conversation:
         """Drops what lies beyond the first ``length`` tokens."""
         if length >= len(self._tokens):
             return
-        before, self._tokens = self.trajectory, self._tokens[:length]
+        before, self._tokens = present(self.trajectory, "the trajectory of earlier turns"), self._tokens[:length]
         kept = before.truncate(length)
         self.trajectory = dataclasses.replace(kept, dropped=kept.dropped + len(before.record) - len(kept.record))
 
@@ -107,6 +112,8 @@ def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, 
     What its processor made of pictures stands there already.
     """
     conversation.go_on(response["observation_tokens"])
-    trajectory = dataclasses.replace(conversation.trajectory, unperturbed=conversation.unperturbed)
+    trajectory = dataclasses.replace(
+        present(conversation.trajectory, "the trajectory"), unperturbed=conversation.unperturbed
+    )
     response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **trajectory.pack()}
     return response

@@ -7,15 +7,22 @@ the trainer with the sample, and there goes through the actor's forward without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.settings import KEY
+from perturbations.errors import present
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+
+    from ngrpo.trainers.openrlhf.objects import ExperienceMaker, RolloutActor
 
 ANSWERS, _TOKENS = 4, 16  # of each engine in each round, and in the trainer's forward; tokens of each at most
 _LONGEST_PROMPT = 512  # the forward has logits for the whole vocabulary at each token
@@ -37,7 +44,15 @@ class Turns:
         return True
 
 
-async def ask(actor: Any, prompt: list[int], params: Any, seed: int) -> UnperturbedAnswer | None:
+async def last_of(outputs: AsyncIterable[RequestOutput]) -> RequestOutput:
+    """What a request has come to in the end; vLLM tells of it as it grows."""
+    last = None
+    async for output in outputs:
+        last = output
+    return present(last, "an answer")
+
+
+async def ask(actor: RolloutActor, prompt: list[int], params: SamplingParams, seed: int) -> UnperturbedAnswer | None:
     """A short answer to a prompt, by the path of all rollouts, with the perturbation off.
 
     Args:
@@ -60,15 +75,14 @@ async def ask(actor: Any, prompt: list[int], params: Any, seed: int) -> Unpertur
     short.top_p, short.top_k, short.min_p = 1.0, 0, 0.0
     arguments = {"enabled": False, "scheduled": False, "seed": seed}
     short.extra_args = {**(short.extra_args or {}), KEY: arguments}
-    async for partial in actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), short, request_id=name):
-        output = partial
+    output = await last_of(actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), short, request_id=name))
     tokens = list(output.outputs[0].token_ids)
     taken = FinishedTrajectory.unpack(await actor.perturbation_pick_ups.take(name))
     log_probs = cut_to_answer(taken, len(tokens)).log_probs
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs)
 
 
-def gap_of(maker: Any, answers: Sequence[UnperturbedAnswer]) -> float | None:
+def gap_of(maker: ExperienceMaker, answers: Sequence[UnperturbedAnswer]) -> float | None:
     """Mean |log π_trainer − log π_rollout| of the answers' tokens.
 
     Args:

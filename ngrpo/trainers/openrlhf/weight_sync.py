@@ -17,13 +17,19 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.model_actors import model_of
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ngrpo.rollout.vllm_objects import Worker
+    from ngrpo.trainers.openrlhf.objects import ActorTrainer, RolloutActor
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -34,9 +40,12 @@ _SHARED_MEMORY = "/dev/shm"
 def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer.broadcast_to_vllm`, while the parameters have the noise that the trainer asked for."""
 
-    def broadcast_to_vllm(self: Any) -> None:
+    def broadcast_to_vllm(self: ActorTrainer) -> None:
         scale, sync = getattr(self, "policy_noise", (0.0, 0))
-        parameters, noise = dict(model_of(self.actor).named_parameters()), current_run().policy_noise
+        parameters, noise = (
+            dict(model_of(self.actor).named_parameters()),
+            present(current_run().policy_noise, "--policy_noise"),
+        )
         with noise.added(parameters, scale, sync) if scale else nullcontext():
             original(self)
 
@@ -59,7 +68,7 @@ def told_of_noise(plain: type) -> type:
 def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer._init_vllm_sync_group`: there is no group to open."""
 
-    def _init_vllm_sync_group(self: Any, backend: str) -> None:
+    def _init_vllm_sync_group(self: ActorTrainer, backend: str) -> None:
         if backend == "nccl":
             raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
 
@@ -69,7 +78,7 @@ def no_sync_group(original: Callable[..., None]) -> Callable[..., None]:
 def hand_over_weights(original: Callable[..., None]) -> Callable[..., None]:
     """`ActorPPOTrainer.broadcast_to_vllm`: every rank takes part, rank 0 writes and calls the engines."""
 
-    def broadcast_to_vllm(self: Any) -> None:
+    def broadcast_to_vllm(self: ActorTrainer) -> None:
         import ray
         import torch
 
@@ -100,7 +109,7 @@ def engine_with_file_sync(plain: type) -> type:
     return FileSyncRolloutRayActor
 
 
-def load_weights_file(worker: Any, path: str) -> int:
+def load_weights_file(worker: Worker, path: str) -> int:
     """Runs in a vLLM worker: reloads the model's weights from a safetensors file.
 
     `reload_weights` and not `load_weights`: on CPU vLLM repacks linear weights after loading, and only the
@@ -135,7 +144,7 @@ def load_weights_file(worker: Any, path: str) -> int:
     return len(names)
 
 
-def repack_tied_heads(model: Any) -> None:
+def repack_tied_heads(model: nn.Module) -> None:
     """Packs the output heads again, which `reload_weights` of vLLM 0.29 skips where they are tied.
 
     On CPU the head multiplies with a packed copy of its weight. A tied head appears in no checkpoint, so
@@ -152,7 +161,9 @@ def repack_tied_heads(model: Any) -> None:
 # --- at the end ---------------------------------------------------------------------------------------------------
 
 
-async def _then_prepared(actor: Any, update: Any, *args: Any, empty_cache: bool, **kwargs: Any) -> Any:
+async def _then_prepared(
+    actor: RolloutActor, update: Callable[..., Awaitable[Any]], *args: object, empty_cache: bool, **kwargs: object
+) -> Any:
     """A weight update of one parameter; ``empty_cache`` marks a sync's last, after which neighbors are computed anew.
 
     So their memory is taken and given back before a hybrid engine wakes its KV cache.
@@ -171,10 +182,10 @@ def prepared_engine(plain: type) -> type:
     """
 
     class PreparedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        async def update_weight(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+        async def update_weight(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
             return await _then_prepared(self, plain.update_weight, *args, empty_cache=empty_cache, **kwargs)
 
-        async def update_weight_cuda_ipc(self, *args: Any, empty_cache: bool = False, **kwargs: Any) -> Any:
+        async def update_weight_cuda_ipc(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
             return await _then_prepared(self, plain.update_weight_cuda_ipc, *args, empty_cache=empty_cache, **kwargs)
 
         async def load_weights_file(self, path: str) -> None:
@@ -187,7 +198,7 @@ def prepared_engine(plain: type) -> type:
 # --- the file -----------------------------------------------------------------------------------------------------
 
 
-def _gathered(trainer: Any, keep: bool) -> dict[str, Any]:
+def _gathered(trainer: ActorTrainer, keep: bool) -> dict[str, Any]:
     """Returns the actor's parameters on rank 0 (`keep`), an empty dict on the other ranks."""
     import deepspeed
 

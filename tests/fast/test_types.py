@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types: the shapes of annotations are checked in the tests, and how much of the packages has no type is limited."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from perturbations import density
+from perturbations.base import Proposal
+from perturbations.edit import InputEdit
+from tests.shapes import WrongShape
+
+ROOT = Path(__file__).resolve().parents[2]
+# `: Any`, and the word at all. What is left is mostly JSON, and what is passed on to upstream's functions as it came.
+ANNOTATED, ANYWHERE = 80, 880
+
+
+def test_few_values_have_no_type() -> None:
+    files = [path for package in ("perturbations", "ngrpo") for path in (ROOT / package).rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    assert sum(text.count(": Any") for text in texts) <= ANNOTATED
+    assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) <= ANYWHERE
+
+
+def test_an_edit_of_two_sizes_is_seen() -> None:
+    ids, weights = torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), 1 / 3)
+    InputEdit(ids, weights, torch.zeros(2))
+    with pytest.raises(WrongShape, match=r"sigma is torch.float32 \(3,\)"):
+        InputEdit(ids, weights, torch.zeros(3))
+    with pytest.raises(WrongShape, match=r"ids is torch\.int32"):
+        InputEdit(ids.int(), weights)
+
+
+def test_a_proposal_with_a_column_too_many_is_seen() -> None:
+    edit = InputEdit(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    with pytest.raises(WrongShape, match="tokens"):
+        Proposal(edit, torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_a_density_of_other_candidates_is_seen() -> None:
+    kept = torch.ones(2, 3, dtype=torch.bool)
+    density.normal(torch.zeros(2, 3), torch.full((2, 3), 0.3), kept)
+    with pytest.raises(WrongShape, match="kept"):
+        density.normal(torch.zeros(2, 3), torch.full((2, 3), 0.3), kept[:, :1])
