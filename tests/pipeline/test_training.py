@@ -50,13 +50,13 @@ def check(steps: list[dict[str, Any]], plain_gap: float, rate: float) -> None:
 def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm2: str) -> None:
     """KL loss to a replaying reference, gradient checkpointing, prefix caching, an evaluation that is not perturbed.
 
-    Run by the example's script, with later flags that make it smaller.
+    Run by the example's script, whose perturbation is neighbor, with later flags that make it smaller.
     """
     steps = steps_of(
         tmp_path,
         smollm2,
         *LOUD,
-        *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--perturbation.mix_temperature", "3"],
+        *["--perturbation.rate", "0.5", "--perturbation.mix_temperature", "3"],
         *["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"],
         *["--actor.gradient_checkpointing_enable", "--vllm.enable_prefix_caching", "--eval.steps", "1"],
         program=EXAMPLE,
