@@ -102,7 +102,7 @@ def of_perturbation(spec: Mapping[str, Any]) -> list[str]:
     """The overrides for a perturbation.
 
     Args:
-        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where not default.
+        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where these are not usual.
     """
     overrides = [f"+{_KEY}.{name}={hydra(value)}" for name, value in spec.items()]
     return [f"trainer.v1.trainer_mode={MODE}", *overrides]
