@@ -64,7 +64,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
             raise UsageError(f"--print verl: --{part} is of OpenRLHF's trainer. Leave it out.")
     if run.sampling.correct_mask:
         raise UsageError("--print verl: --sampling.correct_mask is of OpenRLHF's trainer. Leave it out.")
-    found = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
+    found: dict[str, Any] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
     found["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
     loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
     if loss != "vanilla":
@@ -102,7 +102,7 @@ def of_perturbation(spec: Mapping[str, Any]) -> list[str]:
     """The overrides for a perturbation.
 
     Args:
-        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where not default.
+        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where these are not usual.
     """
     overrides = [f"+{_KEY}.{name}={hydra(value)}" for name, value in spec.items()]
     return [f"trainer.v1.trainer_mode={MODE}", *overrides]

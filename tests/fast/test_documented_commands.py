@@ -48,6 +48,9 @@ ELSEWHERE = {
     r"ray start --(head|address) .*": ("begins a cluster", "tests/pipeline/test_faults.py"),
     r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),
     r"pip install --no-deps trl==[\d.]+": (NETWORK, "Makefile"),
+    r"pip install vllm==\S+ 'transformers\S+' && pip install -e '\.\[verl\]'": (GPU, "Makefile"),
+    r"pip install --no-deps verl==.*": (NETWORK, "Makefile"),
+    r"python -m verl\.trainer\.main_ppo .*": (ENGINE, "tests/verl/test_main_ppo.py"),
     r"vllm serve .*": (ENGINE, "tests/stack/test_serve.py"),
     r"(make study|bash examples/study/run\.sh .*)": (ENGINE, "tests/fast/test_study.py"),
     r"python -m ngrpo\.hardware\.torchvision_operators \S+": (NETWORK, "tests/stack/test_models.py"),
@@ -90,7 +93,7 @@ def test_make_is_called_with_targets_that_are_there() -> None:
 
 def test_modules_that_are_named_to_be_run_are_there() -> None:
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    modules = set(re.findall(r"python -m ([\w.]+)", texts)) - {"pytest"}
+    modules = set(re.findall(r"python -m ([\w.]+)", texts)) - {"pytest", "verl.trainer.main_ppo"}
     assert len(modules) > 8
     assert not [name for name in modules if not find_spec(name)]
 

@@ -39,7 +39,8 @@ def test_a_row_is_the_same_in_any_batch() -> None:
     logits, keys = inputs(37, 155)
     tokens, totals = module.sample_tokens(logits, logits, keys)
     for row in range(len(keys)):
-        token, total = module.sample_tokens(*[logits[row : row + 1]] * 2, keys[row : row + 1])
+        alone = logits[row : row + 1]
+        token, total = module.sample_tokens(alone, alone, keys[row : row + 1])
         assert token.item() == tokens[row].item() and torch.equal(total, totals[row : row + 1])
     assert torch.allclose(totals, logits.double().exp().sum(-1).log().float(), atol=1e-6)
 

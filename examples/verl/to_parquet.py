@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of `ngrpo data` in verl's layout: python examples/verl/to_parquet.py IN.jsonl OUT.parquet"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pandas
+
+
+def rows(path: Path) -> list[dict]:
+    """One row for each line with ``input`` and ``label``."""
+    problems = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        {
+            "prompt": one["input"] if isinstance(one["input"], list) else [{"role": "user", "content": one["input"]}],
+            "data_source": path.stem,
+            "reward_model": {"style": "rule", "ground_truth": str(one["label"])},
+            "extra_info": {"index": index},
+        }
+        for index, one in enumerate(problems)
+    ]
+
+
+if __name__ == "__main__":
+    pandas.DataFrame(rows(Path(sys.argv[1]))).to_parquet(sys.argv[2])
