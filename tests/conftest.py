@@ -12,7 +12,7 @@ import pytest
 
 from tests import shapes
 from tests.claims import CLAIMS
-from tests.tiny_folder import tiny_language_model
+from tests.tiny_folder import tiny_folder, tiny_language_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # Read once, when torch loads: threads that spin while they wait take a machine of two cores from the other processes.
@@ -30,8 +30,15 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
-    """A random model with SmolLM2's tokenizer: wherever the pretrained one is not the point, and for two ranks."""
-    return tiny_language_model(tmp_path_factory.mktemp("tiny"), smollm2)
+    """A small random model for two ranks: SmolLM2 has nine heads."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return tiny_folder(folder, smollm2, "llama", tie_word_embeddings=False, initializer_range=0.2)
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
+    """Wherever the pretrained model is not the point: it has that one's tokenizer, and draws of a like entropy."""
+    return tiny_language_model(tmp_path_factory.mktemp("random_model"), smollm2)
 
 
 @pytest.fixture(scope="session")

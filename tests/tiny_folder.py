@@ -14,7 +14,7 @@ def tiny_language_model(folder: Path, tokenizer_folder: str) -> str:
     """A Llama of two layers whose next token is certain at some positions and open at others, as a trained model's is.
 
     Its logits have a standard deviation of about 8, and its draws 1.3 nats of entropy. At the usual initialization all
-    of 49,152 tokens are about as likely. Two heads of each kind, so that two ranks can share it.
+    of 49,152 tokens are about as likely.
 
     Returns:
         The folder.

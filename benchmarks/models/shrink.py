@@ -106,7 +106,7 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**_MLA, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
     "deepseek_v2": {**_MLA, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
     "hy_v3": {"expert_hidden_dim": 64, "first_k_dense_replace": 1},
     "gpt_bigcode": {"num_key_value_heads": 1},
     # These have inner layers of four times the width, whatever the configuration says.

@@ -7,7 +7,8 @@
   the model's, and go to its module.
 - While the engine sleeps, nothing may read its weights.
 
-:func:`follow` is of one engine, :data:`HOOKS` of the class of all workers (`plugin.py` puts them in place).
+:func:`follow` is of one engine; ``after_update``, ``after_sleep`` and ``after_wake_up`` wrap methods of vLLM's
+``Worker`` (`plugin.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _then(act: Callable[[AttachedPerturbation], object]) -> Callable[[Callable[.
     return make
 
 
-def _then_awake(original: Callable[..., None]) -> Callable[..., None]:
+def after_wake_up(original: Callable[..., None]) -> Callable[..., None]:
     """An engine may wake in parts; without tags all of it does."""
 
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
@@ -94,11 +95,7 @@ def _then_awake(original: Callable[..., None]) -> Callable[..., None]:
     return wake_up
 
 
-HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
-    "Worker.finish_weight_update": _then(lambda attached: attached.weights_changed()),
-    # (A worker for CPUs has its own of these two, which do nothing.)
-    "Worker.sleep": _then(lambda attached: attached.weights_left()),
-    "Worker.wake_up": _then_awake,
-}
-"""Methods of ``vllm.v1.worker.gpu_worker``, and what each becomes."""
+# Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
+after_update = _then(lambda attached: attached.weights_changed())
+# (A worker for CPUs has its own of these two, which do nothing.)
+after_sleep = _then(lambda attached: attached.weights_left())

@@ -52,8 +52,9 @@ def register() -> None:
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
     _wrap("vllm.config.vllm", "VllmConfig.compute_hash", _without_seed)
     _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
-    for method, hook in new_weights.HOOKS.items():
-        _wrap("vllm.v1.worker.gpu_worker", method, hook)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", new_weights.after_update)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.sleep", new_weights.after_sleep)
+    _wrap("vllm.v1.worker.gpu_worker", "Worker.wake_up", new_weights.after_wake_up)
     _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
     _wrap("vllm.v1.engine.core", "EngineCore.add_request", _probed_first)
     _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)

@@ -95,10 +95,8 @@ def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _F
     weights = joined(widened(r.weights, "constant") for _, r in present)
     edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
     position = joined((r.positions for _, r in present), np.int64)
-    noise_keys = None
     seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
-    if edit.sigma is not None:
-        noise_keys = streams.keys(seeds, position, streams.Stream.NOISE)
+    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
     return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys, seeds)
 
 
@@ -204,10 +202,8 @@ class ReplayScope:
     def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
         # Not of the weight, which is empty between forwards under ZeRO-3.
         vocabulary, hidden = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
-        if vocabulary is None or hidden is None:
-            return
         for record in records:
-            if record is not None:
+            if record is not None and vocabulary is not None and hidden is not None:
                 record.check_model(vocabulary, hidden)
 
     def replayed(

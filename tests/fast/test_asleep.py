@@ -35,12 +35,12 @@ class Worker:
 
 def asleep() -> Worker:
     worker = Worker()
-    new_weights.HOOKS["Worker.sleep"](Worker.sleep)(worker, level=1)
+    new_weights.after_sleep(Worker.sleep)(worker, level=1)
     return worker
 
 
 def wake_up(worker: Worker, *args: Any, **kwargs: Any) -> None:
-    new_weights.HOOKS["Worker.wake_up"](Worker.wake_up)(worker, *args, **kwargs)
+    new_weights.after_wake_up(Worker.wake_up)(worker, *args, **kwargs)
 
 
 CALLS = {
@@ -69,5 +69,5 @@ def test_an_engine_that_is_awake_again_is_not(tags: tuple[Any, ...]) -> None:
 
 def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
     worker = SimpleNamespace()
-    new_weights.HOOKS["Worker.wake_up"](lambda self, tags: None)(worker, tags=None)
+    new_weights.after_wake_up(lambda self, tags: None)(worker, tags=None)
     assert vars(worker) == {}

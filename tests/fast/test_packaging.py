@@ -151,7 +151,7 @@ def test_ci_runs_what_it_says() -> None:
     steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     called = {target for step in steps for target in re.findall(r"\bmake ([\w-]+)", step)}
-    assert called == {"test-fast"} and called <= targets
+    assert called == {"lint", "test-fast"} and called <= targets
     assert "mkdocs build --strict" in steps and "ruff format --check ." in steps
     torch = re.search(r"torch==[\d.]+", (ROOT / "Makefile").read_text())[0]
     assert any(torch in step for step in steps)

@@ -36,8 +36,15 @@ def test_entry_points_exist() -> None:
     assert callable(import_module("ngrpo.cli").console)
 
 
-def test_core_needs_five_packages_only() -> None:
-    assert ast.literal_eval(keyword("install_requires")) == ["torch", "numpy", "scipy", "PyYAML", "jinja2"]
+def test_core_needs_six_packages_only() -> None:
+    assert ast.literal_eval(keyword("install_requires")) == [
+        "torch",
+        "numpy",
+        "scipy",
+        "PyYAML",
+        "jinja2",
+        "jaxtyping>=0.3,<0.4",
+    ]
 
 
 def extras() -> dict[str, list[str]]:
@@ -150,7 +157,9 @@ def test_what_make_calls_exists() -> None:
 
 def test_ci_runs_make_test() -> None:
     run = ROOT / ".ci" / "run"
-    assert run.stat().st_mode & stat.S_IXUSR and run.read_text().rstrip().endswith("make test && make test-more")
+    assert run.stat().st_mode & stat.S_IXUSR and run.read_text().rstrip().endswith(
+        "make lint && make test && make test-more"
+    )
 
 
 def test_shell_scripts_parse() -> None:

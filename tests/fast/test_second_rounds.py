@@ -57,7 +57,9 @@ def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
         assert 20 - max(map(len, WORDS)) - 1 < len(nonsense) <= 40
         assert len(asked) - len("What?") <= method.room
         drawn.add(nonsense)
-    assert len(drawn) == 60 and min(map(len, drawn)) < 23 and max(map(len, drawn)) > 37
+    assert len(drawn) == 60
+    assert min(map(len, drawn)) < 23
+    assert max(map(len, drawn)) > 37
     assert method.prompt("What?", Tokenizer(), Random(1)) == method.prompt("What?", Tokenizer(), Random(1))
     assert len(set(WORDS)) == len(WORDS) == 63
 

@@ -29,9 +29,9 @@ def test_few_values_have_no_type() -> None:
 def test_an_edit_of_two_sizes_is_seen() -> None:
     ids, weights = torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), 1 / 3)
     InputEdit(ids, weights, torch.zeros(2))
-    with pytest.raises(WrongShape, match=r"sigma is torch.float32 \(3,\)"):
+    with pytest.raises(WrongShape, match=r"sigma is torch\.float32 \(3,\)"):
         InputEdit(ids, weights, torch.zeros(3))
-    with pytest.raises(WrongShape, match="ids is torch.int32"):
+    with pytest.raises(WrongShape, match=r"ids is torch\.int32"):
         InputEdit(ids.int(), weights)
 
 

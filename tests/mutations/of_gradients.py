@@ -10,15 +10,15 @@ GRADIENTS = [
         "perturbations/strategies/gaussian.py",
         "test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
         (
-            "densities.gaussian(drawn, mean - mean.detach(), edit.sigma)",
-            "densities.gaussian(realise(edit, lookup, replayed.noise_keys).float().detach(), mean, edit.sigma)",
+            "densities.gaussian(drawn, mean - mean.detach(), sigma)",
+            "densities.gaussian(realise(edit, lookup, keys).float().detach(), mean, sigma)",
             "gaussian: the noise is a difference of what rollout and trainer computed",
         ),
     ),
     *of_file(
         "perturbations/strategies/gaussian.py",
         "test_density.py",
-        ("edit.sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
+        ("sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
     ),
     *of_file(
         "perturbations/strategies/gumbel.py",

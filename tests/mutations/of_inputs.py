@@ -192,8 +192,8 @@ MIXTURES = [
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
         ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
         (
-            "if known else blocks.logsumexp(dim=-1)",
-            "if known else blocks.amax(dim=-1)",
+            "totals = blocks.logsumexp(dim=-1)",
+            "totals = blocks.amax(dim=-1)",
             "further draws: a block by its likeliest",
         ),
         ("first + count + tokens)", "first + places)", "further draws: block and token share their noise"),

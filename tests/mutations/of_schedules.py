@@ -93,8 +93,8 @@ SCHEDULES = [
         "test_sampling_schedules_run.py",
         ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
         (
-            "self._batch.next_positions - self._store.prompts[self._batch.slots]",
-            "self._batch.next_positions",
+            "np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)",
+            "batch.next_positions",
             "the prompt's tokens count as generated",
         ),
     ),

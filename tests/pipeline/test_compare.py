@@ -19,18 +19,40 @@ from tests.pipeline.harness import ROOT, SMALL
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 # Random answers are never right: a reward in which they differ shows whether two runs are equal.
 LETTERS = ROOT / "tests" / "pipeline" / "user_files" / "first_letters.py"
-EXTRA = ["--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8", "--eval.max-tokens", "12"]
+EXTRA = [
+    "--reward.remote_url",
+    str(LETTERS),
+    "--eval.n",
+    "4",
+    "--eval.k",
+    "1,4",
+    "--eval.limit",
+    "8",
+    "--eval.max-tokens",
+    "12",
+]
 EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5", "--eval.steps", "2"]
 EXTRA += ["--report.groups", "1"]
 
 
-def start(folder: Path, tiny: str) -> subprocess.Popen:
+def start(folder: Path, random_model: str) -> subprocess.Popen:
     """The example's script, made smaller by later words."""
     small = [word for pair in SMALL.items() for word in pair]
     reward = folder.parent / "reward.py"
     reward.write_text(BROKEN)
     arms = ["--perturbations", "none,neighbor:rate=0", "--strategy", f"none --reward.remote_url={reward}"]
-    words = [str(folder), *arms, "--seeds", "0", "--model", tiny, *small, "--reward.remote_url", str(LETTERS), *EXTRA]
+    words = [
+        str(folder),
+        *arms,
+        "--seeds",
+        "0",
+        "--model",
+        random_model,
+        *small,
+        "--reward.remote_url",
+        str(LETTERS),
+        *EXTRA,
+    ]
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", "examples/compare_cpu.sh", *words],
@@ -67,9 +89,9 @@ def alive(words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> tuple[Path, dict[str, Any], str, float]:
+def compared(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> tuple[Path, dict[str, Any], str, float]:
     folder = tmp_path_factory.mktemp("compare") / "out"
-    first = start(folder, tiny)
+    first = start(folder, random_model)
     until(first, "neighbor rate=0, seed 0: starts")
     finished = (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime
     first.send_signal(signal.SIGKILL)
@@ -78,7 +100,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> tuple[Path,
     while alive(str(folder)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not alive(str(folder)), "the killed comparison's run lives on"
-    second = start(folder, tiny)
+    second = start(folder, random_model)
     output, _ = second.communicate(timeout=600)
     assert second.returncode == 1, output[-4000:]  # the broken strategy
     return folder, json.loads((folder / "results.json").read_text()), output, finished
@@ -137,7 +159,9 @@ def test_the_report_has_groups_of_both_strategies(compared: tuple[Path, dict[str
     folder, _, _, _ = compared
     kept = [path.read_text().splitlines() for path in sorted(folder.glob("runs/*/groups.jsonl"))]
     none, twin = ([json.loads(line)["rewards"] for line in lines] for lines in kept)
-    assert none == twin and len(none) == 2 and all(len(rewards) == 16 for rewards in none)
+    assert none == twin
+    assert len(none) == 2
+    assert all(len(rewards) == 16 for rewards in none)
     section = (folder / "report.html").read_text().partition('id="groups"')[2].partition("</section>")[0]
     assert section.count('<h3 class="who">') == 2 and "neighbor rate=0" in section
 

@@ -17,9 +17,9 @@ from tests.stack.harness import DISTURBED, build_engine, load_in_float32
 
 
 @pytest.fixture(scope="module")
-def model(tiny: str) -> str:
+def model(random_model: str) -> str:
     """Of the fixtures below. A file of which the pretrained model is the point has a fixture of this name itself."""
-    return tiny
+    return random_model
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_density_on_real_rollouts(engine: Any, actor: Any, name: str, options: d
 def test_gumbel_density_is_that_of_the_rollout_s_noise(engine: Any, actor: Any) -> None:
     """Before an update g(θ) is the noise that the rollout drew, here drawn again from each trajectory's seed."""
     set_perturbation(engine, "gumbel", density="gumbel")
-    rollouts = sample(engine, chat_prompts(engine)[:2], max_tokens=24, temperature=TEMPERATURE)
+    rollouts = sample(engine, chat_prompts(engine)[:2], max_tokens=64, temperature=TEMPERATURE)
     with torch.no_grad():
         got, _, _ = forward(actor, create("gumbel", density="gumbel"), rollouts)
     compared = 0
