@@ -54,7 +54,7 @@ def perturbed(plain: type) -> type:
             trajectory: dict[str, object],
             *,
             agent_name: str,
-            **kwargs: object,
+            **rest: object,
         ) -> object:
             asked = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
             params = {**sampling_params, "extra_args": {KEY: asked}}  # verl gives all of a group one dictionary
