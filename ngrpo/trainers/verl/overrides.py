@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.verl_lines import MODE
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
@@ -13,12 +13,15 @@ from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 MANAGER = "ngrpo.trainers.verl.agent_loops.PerturbedAgentLoopManager"
 _ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 _GAP_LIMIT = 10.0
 
 
-def prepare(config: Any) -> tuple[Perturbation, float, bool]:
+def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     """Reads ``config.perturbation`` and enters what verl's processes are to find in its configuration.
 
     Args:
@@ -54,11 +57,11 @@ def prepare(config: Any) -> tuple[Perturbation, float, bool]:
     return perturbation, float(limit), strict
 
 
-def _refused(config: Any, perturbation: Perturbation) -> Iterator[tuple[bool, str, str]]:
+def _refused(config: DictConfig, perturbation: Perturbation) -> Iterator[tuple[bool, str, str]]:
     """What is refused: whether this configuration asks for it, the setting, and the reason with the fix."""
     from omegaconf import OmegaConf
 
-    def value(key: str, default: Any = None) -> Any:
+    def value(key: str, default: object = None) -> Any:
         return OmegaConf.select(config, key, default=default)
 
     def off(key: str, reason: str) -> tuple[bool, str, str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -19,6 +19,10 @@ from ngrpo.trainers.verl.http_server import PerturbedReplica
 from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectories
 from perturbations.base import Perturbation
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from transfer_queue import KVBatchMeta
+
 _REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
 
 
@@ -26,7 +30,7 @@ def perturbed(plain: type) -> type:
     """The trainer, as a subclass of verl's ``PPOTrainerSync``."""
 
     class PerturbedTrainer(plain):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: DictConfig) -> None:
             verl_seams.check()
             self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
             RolloutReplicaRegistry.register("vllm", lambda: PerturbedReplica)
@@ -38,7 +42,7 @@ def perturbed(plain: type) -> type:
                 if worker.__ray_metadata__.modified_class.__ray_actor_class__ is ActorRolloutRefWorker:
                     self.role_worker_mapping[role] = ray.remote(PerturbedWorker)
 
-        def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
             batch.extra_info[KEY] = self._perturbation.spec()
             batch = super()._compute_old_log_prob(batch, metrics)
             measures = measured(batch, self._perturbation)
@@ -46,11 +50,11 @@ def perturbed(plain: type) -> type:
             metrics.update(measures)
             return batch
 
-        def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
             batch.extra_info[KEY] = self._perturbation.spec()
             return super()._compute_ref_log_prob(batch, metrics)
 
-        def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
             batch.extra_info[KEY] = self._perturbation.spec()
             batch = super()._update_actor(batch, metrics)
             if _REPLAYED not in metrics:
@@ -70,7 +74,7 @@ _NOT_REPLAYED = (
 )
 
 
-def measured(batch: Any, perturbation: Perturbation) -> dict[str, float]:
+def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]:
     """The step's measures, of rollout against replay before the update; see docs/metrics.md.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -30,10 +30,14 @@ from perturbations.errors import UsageError, present
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import CausalLMOutput
+
 KEY = "perturbation"
 """Of a batch: the spec. Of a sample's ``extra_fields``: its record. Of metrics: their prefix."""
 TOKEN_LOG_PROBS = "perturbation_token_log_probs"
 """What a forward-only pass gives beside the log-probabilities: the tokens' own, which a density takes the place of."""
+Loss = Callable[..., tuple[Tensor, dict[str, object]]]
 _PADDING = "pad"  # verl's name for samples that only fill a batch begins with it, and is else a UUID
 
 
@@ -49,7 +53,9 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
     return [_trajectory(str(name), row, *length) for name, row, *length in zip(names, fields, *lengths)]
 
 
-def _trajectory(name: str, fields: Any, prompt: int, answer: int) -> FinishedTrajectory | None:
+def _trajectory(
+    name: str, fields: dict[str, dict[str, bytes]] | None, prompt: int, answer: int
+) -> FinishedTrajectory | None:
     if name.startswith(_PADDING):
         return None
     packed = (fields or {}).get(KEY)
@@ -75,8 +81,8 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     _densities: Densities | None = None
 
     def forward_step(
-        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
-    ) -> Any:
+        self, micro_batch: TensorDict, loss_function: Loss | None, forward_only: bool
+    ) -> tuple[Tensor, dict[str, dict]]:
         """As verl's. Without a loss the tokens' own log-probabilities are added to the output, with one measures.
 
         Raises:
@@ -111,7 +117,9 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             output["model_output"].pop(TOKEN_LOG_PROBS)
         return loss, output
 
-    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: TensorDict, **kwargs: Any) -> Any:
+    def prepare_model_outputs(
+        self, output: CausalLMOutput, output_args: object, micro_batch: TensorDict, **kwargs: object
+    ) -> dict[str, Tensor]:
         """As verl's, with the densities of the forward at hand in place of the tokens' log-probabilities."""
         result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
         if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
@@ -142,13 +150,15 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         replaced = present(self._densities, "the densities of the forward").replace(logits, labels, rows)[inside]
         return torch.nested.nested_tensor_from_jagged(replaced, offsets)
 
-    def _scored(self, loss_function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def _scored(self, loss_function: Loss | None) -> Loss | None:
         """The loss, which is given what of a density enters the policy loss alone."""
         if loss_function is None or self._densities is None:
             return loss_function
         densities = self._densities
 
-        def loss(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> Any:
+        def loss(
+            model_output: dict[str, Tensor], data: TensorDict, dp_group: object = None
+        ) -> tuple[Tensor, dict[str, object]]:
             nested = model_output["log_probs"]
             offsets = nested.offsets()
             inside = _inside(offsets)
@@ -199,7 +209,7 @@ EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(ReplayingCPU
 class ReplayingTrainingWorker(TrainingWorker):
     """verl's worker of one model; without an accelerator its process group is gloo's alone."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         if get_device_name() == "cpu" and not torch.distributed.is_initialized():
             # verl 0.9.1 asks for "cpu:gloo,cpu:gloo", which torch refuses. Address and rank are in the environment.
             torch.distributed.init_process_group("gloo", init_method=os.environ.get("DIST_INIT_METHOD"))
