@@ -131,7 +131,9 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             sharded = isinstance(self.module, FSDPModule)
             if sharded:
                 self.module.unshard()
-            result["log_probs"] = self._with_densities(own, output.logits, float(micro_batch["temperature"]))
+            result["log_probs"] = self._with_densities(
+                own, present(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
+            )
             if sharded and not torch.is_grad_enabled():
                 self.module.reshard()
         return result
@@ -157,7 +159,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         densities = self._densities
 
         def loss(
-            model_output: dict[str, Tensor], data: TensorDict, dp_group: object = None
+            model_output: dict[str, NestedTensor], data: TensorDict, dp_group: object = None
         ) -> tuple[Tensor, dict[str, object]]:
             nested = model_output["log_probs"]
             offsets = nested.offsets()
