@@ -63,7 +63,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
             raise UsageError(f"--print verl: --{part} is of OpenRLHF's trainer. Leave it out.")
     if run.sampling.correct_mask:
         raise UsageError("--print verl: --sampling.correct_mask is of OpenRLHF's trainer. Leave it out.")
-    found: dict[str, Any] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
+    found: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
     found["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
     loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
     if loss != "vanilla":
