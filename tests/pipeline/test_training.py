@@ -11,7 +11,7 @@ import pytest
 
 from tests.pipeline.harness import EXAMPLE, LOUD, steps_of, train
 
-# The mean of a run without a perturbation (docs/metrics.md); the test of a further such run measures it anew.
+# The mean of a run without a perturbation (docs/troubleshooting.md); the test of a further such run measures it anew.
 BFLOAT16_GAP = 0.04
 
 
