@@ -75,7 +75,7 @@ def needing_one(self: Gumbel, replayed: Replayed) -> Tensor:
         (dict(log_density=failing), "KeyError"),
         (dict(log_density=skipping), "leaves the graph where there are no positions"),
         (dict(log_density=needing_one), "for no positions raises RuntimeError"),
-        (dict(propose=without_normalizer), "log_density() raises AttributeError"),
+        (dict(propose=without_normalizer), "log_density() raises ValueError"),
     ],
     ids=["shape", "dtype", "infinite", "batch", "raises", "skips", "no positions", "no-normalizer"],
 )
