@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ngrpo.hardware import processes
 from ngrpo.scoring.problem import Problem
@@ -98,7 +99,10 @@ def build(
     from ngrpo.hardware import profile_for
 
     profile = profile_for(hardware)
-    for name, value in {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+    environment = {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}
+    if not _has_descriptor(sys.stdout):  # vLLM 0.29 asks an engine in this process for one
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     import vllm
 
@@ -116,6 +120,14 @@ def build(
             return vllm.LLM(model, additional_config=config, **settings)
     except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
         raise UsageError(f"vLLM does not start with {settings}: {error}") from error
+
+
+def _has_descriptor(stream: TextIO) -> bool:
+    """Whether a stream is the process's own, and not one that a notebook put in its place."""
+    try:
+        return stream.fileno() >= 0
+    except (OSError, AttributeError):  # io.UnsupportedOperation is an OSError
+        return False
 
 
 def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:

@@ -46,8 +46,14 @@ def texts(folder: Path) -> dict[tuple[str, int], str]:
     return {key: row["text"] for key, row in rows(folder).items()}
 
 
-def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command: engine, samples, result, table; scored again without an engine; then nothing left to do."""
+def test_command(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole command: engine, samples, result, table; scored again without an engine; then nothing left to do.
+
+    Its output is taken as a notebook takes it: by a stream without a descriptor.
+    """
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     words = f"--model {model} --task arithmetic --limit 6 --n {N} --k 1,2,4 --max-tokens 12 --temperature 1"
     command = [*words.split(), "--out", str(tmp_path), "--vllm.dtype", "float32"]
     lines: list[str] = []
