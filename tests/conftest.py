@@ -30,7 +30,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
-    """A small random model for two ranks: SmolLM2 has nine heads."""
+    """A small random model that writes tokens of all kinds, and whose heads two ranks can divide: SmolLM2 has nine."""
     folder = tmp_path_factory.mktemp("tiny")
     return tiny_folder(folder, smollm2, "llama", tie_word_embeddings=False, initializer_range=0.2)
 

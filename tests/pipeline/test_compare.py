@@ -35,7 +35,7 @@ EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr",
 EXTRA += ["--report.groups", "1"]
 
 
-def start(folder: Path, random_model: str) -> subprocess.Popen:
+def start(folder: Path, tiny: str) -> subprocess.Popen:
     """The example's script, made smaller by later words."""
     small = [word for pair in SMALL.items() for word in pair]
     reward = folder.parent / "reward.py"
@@ -47,7 +47,7 @@ def start(folder: Path, random_model: str) -> subprocess.Popen:
         "--seeds",
         "0",
         "--model",
-        random_model,
+        tiny,
         *small,
         "--reward.remote_url",
         str(LETTERS),
@@ -89,9 +89,9 @@ def alive(words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> tuple[Path, dict[str, Any], str, float]:
+def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> tuple[Path, dict[str, Any], str, float]:
     folder = tmp_path_factory.mktemp("compare") / "out"
-    first = start(folder, random_model)
+    first = start(folder, tiny)
     until(first, "neighbor rate=0, seed 0: starts")
     finished = (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime
     first.send_signal(signal.SIGKILL)
@@ -100,7 +100,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> tup
     while alive(str(folder)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not alive(str(folder)), "the killed comparison's run lives on"
-    second = start(folder, random_model)
+    second = start(folder, tiny)
     output, _ = second.communicate(timeout=600)
     assert second.returncode == 1, output[-4000:]  # the broken strategy
     return folder, json.loads((folder / "results.json").read_text()), output, finished
