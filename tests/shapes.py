@@ -37,6 +37,7 @@ METHODS = (
 MODULES = ("perturbations.density",)
 
 
+_ANNOTATED: dict[Callable[..., Any], tuple[inspect.Signature, dict[str, Any]]] = {}
 _OFF: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_unchecked", default=False)
 
 
@@ -75,23 +76,28 @@ def _replace(owner: Any, name: str) -> None:
 
 def _checked(original: Callable[..., Any], annotated: Any) -> Callable[..., Any]:
     """``original``, whose arguments and result must be what ``annotated``, the function or its class, says."""
-    signature = inspect.signature(original)
     # By the names of the fields, inherited ones among them: each class's in its own module.
-    hints = typing.get_type_hints(annotated)
+    _ANNOTATED[original] = inspect.signature(original), typing.get_type_hints(annotated)
 
+    # Nothing in its closure but functions: the compiler has to wrap what stands there, even where it is not used.
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _OFF.get():
             return original(*args, **kwargs)
-        # One context, so that an axis has one size in all arguments and in the result.
-        with jaxtyped("context"):
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                _require(original, name, value, hints.get(name))
-            result = original(*args, **kwargs)
-            _require(original, "its result", result, hints.get("return"))
-        return result
+        return _called(original, *args, **kwargs)
 
     return function
+
+
+def _called(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    signature, hints = _ANNOTATED[original]
+    # One context, so that an axis has one size in all arguments and in the result.
+    with jaxtyped("context"):
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            _require(original, name, value, hints.get(name))
+        result = original(*args, **kwargs)
+        _require(original, "its result", result, hints.get("return"))
+    return result
 
 
 def _require(owner: Callable[..., Any], name: str, value: Any, hint: Any) -> None:
