@@ -19,7 +19,7 @@ from perturbations.options import Options
 _Class = TypeVar("_Class", bound=Options)
 GATE_OPTION = "gate."
 """What an option of the gate begins with, among the options of its perturbation."""
-_NOT_NAMES = ("base", "default", "verdict")  # files of a tree package that hold no class with a name of its kind
+_NOT_NAMES = ("base", "default")  # files of a tree package that hold no class with a name of its kind
 
 
 class Registry:

@@ -82,6 +82,16 @@ def of_policy_noise(noise: int, sync: int, parameter: str) -> int:
     return trajectory_seed("policy noise", noise, sync, parameter)
 
 
+def of_dataset_row(step: int | str, row: int | str, evaluation: bool) -> int:
+    """The seed of a row of a dataset at a training step, where the trainer numbers rows and not prompts."""
+    return trajectory_seed(str(step), str(row), str(evaluation))
+
+
+def of_row_and_prompt(tokens: Sequence[int], row: int) -> int:
+    """The seed of a prompt whose row may have no number of its own: of its token ids and what is known of the row."""
+    return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), row)
+
+
 class AnswerNumbers:
     """Numbers the answers to each prompt of a training: the same ones in every run, resumed or not."""
 

@@ -39,9 +39,9 @@ from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import present
 from perturbations.gates.default import BoundGate
-from perturbations.gates.verdict import selected
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.step import Positions, Step
+from perturbations.verdict import selected
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
 _AT_ONCE = 1024

@@ -21,9 +21,9 @@ from perturbations.compilation import Compiled, on_gpu, twice
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
-from perturbations.gates.verdict import verdict
 from perturbations.row_blocks import Summary, log_total
 from perturbations.step import Step
+from perturbations.verdict import verdict
 
 STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 """Their keys are computed on the host for all gated rows at once: on the device each takes three dozen operations."""

@@ -9,7 +9,7 @@ import torch
 from perturbations import InputEdit, Positions, Proposal, Step, create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
-from perturbations.gates.verdict import selected, verdict
+from perturbations.verdict import selected, verdict
 
 V, ROWS, PROMPT = 10, 9, 4
 PROPOSED, PROTECTED, LAST_OF_UNTIL = 1, 7, 5

@@ -280,7 +280,7 @@ MIXTURES = [
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ),
     *of_file(
-        "perturbations/gates/verdict.py",
+        "perturbations/verdict.py",
         "test_verdict.py",
         ("gate.selects(at) & wanted", "gate.selects(at)", "verdict: whoever asks is perturbed"),
         ("    opened = allowed\n", "    opened = allowed | True\n", "verdict: what top-k cut stands in the text"),

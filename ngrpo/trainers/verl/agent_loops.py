@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from ngrpo.rollout.settings import KEY
-from perturbations import registry
+from perturbations import registry, seeds
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,8 +33,8 @@ def request_arguments(
     spec = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config[KEY])
     return {
         "enabled": bool(registry.create(**spec).perturb_eval or not trajectory["validate"]),
-        "seed": trajectory_seed(
-            str(trajectory["step"]), str(trajectory["sample_index"]), str(bool(trajectory["validate"]))
+        "seed": seeds.of_dataset_row(
+            str(trajectory["step"]), str(trajectory["sample_index"]), bool(trajectory["validate"])
         ),
         "sample": session,
     }

@@ -18,9 +18,8 @@ from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import check_installed
 from ngrpo.trainers.openrlhf.rollout_actor import PickUps
 from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
-from perturbations import registry
+from perturbations import registry, seeds
 from perturbations.replay.trajectory import FinishedTrajectory
-from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,8 +60,7 @@ class PerturbedHttpServer(vLLMHttpServer):
             return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         given = dict((sampling_params.get("extra_args") or {}).get(settings.KEY) or {})
         # Rows of a dataset need not be numbered, so that the prompt itself is in the seed.
-        tokens = np.asarray(prompt_ids, dtype=np.int64).tobytes()
-        given["seed"] = trajectory_seed(tokens, given.get("seed", 0))
+        given["seed"] = seeds.of_row_and_prompt(prompt_ids, given.get("seed", 0))
         arguments = {**(sampling_params.get("extra_args") or {}), settings.KEY: given}
         output = await super().generate(
             prompt_ids, {**sampling_params, "extra_args": arguments}, request_id, *args, **kwargs
