@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pooled
+from benchmarks.publishing import Results, comparisons, markdown_table, publish
 from ngrpo.statistics import significance
 from ngrpo.statistics.estimators import pass_at_k
 from ngrpo.storage import yaml_file
-from ngrpo.storage.result_folder import read_json, write_text
 
-Results = Mapping[str, Any]
 _DRIFT = "neighbors_changed_since_start"
 
 
@@ -134,7 +132,7 @@ def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> 
             f"Pass@{ks[-1]}" if ks else "Pass@k",
             f"against {results['baseline']}",
         ]
-        lines += _table(
+        lines += markdown_table(
             [*head, "diversity before training", "shift at step 1", "neighbor sets changed at the end"],
             strategies(results),
         )
@@ -145,7 +143,7 @@ def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> 
             " difference with Holm's correction in brackets; the last column is the probability of improvement."
         )
         head = ["contrast", *tasks, "pooled", "p (corrected)", "improvement"]
-        lines += ["", *_table(head, contrasts(tasks, pairs, k))]
+        lines += ["", *markdown_table(head, contrasts(tasks, pairs, k))]
     return "\n".join(lines) + "\n"
 
 
@@ -156,23 +154,14 @@ def main() -> None:
     parser.add_argument("--contrasts", default="examples/study/contrasts.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     given = parser.parse_args()
-    folders = sorted(file.parent for file in given.study.glob("*/results.json"))
-    if not folders:
-        parser.error(f"{given.study} holds no comparison: run `make study` first")
-    tasks = {folder.name: read_json(folder / "results.json") for folder in folders}
+    tasks = comparisons(parser, given.study, "`make study`")
     pairs = yaml_file.read(given.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
     known = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
     for name, pair in pairs.items():
         missing = [strategy for strategy in pair if strategy not in known]
         if missing:
             parser.error(f"contrast {name!r}: no strategy is called {missing[0]!r}; there are {sorted(known)}")
-    for folder in folders:
-        place = given.out / folder.name
-        place.mkdir(parents=True, exist_ok=True)
-        for file in ("results.json", "report.html"):
-            shutil.copyfile(folder / file, place / file)
-    write_text(given.out / "tables.md", report(tasks, pairs))
-    print(f"{given.out / 'tables.md'}")
+    publish(given.study, given.out, list(tasks), report(tasks, pairs))
 
 
 def _last(run: Mapping[str, Any], key: str) -> list[Mapping[str, float]]:
@@ -196,10 +185,6 @@ def _between(found: Mapping[str, Any] | None, *, sign: bool = True) -> str:
 
 def _mean(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f}" if values else "–"
-
-
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 
 if __name__ == "__main__":

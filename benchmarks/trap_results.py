@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.publishing import Results, comparisons, markdown_table, publish
 from benchmarks.study import scores
-from ngrpo.storage.result_folder import read_json, write_text
 
-Results = Mapping[str, Any]
 _PARTS = 6  # of a training, for the table of what was tried
 _TRIED = "task_"
 
@@ -87,9 +85,9 @@ def report(tasks: Mapping[str, Results]) -> str:
             f" {results['untrained']['mean_at_n']:.3f}."
         )
         head = ["strategy", "Mean@n by seed", f"above {threshold:g}", "mean", f"to `{results['baseline']}`", "Fisher"]
-        lines += ["", *_table(head, ends(results))]
+        lines += ["", *markdown_table(head, ends(results))]
         head, rows = tried(results)
-        lines += ["", "Tried the better way, by steps:", "", *_table(["strategy", *head], rows)]
+        lines += ["", "Tried the better way, by steps:", "", *markdown_table(["strategy", *head], rows)]
     lines += [
         "",
         "Differences: paired by seed, 95% intervals, p of the paired t test; Fisher's exact test is of the runs",
@@ -104,23 +102,14 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    folders = sorted(file.parent for file in given.study.glob("*/results.json"))
-    if not folders:
-        parser.error(f"{given.study} holds no comparison: run examples/study2/run.sh first")
-    tasks = {folder.name: read_json(folder / "results.json") for folder in folders}
+    tasks = comparisons(parser, given.study, "examples/study2/run.sh")
     for name, results in tasks.items():
         missing = [run["id"] for run in results["runs"] if run["status"] != "done"]
         if missing:
             parser.error(f"{name}: {len(missing)} runs are not finished: {', '.join(missing[:3])}")
         if any("above" not in row for row in results["summary"]):
             parser.error(f"{name}: runs were not counted; give the comparison --threshold")
-    for folder in folders:
-        place = given.out / folder.name
-        place.mkdir(parents=True, exist_ok=True)
-        for file in ("results.json", "report.html"):
-            shutil.copyfile(folder / file, place / file)
-    write_text(given.out / "tables.md", report(tasks))
-    print(given.out / "tables.md")
+    publish(given.study, given.out, list(tasks), report(tasks))
 
 
 def _key(step: Mapping[str, float]) -> str:
@@ -137,10 +126,6 @@ def _difference(found: Mapping[str, Any] | None) -> str:
     if found["p"] is not None:
         text += f", p {found['p']:.2g} ({found.get('p_corrected', found['p']):.2g})"
     return text
-
-
-def _table(head: list[str], body: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 
 if __name__ == "__main__":
