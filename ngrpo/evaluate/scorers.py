@@ -74,13 +74,17 @@ def check_scorer(name: str) -> None:
 
 def _by_task(problem: Problem, text: str) -> Verdict:
     """The task's own reward, so that evaluation and training agree on every answer."""
-    check_scorer(problem.scorer)
-    name = problem.scorer.removeprefix(OF_TASK).partition(":")[0]
-    task = import_module(f"ngrpo.tasks.{name}")
+    task = _task(problem.scorer)
     label = problem.meta.get("label", problem.answer)
     reward = float(task.score(text, label))
     extracted = task.final_answer(text)
     return Verdict(reward, reward >= _FULL, extracted, extracted is not None)
+
+
+@lru_cache(maxsize=8)
+def _task(scorer: str) -> Any:
+    check_scorer(scorer)
+    return import_module(f"ngrpo.tasks.{scorer.removeprefix(OF_TASK).partition(':')[0]}")
 
 
 def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
