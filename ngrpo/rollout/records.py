@@ -16,6 +16,7 @@ from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from perturbations.neighbors import Drift
 
@@ -134,6 +135,23 @@ def _ask(llm: LLM, what: str, *args: object) -> Any:
         fingerprints = [""]
     check_installed(fingerprints)
     return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
+
+
+async def confirm(engine: AsyncLLM, expected: str) -> None:
+    """Has every worker of an asynchronous engine confirm what it runs.
+
+    Args:
+        engine: whose ``collective_rpc`` is awaited.
+        expected: `ngrpo.rollout.settings.fingerprint` of what was asked for.
+
+    Raises:
+        RuntimeError: where a worker runs unperturbed, or something else.
+    """
+    try:
+        fingerprints = await engine.collective_rpc("perturbation_fingerprint")
+    except Exception:
+        fingerprints = [""]  # vLLM answers a method that its workers lack with an error of its own
+    check_installed(fingerprints, expected)
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:

@@ -206,7 +206,7 @@ def trajectory_fields(parts: Mapping[str, bytes]) -> dict[str, Any]:
     Raises:
         ValueError: where bytes were cut or altered on their way.
     """
-    fields: dict[str, Any] = {"log_probs": _all_floats(unsealed(parts[LOG_PROBS], _TRAJECTORY_VERSION, LOG_PROBS))}
+    fields: dict[str, Any] = {"log_probs": unsealed(parts[LOG_PROBS], _TRAJECTORY_VERSION, LOG_PROBS).all_floats()}
     if COUNTS in parts:
         counts = unsealed(parts[COUNTS], _TRAJECTORY_VERSION, COUNTS)
         fields |= {name: counts.varint() for name in ("dropped", "prompted", "cached")}
@@ -227,11 +227,7 @@ def answer_fields(data: bytes) -> dict[str, Any]:
     """
     reader = unsealed(data, _TRAJECTORY_VERSION, "unperturbed answer")
     tokens = np.frombuffer(reader.take(4 * reader.varint()), "<i4").astype(np.int32)
-    return {"tokens": tokens, "log_probs": _all_floats(reader)}
-
-
-def _all_floats(reader: Reader) -> np.ndarray:
-    return np.frombuffer(reader.rest(), "<f4").astype(np.float32)
+    return {"tokens": tokens, "log_probs": reader.all_floats()}
 
 
 # --- numbers as bytes ---------------------------------------------------------------------------------------------
@@ -293,6 +289,10 @@ class Reader:
     def floats(self, count: int) -> np.ndarray:
         """float32, (count,)."""
         return np.frombuffer(self.take(4 * count), dtype="<f4").astype(np.float32)
+
+    def all_floats(self) -> np.ndarray:
+        """What is left, as float32."""
+        return np.frombuffer(self.rest(), dtype="<f4").astype(np.float32)
 
     def gaps(self, count: int, start: int) -> tuple[np.ndarray, np.ndarray]:
         """What :func:`gaps` wrote: ascending positions (count,) int32, and a flag of each (count,) bool.

@@ -211,7 +211,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
         async def __init__(self, **kwargs: Any) -> None:
             built.append(kwargs["additional_config"])
 
-    async def confirm(actor: Any, perturbation: Any) -> None:
+    async def confirm(engine: Any, expected: str) -> None:
         return None
 
     monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", confirm)

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
-from ngrpo.rollout.records import check_installed, of_all_workers
+from ngrpo.rollout.records import confirm, of_all_workers
 from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
     DEFERRED_PROBE,
@@ -31,7 +31,6 @@ from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
 from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
 from perturbations import registry, seeds
-from perturbations.base import Perturbation
 from perturbations.errors import present
 
 if TYPE_CHECKING:
@@ -86,16 +85,6 @@ def engine_spec(seed: int) -> dict[str, Any]:
     """
     spec = current_run().spec or registry.create("none").spec()
     return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
-
-
-async def confirm(actor: RolloutActor, perturbation: Perturbation) -> None:
-    """Raises ``RuntimeError`` unless every vLLM worker of a rollout actor runs this perturbation and the schedule."""
-    try:
-        fingerprints = await actor.llm.collective_rpc("perturbation_fingerprint")
-    except Exception:
-        # vLLM answers a method that its workers lack with an error of its own.
-        fingerprints = [""]
-    check_installed(fingerprints, fingerprint(perturbation, current_run().sampling_schedule))
 
 
 class EngineProof:
@@ -238,7 +227,7 @@ def perturbed_engine(plain: Any) -> type:
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
             await plain.__init__(self, *args, **kwargs)
             perturbation = registry.create(**spec)
-            await confirm(self, perturbation)
+            await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
             self.perturbation_proof = EngineProof(self.llm, perturbation.active)
             await self.perturbation_proof.passed()
             self.perturbation_pick_ups = PickUps(self.llm)

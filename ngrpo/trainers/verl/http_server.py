@@ -15,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
-from ngrpo.rollout.records import check_installed
+from ngrpo.rollout.records import confirm
 from ngrpo.trainers.openrlhf.rollout_actor import PickUps
 from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
 from perturbations import registry, seeds
@@ -40,11 +40,7 @@ class PerturbedHttpServer(vLLMHttpServer):
         spec = (args.additional_config or {}).get(settings.KEY)
         if spec is None:
             return
-        try:
-            fingerprints = await self.engine.collective_rpc("perturbation_fingerprint")
-        except Exception:
-            fingerprints = [""]  # vLLM answers a method that its workers lack with an error of its own
-        check_installed(fingerprints, settings.fingerprint(registry.create(**spec), None))
+        await confirm(self.engine, settings.fingerprint(registry.create(**spec), None))
         await self.engine.collective_rpc("perturbation_probe")
         self._pick_ups = PickUps(self.engine)
 
