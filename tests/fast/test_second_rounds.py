@@ -252,7 +252,7 @@ def test_prompts_of_an_evaluation_have_one_round() -> None:
     engine = SimpleNamespace(generate_responses="one", generate_in_two_rounds="two", name="engine")
     generator.vllm_engines = [engine]
     assert generator.generate_eval_samples() == "one" and generator._dispatch_prompts_to_vllm() == "two"
-    assert generator.vllm_engines == [engine] and second_round._EngineOfTwoRounds(engine).name == "engine"
+    assert generator.vllm_engines == [engine] and second_round._InTwoRounds(engine).name == "engine"
 
 
 def test_damaged_bytes_are_refused() -> None:

@@ -103,7 +103,7 @@ SCHEDULES = [
         "test_sampling_schedules_run.py",
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
         ('kwargs.get("temperature", 1.0) * self.temperature_factor', 'kwargs["temperature"]', "e3 changes nothing"),
-        ("schedule.evaluation or not self._evaluating", "True", "evaluations follow every schedule"),
+        ("schedule.evaluation or not self.evaluating", "True", "evaluations follow every schedule"),
     ),
     *of_file(
         "ngrpo/trainers/openrlhf/sampling_schedule.py",

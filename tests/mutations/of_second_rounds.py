@@ -33,7 +33,7 @@ SECOND_ROUNDS = [
             "(list(response[name]) for",
             "the prompt of the second round is trained",
         ),
-        ("if not self._one_round:", "if True:", "a second round in an evaluation"),
+        ("if self.evaluating:", "if False:", "a second round in an evaluation"),
         ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
     ),
     *of_file(

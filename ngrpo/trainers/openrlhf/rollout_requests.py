@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
+from ngrpo.trainers.openrlhf.engine_handles import StandIn, knowing_evaluations, stood_in
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
 
-class _EngineWithArguments:
-    """Stands for an engine's handle while samples are requested, and adds arguments to each request."""
+class _WithArguments(StandIn):
+    """Adds arguments to each request."""
 
     def __init__(self, engine: Any, arguments: Mapping[str, Any]) -> None:
-        self._engine, self._arguments = engine, arguments
+        super().__init__(engine)
+        self._arguments = arguments
         self.generate_responses = self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def remote(self, *, sampling_params: SamplingParams, **kwargs: Any) -> Any:
         """``engine.generate_responses.remote`` with the arguments."""
@@ -46,18 +45,10 @@ def numbered_requests(plain: type) -> type:
     ``perturb_eval`` asks for it, and follow a sampling schedule where its ``evaluation`` does.
     """
 
-    class NumberedSamplesGenerator(plain):  # type: ignore[misc, valid-type]
+    class NumberedSamplesGenerator(knowing_evaluations(plain)):  # type: ignore[misc, valid-type]
         rollout_round = 0
         temperature_factor = 1.0  # of the sampling schedule; ngrpo.trainers.openrlhf.sampling_schedule sets it
-        _evaluating = False
         _in_round = False
-
-        def generate_eval_samples(self, **kwargs: object) -> Any:
-            self._evaluating = True
-            try:
-                return super().generate_eval_samples(**kwargs)
-            finally:
-                self._evaluating = False
 
         def _generate_vllm(self, *args: object, **kwargs: object) -> Any:
             self._in_round = False
@@ -65,25 +56,21 @@ def numbered_requests(plain: type) -> type:
 
         def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: Any) -> Any:
             # Prompts that take the place of filtered ones are of the same round.
-            if not (self._in_round or self._evaluating):
+            if not (self._in_round or self.evaluating):
                 self._in_round = True
                 self.rollout_round += 1
             perturbation = current_run().perturbation
             arguments: dict[str, Any] = {"round": self.rollout_round}
-            if self._evaluating and perturbation is not None and not perturbation.perturb_eval:
+            if self.evaluating and perturbation is not None and not perturbation.perturb_eval:
                 arguments["enabled"] = False
             schedule = current_run().sampling_schedule
-            if schedule is not None and (schedule.evaluation or not self._evaluating):
+            if schedule is not None and (schedule.evaluation or not self.evaluating):
                 arguments["training_step"] = self._training_step()
                 kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
             elif schedule is not None:
                 arguments["scheduled"] = False
-            engines = self.vllm_engines
-            self.vllm_engines = [_EngineWithArguments(engine, arguments) for engine in engines]
-            try:
+            with stood_in(self, lambda engine: _WithArguments(engine, arguments)):
                 return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            finally:
-                self.vllm_engines = engines
 
         def _training_step(self) -> int:
             """The first step, from 0, that trains on the round at hand: asynchronous runs may draw several at once."""

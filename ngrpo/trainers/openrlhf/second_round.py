@@ -21,6 +21,7 @@ import torch
 from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.second_rounds.base import SecondRound
+from ngrpo.trainers.openrlhf.engine_handles import StandIn, knowing_evaluations, stood_in
 from perturbations.errors import present
 from perturbations.replay import packing
 
@@ -74,7 +75,7 @@ def _unpack_one(data: bytes | None) -> TwoRounds | None:
         return None
     reader = packing.unsealed(data, _VERSION, "what a sample carries of its two rounds")
     rewards, place = reader.floats(reader.varint()), reader.varint()
-    log_probs = np.frombuffer(reader.rest(), "<f4").astype(np.float32) if reader.varint() else None
+    log_probs = reader.all_floats() if reader.varint() else None
     return TwoRounds(rewards, place, log_probs)
 
 
@@ -187,15 +188,12 @@ async def in_two_rounds(
     return regrouped(first, every, method, random, with_log_probs=sampling_params.logprobs is not None)
 
 
-class _EngineOfTwoRounds:
-    """Stands for an engine's handle while training samples are requested."""
+class _InTwoRounds(StandIn):
+    """Asks for each prompt's answers in two rounds."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self.generate_responses = engine.generate_in_two_rounds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 # Ray pickles the classes below by value: their methods only call functions above.
@@ -221,23 +219,11 @@ def engine_of_two_rounds(plain: Any) -> type:
 def requests_of_two_rounds(plain: type) -> type:
     """`SamplesGenerator` whose training prompts, and not those of an evaluation, may have a second round."""
 
-    class TwoRoundsSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        _one_round = False
-
-        def generate_eval_samples(self, **kwargs: Any) -> Any:
-            self._one_round = True
-            try:
-                return super().generate_eval_samples(**kwargs)
-            finally:
-                self._one_round = False
-
+    class TwoRoundsSamplesGenerator(knowing_evaluations(plain)):  # type: ignore[misc, valid-type]
         def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: object) -> Any:
-            engines = self.vllm_engines
-            if not self._one_round:
-                self.vllm_engines = [_EngineOfTwoRounds(engine) for engine in engines]
-            try:
+            if self.evaluating:
                 return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            finally:
-                self.vllm_engines = engines
+            with stood_in(self, _InTwoRounds):
+                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
 
     return TwoRoundsSamplesGenerator
