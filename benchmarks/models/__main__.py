@@ -52,6 +52,8 @@ def main() -> int:
     known = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.exists() else []
     done = {cases.key(row) for row in known}
     todo = asked or [case for case in cases.in_order() if options.again or cases.key(vars(case)) not in done]
+    if options.log:
+        options.log.mkdir(parents=True, exist_ok=True)
     wrong, end = 0, time.monotonic() + options.seconds
     with Engines() as engines:
         for case in todo:
