@@ -125,22 +125,37 @@ def run(folder: Path, smollm2: str, *more: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("layout", [FIXED, PACKED], ids=["padded", "packed"])
-def test_two_steps(tmp_path: Path, smollm2: str, layout: list[str]) -> None:
-    """Before the first update and after it rollout and replay agree; the reference replays too, an evaluation not."""
-    done = run(tmp_path, smollm2, *layout, *of_perturbation(NEIGHBOR))
+def trained_steps(folder: Path, done: subprocess.CompletedProcess[str]) -> list[dict[str, float]]:
+    """The two steps of a run, in which rollout and replay agree; the last one was evaluated."""
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    steps = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [step for step in steps if "actor/grad_norm" in step]
     assert len(trained) == 2
     for step in trained:
         assert step["perturbation/gap_perturbed_max"] <= 1e-4 and step["perturbation/gap_plain_max"] <= 1e-4, step
-        assert step["training/rollout_probs_diff_max"] <= 1e-4
         assert 0.3 < step["perturbation/rate"] < 0.7 and step["perturbation/shift"] > 0.05
         assert step["actor/grad_norm"] > 0.0
+    assert any(name.startswith("val-") for name in trained[-1])
+    return trained
+
+
+@pytest.mark.parametrize("layout", [FIXED, PACKED], ids=["padded", "packed"])
+def test_two_steps(tmp_path: Path, smollm2: str, layout: list[str]) -> None:
+    """Before the first update and after it rollout and replay agree; the reference replays too, an evaluation not."""
+    trained = trained_steps(tmp_path, run(tmp_path, smollm2, *layout, *of_perturbation(NEIGHBOR)))
+    assert all(step["training/rollout_probs_diff_max"] <= 1e-4 for step in trained)
     if layout is FIXED:
         assert abs(trained[0]["actor/kl_loss"]) <= 1e-6 < trained[1]["actor/kl_loss"], "the reference did not replay"
-    assert any(name.startswith("val-") for step in steps for name in step)
+
+
+def test_a_density_and_an_advantage_under_fsdp_1(tmp_path: Path, smollm2: str) -> None:
+    """The token's log-probability is measured, and the density trained: before an update its ratio is 1."""
+    density = of_perturbation({"name": "multiplex", "density": "joint", "rate": 0.5})
+    one = [f"actor_rollout_ref.{role}.strategy=fsdp" for role in ROLES]
+    advantage = ["algorithm.adv_estimator=rs_grpo", "+advantage.beta=2"]
+    trained = trained_steps(tmp_path, run(tmp_path, smollm2, *FIXED, *density, *one, *advantage))
+    assert all(abs(step["actor/ppo_kl"]) <= 1e-5 for step in trained)
+    assert abs(trained[0]["actor/kl_loss"]) <= 1e-6
 
 
 def test_a_run_that_would_not_perturb_does_not_start(tmp_path: Path, smollm2: str) -> None:
