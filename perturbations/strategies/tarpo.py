@@ -33,9 +33,7 @@ class TARPO(Perturbation):
     reads_hidden = True
 
     k: int = option(10, "likeliest tokens in the mixture", low=1)
-    bias: float = option(
-        4.6, "by how much the router's logit of the token exceeds that of the mixture at the start", low=-20.0, high=20.0
-    )
+    bias: float = option(4.6, "the router's logit of the token at the start; the mixture's is 0", low=-20.0, high=20.0)
     decision_weight: float = option(0.1, "weight of log π of the decision beside log π of the token", low=0.0)
     router_lr: float | None = option(1e-4, "learning rate of the router; none for the policy's", above=0.0)
     density: str = option(
@@ -51,8 +49,9 @@ class TARPO(Perturbation):
         Fed is the token where d = 0, and Σ_v p_v E[v] / Σ_v p_v over the k likeliest tokens where d = 1. The sampled
         token goes first, and its weight of 1 or 0 is the decision, which the density reads there.
         """
-        router, hidden = cast(Router, present(step.module, "the router")), present(step.hidden, _NO_HIDDEN)
-        latent = torch.softmax(router.head(hidden), dim=-1)[:, 1:] > step.uniform(1)
+        hidden = present(step.hidden, _NO_HIDDEN)
+        router = cast(Router, present(step.module, "the router"))
+        latent = router.log_probs(hidden)[:, 1:].exp() > step.uniform(1)
         values, ids = step.top(self.k)
         mixture = nn.functional.pad(torch.softmax(values, dim=-1), (1, 0))
         alone = nn.functional.pad(torch.ones_like(values[:, :1]), (0, self.k))
@@ -61,7 +60,8 @@ class TARPO(Perturbation):
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """λ log π of the decisions, (N,), with gradient to the router and, through the hidden state, to the policy."""
-        router, hidden = cast(Router, present(replayed.module, "the router")), present(replayed.hidden, _NO_HIDDEN)
+        hidden = present(replayed.hidden, _NO_HIDDEN)
+        router = cast(Router, present(replayed.module, "the router"))
         decided = (replayed.edit.weights[:, :1] == 0.0).long()
         return self.decision_weight * router.log_probs(hidden).gather(-1, decided).squeeze(-1)
 
