@@ -56,7 +56,9 @@ def test_what_is_trained_reaches_the_rollout(engine: Any, routed: Any, tmp_path:
         token_gap, gap, count, latent = compare(routed, rollouts, seen)
         assert max(token_gap, gap) <= 1e-4, (token_gap, gap)
         assert count == len(seen) and 0.2 * count < latent < 0.8 * count
-        assert len({round(pair[0], 3) for pair in seen.values()}) > 0.5 * count, "each position has its own hidden state"
+        assert len({round(pair[0], 3) for pair in seen.values()}) > 0.5 * count, (
+            "each position has its own hidden state"
+        )
         assert gaps(routed, rollouts, replay=False, temperature=TEMPERATURE).max() > 1e-2
         asked = len(seen)
         first = {"record": rollouts[0].record.to_bytes()}
