@@ -155,7 +155,7 @@ def hrpo_truth(perturbation: Any, model: Model, parameters: dict[str, Tensor]) -
 
 
 def tarpo_truth(perturbation: Any, parameters: dict[str, Tensor]) -> Callable[[Tensor, Tensor], Branches]:
-    """Each token with its own embedding and with the mixture, by softmax(W h + b); log π of the decision counts λ times.
+    """Each token with its own embedding and with the mixture, by softmax(W h + b); log π(decision) counts λ times.
 
     Of two rows of D = 2 the head has a left inverse: h follows from z̃.
     """
