@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ngrpo.rollout import last_hidden, new_weights, runner_v1, runner_v2
+from ngrpo.rollout import new_weights, output_layer, runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
     find_input_embedding,
@@ -118,7 +118,7 @@ class AttachedPerturbation:
             hook.remove()
         self._hooks = []
         if perturbation.reads_hidden:
-            self._hooks = last_hidden.follow(self._runner.get_model(), lambda found: self.perturber.computed(found))
+            self._hooks = output_layer.follow(self._runner.get_model(), lambda found: self.perturber.computed(found))
 
     def fingerprint(self) -> str:
         """What this worker does to its rollouts, to be compared with what a run asked for."""

@@ -29,7 +29,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"name": "moi"}, True),
     ({"name": "selar"}, True),
     ({"name": "hrpo"}, True),
-    ({"name": "tarpo", "bias": 0.0}, True),
+    ({"name": "tarpo", "density": "token"}, True),
     ({"name": "multiplex"}, True),
     ({"name": "gaussian"}, True),
     ({"name": "gaussian", "base": "soft"}, True),
