@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cuda_without_gpu.simulated import Plan, simulate
 from ngrpo.trainers.openrlhf.density_loss import densities
 from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import ReplayRecord, check_perturbation, create, parameters, streams
@@ -24,6 +25,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.replay.last_hidden import LastHidden
 from perturbations.replay.scope import ReplayScope
+from perturbations.strategies import tarpo
 from perturbations.strategies.tarpo import Router
 from perturbations.testing.density_check import replayed
 
@@ -210,6 +212,14 @@ def test_what_is_missing_or_does_not_fit_is_said() -> None:
     given = replayed(step, proposal, step.logits)
     with pytest.raises(ValueError, match="the last hidden states that the router reads is missing"):
         create("tarpo").log_density(dataclasses.replace(given, hidden=None))
+
+
+@pytest.mark.more
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
+def test_the_gated_rows_are_routed_by_their_own_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the positions of a batch on a pretended GPU, with a router that the hidden state moves: each as alone."""
+    monkeypatch.setattr(tarpo, "_SPREAD", 0.3)
+    simulate(create("tarpo", bias=0.0, rate=0.5), Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5), count=5)
 
 
 @pytest.mark.parametrize("name", ["hrpo", "tarpo"])
