@@ -18,6 +18,7 @@ from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 from tests.stack.routed import TEMPERATURE, compare, decisions, replayed
 from tests.stack.scheduling import note_preemptions
 from tests.stack.test_hrpo import sync
+from tests.two_ranks import run_two_ranks
 
 pytestmark = [pytest.mark.stack, pytest.mark.more]
 
@@ -97,3 +98,9 @@ def test_either_runner_with_asynchronous_scheduling(model: str, routed: Any, tmp
     token_gap, gap, count, latent = compare(routed, rolled["rollouts"], rolled["seen"])
     assert max(token_gap, gap) <= 1e-4, (token_gap, gap)
     assert count == len(rolled["seen"]) == 18 and 3 <= latent <= 15
+
+
+@pytest.mark.slow
+def test_two_ranks_under_zero_2_and_3() -> None:
+    """In processes of their own; also where a rank was asked nothing."""
+    run_two_ranks("tests.stack.zero_router")
