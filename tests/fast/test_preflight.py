@@ -306,8 +306,9 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(set(available()) - {"none"}))
 def test_importance_sampling_goes_with_every_perturbation_without_a_density(name: str, level: str) -> None:
     words = [*MODEL, "--algo.advantage.is_correction_level", level]
-    check_flags(words, run_of(perturbation=create(name).spec()))
-    for density in next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ()):
+    densities = next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ())
+    check_flags(words, run_of(perturbation=create(name, **({"density": "token"} if densities else {})).spec()))
+    for density in densities:
         settings = run_of(perturbation=create(name, density=density).spec())
         if density != "token":
             with pytest.raises(UsageError, match=r"is_correction_level .* cannot be used with the density"):

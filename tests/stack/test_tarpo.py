@@ -88,7 +88,7 @@ def test_preemption_asks_nothing_again(model: str, routed: Any) -> None:
     assert max(token_gap, gap) <= 1e-4 and count == len(seen) and 0.3 * count < latent < 0.7 * count
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", [pytest.param("V1", marks=pytest.mark.slow), "V2"])
 def test_either_runner_with_asynchronous_scheduling(model: str, routed: Any, tmp_path: Path, runner: str) -> None:
     target = tmp_path / "rolled.pickle"
     run_module("tests.stack.tarpo_rollout", runner, model, str(target), timeout=400.0)
