@@ -85,17 +85,17 @@ def _batches(size: int) -> Iterator[tuple[str, _Batch]]:
 
 def _check(made: Advantage, label: str, batch: _Batch) -> None:
     where = f"{made.name}, {label}:"
-    check_answers(where, "formula()", partial(_answer, made, where), batch, given="", draws=_NO_DRAWS)
+    check_answers(where, "formula()", partial(_answer, made, where), batch, prefix="", draws=_NO_DRAWS)
 
 
 def _answer(made: Advantage, where: str, batch: _Batch) -> Tensor:
     fix = "It must answer for any rewards in [0, 1]."
-    found = answered(f"{where} formula()", lambda: made.compute(batch.rewards, batch.counts), fix)
-    check_tensor(f"{where} what formula() returns", found, tuple(batch.rewards.shape), torch.float32, _DEVICE)
-    broken = found[~torch.isfinite(found)].tolist()
+    advantages = answered(f"{where} formula()", lambda: made.compute(batch.rewards, batch.counts), fix)
+    check_tensor(f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, _DEVICE)
+    broken = advantages[~torch.isfinite(advantages)].tolist()
     fix = "Clamp before divisions: the rewards of a group may all be equal."
     require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
-    return found
+    return advantages
 
 
 def _check_steps(made: Advantage) -> None:
@@ -103,21 +103,21 @@ def _check_steps(made: Advantage) -> None:
     for step in _STEPS:
         where = f"{made.name}: at_step({step})"
         fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
-        found = answered(where, partial(made.at_step, step), fix)
-        require(isinstance(found, Advantage), f"{where} is a {type(found).__name__}.", fix)
+        later = answered(where, partial(made.at_step, step), fix)
+        require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 
 
 def _check_flags(made: Advantage) -> None:
     """Asked before a training starts, with the flags that it was given."""
-    given = Flags(["--rollout.n_samples_per_prompt", str(_group_size(made))])
+    flags = Flags(["--rollout.n_samples_per_prompt", str(_group_size(made))])
     fix = (
         "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
     )
-    found = answered(f"{made.name}: flags()", partial(made.flags, given), fix)
-    wrong = not isinstance(found, dict) or [name for name, value in found.items() if not _is_flag(name, value)]
-    require(not wrong, f"{made.name}: flags() gives {found!r:.200}.", fix)
+    defaults = answered(f"{made.name}: flags()", partial(made.flags, flags), fix)
+    wrong = not isinstance(defaults, dict) or [name for name, value in defaults.items() if not _is_flag(name, value)]
+    require(not wrong, f"{made.name}: flags() gives {defaults!r:.200}.", fix)
     fix = "It must give a list of texts, each a warning for the user; an empty one for none."
-    notes = answered(f"{made.name}: notes()", partial(made.notes, given), fix)
+    notes = answered(f"{made.name}: notes()", partial(made.notes, flags), fix)
     texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
     require(texts, f"{made.name}: notes() gives {notes!r:.200}.", fix)
 

@@ -81,13 +81,13 @@ def carry(old: ExactIndex, new: ExactIndex) -> None:
 
 def _scored_again(old: ExactIndex, new: ExactIndex) -> tuple[Tensor, Tensor]:
     """The old sets with the scores of the new weights, in order: (V, k) each."""
-    found = []
+    blocks = []
     for tokens in torch.arange(old._size, device=old._device).split(new._pairs.block):
         ids = old._ids[tokens].long()
         pairs = torch.arange(len(tokens), device=ids.device).repeat_interleave(ids.shape[1])
         scores = new._pairs.of(tokens, new._shard.lookup(tokens), pairs, ids.flatten())
-        found.append(order(ids, scores.view_as(ids)))
-    ids, scores = (torch.cat(parts) for parts in zip(*found))
+        blocks.append(order(ids, scores.view_as(ids)))
+    ids, scores = (torch.cat(parts) for parts in zip(*blocks))
     return ids, scores
 
 

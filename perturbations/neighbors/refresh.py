@@ -119,10 +119,10 @@ class Neighborhood(NeighborIndex):
         """See :meth:`NeighborIndex.query`."""
         if k > self._index.width and self._outlived:
             self._index = self._built()
-        found = self._index.query(token_ids, k)
+        nearest = self._index.query(token_ids, k)
         self._asked.index_fill_(0, token_ids, True)
         self._k = k
-        return found
+        return nearest
 
     def precompute(self, k: int) -> None:
         """See :meth:`NeighborIndex.precompute`."""
