@@ -50,19 +50,19 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
             f" {', '.join(name for name, known in KINDS.items() if known.suite)}. Run the test that ngrpo new wrote"
             " beside the file."
         )
-    name, *given = words if kind is None else words[1:]
+    name, *arguments = words if kind is None else words[1:]
     kind = kind or KINDS["perturbation"]
-    broken, told = 0, set()
-    for title, error in kind.inspect(name, **_options(given)):
+    broken, problems = 0, set()
+    for title, error in kind.inspect(name, **_options(arguments)):
         print(f"{'ok   ' if error is None else 'WRONG'}  {title}")
         if error is None:
             continue
         broken += 1
         what = error.what.partition(f"{_STEP.sub('', title)}: ")
-        if (what[2] or what[0], error.fix) in told:
+        if (what[2] or what[0], error.fix) in problems:
             print("       as above")
             continue
-        told.add((what[2] or what[0], error.fix))
+        problems.add((what[2] or what[0], error.fix))
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:

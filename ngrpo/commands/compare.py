@@ -205,9 +205,9 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Scree
         out = str(folder.path / "diagnosis")
         steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
     for name, what, words in steps:
-        found = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
-        known = {row["name"] for row in (found or {}).get("strategies", [])}
-        if found is not None and (name == "untrained" or known >= {arm.perturbation for arm in plan.arms}):
+        document = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
+        known = {row["name"] for row in (document or {}).get("strategies", [])}
+        if document is not None and (name == "untrained" or known >= {arm.perturbation for arm in plan.arms}):
             continue
         view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
         try:

@@ -131,24 +131,24 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         openrlhf_parser.print_help()
         return 0
     words = parse.with_files(words)
-    asked = parse.run_config(words)
+    config = parse.run_config(words)
     if Flags(words).has(parse.PRINT):
-        return print_for(Flags(words).value(parse.PRINT), asked)
+        return print_for(Flags(words).value(parse.PRINT), config)
     gib = Flags(words).value(parse.DRY_RUN)
     if gib is not None:
-        return dry_run(asked, gib or "true")
-    hardware = profile_for(asked.hardware).name
-    for note in (*asked.notes, *_hardware_notes(hardware)):
+        return dry_run(config, gib or "true")
+    hardware = profile_for(config.hardware).name
+    for note in (*config.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
-    folder = folder_for(asked.run_dir, "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2])
-    asked = replace(asked, run_dir=str(folder))
-    complete = _prepare(asked, folder, report)
-    asked.write(folder / FILE)
+    folder = folder_for(config.run_dir, "none" if config.spec is None else config.spec["name"].rpartition(":")[2])
+    config = replace(config, run_dir=str(folder))
+    complete = _prepare(config, folder, report)
+    config.write(folder / FILE)
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
-    started = replace(asked, openrlhf=tuple(complete.words), hardware=hardware, run_dir=str(folder.absolute()))
+    started = replace(config, openrlhf=tuple(complete.words), hardware=hardware, run_dir=str(folder.absolute()))
     try:
-        with progress.into_file(Path(asked.log_file).expanduser()) if asked.log_file else nullcontext():
+        with progress.into_file(Path(config.log_file).expanduser()) if config.log_file else nullcontext():
             launch.launch(started)
     except launch.TrainingFailed as error:
         report(f"training failed: {error}")
@@ -199,16 +199,16 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
     return run_checks(checks) if checks_only else show(rules.shown(flags, run), run, gpu_gib=_gib(gib), checks=checks)
 
 
-def _gib(given: str) -> float | None:
+def _gib(text: str) -> float | None:
     """The GiB of ``--dry-run``; None where it stood alone."""
-    if given.lower() == "true":
+    if text.lower() == "true":
         return None
     try:
-        gib = float(given)
+        gib = float(text)
     except ValueError:
         gib = 0.0
     if not 0.0 < gib < float("inf"):
-        raise UsageError(f"{parse.DRY_RUN} {given}: GiB of one GPU, a number greater than 0, or the flag alone.")
+        raise UsageError(f"{parse.DRY_RUN} {text}: GiB of one GPU, a number greater than 0, or the flag alone.")
     return gib
 
 
@@ -239,9 +239,9 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
 
 def _notes(complete: Flags, run: RunConfig) -> list[str]:
     """What the advantage, the sampling, the datasets' labels and the perturbation's entry in the loss warn of."""
-    given = Flags(run.openrlhf)
-    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(given)]
-    return [*notes, *preflight.dataset_notes(given), *entry_check.notes(complete, run)]
+    flags = Flags(run.openrlhf)
+    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(flags)]
+    return [*notes, *preflight.dataset_notes(flags), *entry_check.notes(complete, run)]
 
 
 def _hardware_notes(hardware: str) -> list[str]:

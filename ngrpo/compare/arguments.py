@@ -55,13 +55,13 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     Raises:
         UsageError: for anything that could not be run.
     """
-    given, groups, train = _sorted(words)
+    options, groups, train = _sorted(words)
     rest = Flags(train)
     model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
     # Of the comparison, so that the diagnosis draws with them too.
     rest = rest.with_defaults(packaged.training_flags(model))
-    single = {name: values[-1] for name, values in given.items() if name not in _REPEATED}
-    sweeps, lines = given.get("sweep", []), given.get("strategy", [])
+    single = {name: values[-1] for name, values in options.items() if name not in _REPEATED}
+    sweeps, lines = options.get("sweep", []), options.get("strategy", [])
     if not (single.get("perturbations") or sweeps or lines):
         raise UsageError("nothing to compare: name strategies with --perturbations none,neighbor (see: ngrpo list).")
     bases = _listed(single, "base")
@@ -167,23 +167,23 @@ def _listed(single: Mapping[str, str], name: str) -> list[str]:
 
 
 def _seeds(parts: Sequence[str]) -> tuple[int, ...]:
-    given = f"--seeds {','.join(parts)!r}"
+    flag = f"--seeds {','.join(parts)!r}"
     for part in parts:
         if not part.isdecimal():
-            raise UsageError(f"{given}: {part!r} must be a whole number of at least 0, for example 0,1,2.")
+            raise UsageError(f"{flag}: {part!r} must be a whole number of at least 0, for example 0,1,2.")
     seeds = tuple(map(int, parts))
     if len(set(seeds)) < len(seeds):
-        raise UsageError(f"{given}: a seed is given twice; give different ones.")
+        raise UsageError(f"{flag}: a seed is given twice; give different ones.")
     return seeds
 
 
-def _baseline(wanted: str | None, arms: Sequence[Arm]) -> str:
+def _baseline(name: str | None, arms: Sequence[Arm]) -> str:
     ids = [arm.id for arm in arms]
-    if wanted is None:
+    if name is None:
         return next((arm.id for arm in arms if arm.name == BASELINE), ids[0])
-    if wanted not in ids:
-        raise UsageError(f"--baseline {wanted!r} is none of the strategies.{nearest(wanted, ids)} They are: {ids}.")
-    return wanted
+    if name not in ids:
+        raise UsageError(f"--baseline {name!r} is none of the strategies.{nearest(name, ids)} They are: {ids}.")
+    return name
 
 
 def _threshold(text: str | None, evaluation: Sequence[str] | None) -> float | None:
@@ -222,21 +222,21 @@ def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
     return rest.with_defaults({**_values_of(evaluation, alike), "--ckpt.best_metric_key": "none"})
 
 
-def _values_of(given: Flags, alike: Mapping[str, str]) -> dict[str, str]:
+def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
     """What flags are given as, under the names that the same settings have elsewhere: ``{there: here}``."""
-    return {there: value for there, here in alike.items() if (value := given.value(here)) is not None}
+    return {there: value for there, here in alike.items() if (value := flags.value(here)) is not None}
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     if not options.has("--data", "--task"):
         options = options.with_defaults(_source(rest, "--data.prompt_dataset"))
     # As the rollouts of the training are drawn.
-    drawn = {
+    alike = {
         "--max-tokens": "--rollout.max_new_tokens",
         "--temperature": "--rollout.temperature",
         "--top-p": "--rollout.top_p",
     }
-    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **_values_of(rest, drawn)})
+    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **_values_of(rest, alike)})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")

@@ -150,9 +150,9 @@ def _crossed(
     """Each arm with each value, where it has none of its own."""
     result = []
     for arm in arms:
-        given = getattr(arm, part)
-        fits = key not in given and only(arm, key)
-        differences: list[dict[str, Any]] = [{part: {**given, key: value}} for value in values]
+        spec = getattr(arm, part)
+        fits = key not in spec and only(arm, key)
+        differences: list[dict[str, Any]] = [{part: {**spec, key: value}} for value in values]
         result += [replace(arm, **difference) for difference in differences] if fits else [arm]
     return result
 

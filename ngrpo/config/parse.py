@@ -116,15 +116,15 @@ def with_files(words: Sequence[str]) -> list[str]:
     Raises:
         UsageError: for a file that cannot be read.
     """
-    given = Flags(words)
-    found, files = Flags(), [value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)]
+    flags = Flags(words)
+    of_files, files = Flags(), [value for flag in flags if flag.name == CONFIG_FILE for value in flag.values or ("",)]
     if not files:
         return list(words)
     for file in files:
-        found = _in_place_of(found, _of_file(file))
-    rest = given.without(CONFIG_FILE)
-    off = {flag.name for flag in found if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
-    return [*_in_place_of(found, rest).without(*off - {flag.name for flag in rest}).words]
+        of_files = _in_place_of(of_files, _of_file(file))
+    rest = flags.without(CONFIG_FILE)
+    off = {flag.name for flag in of_files if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
+    return [*_in_place_of(of_files, rest).without(*off - {flag.name for flag in rest}).words]
 
 
 def _of_file(file: str) -> Flags:
@@ -243,16 +243,16 @@ def _spec_of(ours: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
     """The replay buffer's spec, taken out of the options; a flag overrides the same line of the file."""
-    given: dict[str, Any] = {}
+    spec: dict[str, Any] = {}
     for source, prefix in ((options, REPLAY_BUFFER.removeprefix(f"{PERTURBATION}.")), (ours, REPLAY_BUFFER)):
-        found = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
-        given |= {key[len(prefix) + 1 :]: source.pop(key) for key in found}
-    if not given:
+        keys = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
+        spec |= {key[len(prefix) + 1 :]: source.pop(key) for key in keys}
+    if not spec:
         return None
-    name = given.pop("", None)
+    name = spec.pop("", None)
     if not isinstance(name, str):
         raise UsageError(f"{REPLAY_BUFFER} needs a name ({', '.join(registry.buffers.available())} or ./file.py:Name).")
-    return registry.buffers.create(name, **given).spec()
+    return registry.buffers.create(name, **spec).spec()
 
 
 def _switch(flag: str, value: str) -> bool:
@@ -283,8 +283,8 @@ def _perturbation(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The perturbation's spec, with the warnings about it; a flag overrides the same line of the file."""
     name = ours.get(PERTURBATION, options.pop("name", None))
-    given = _options(ours, PERTURBATION)
-    options = {**options, **given}
+    from_flags = _options(ours, PERTURBATION)
+    options = {**options, **from_flags}
     if name is None:
         if options:
             first = next(iter(options))
@@ -294,7 +294,9 @@ def _perturbation(
                 " (see: ngrpo list)."
             )
         return None, []
-    options |= dict.fromkeys(_switches(str(name), options, [key for key in given if given[key] is None]), True)
+    options |= dict.fromkeys(
+        _switches(str(name), options, [key for key in from_flags if from_flags[key] is None]), True
+    )
     try:
         made, notes = KINDS["perturbation"].checked(str(name), options)
     except UsageError as error:
@@ -306,10 +308,10 @@ def _perturbation(
 def _switches(name: str, options: Mapping[str, Any], alone: Sequence[str]) -> list[str]:
     """Those of the flags that stood alone which the perturbation has; raises ``UsageError`` where one is no switch."""
     known = option_fields(name, options)
-    found = {option: known[option] for option in alone if option in known}
-    for option, (owner, field) in found.items():
+    switches = {option: known[option] for option in alone if option in known}
+    for option, (owner, field) in switches.items():
         _check_switch(f"{PERTURBATION}.{option}", owner, field.name)
-    return list(found)
+    return list(switches)
 
 
 def _check_switch(flag: str, owner: type, field: str) -> None:

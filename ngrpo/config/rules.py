@@ -163,16 +163,16 @@ def completed(run: RunConfig) -> Flags:
     Raises:
         UsageError: for flags that make no run, whatever the machine and the data.
     """
-    given = Flags(run.openrlhf)
-    check("given", given, run)
-    given = parse.replace_model_names(given, packaged.check_name)
-    given = given.with_defaults(packaged.training_flags(given.value("--actor.model_name_or_path")))
-    given = given.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
+    flags = Flags(run.openrlhf)
+    check("given", flags, run)
+    flags = parse.replace_model_names(flags, packaged.check_name)
+    flags = flags.with_defaults(packaged.training_flags(flags.value("--actor.model_name_or_path")))
+    flags = flags.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
     for kind in beside_perturbation():
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
-            given = given.with_defaults(part.flags(given))
-    complete = presets.applied(given, run.preset, run.advantage)
+            flags = flags.with_defaults(part.flags(flags))
+    complete = presets.applied(flags, run.preset, run.advantage)
     check("complete", complete, run)
     return complete
 

@@ -80,8 +80,8 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, flags: Flags) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not cut."""
-    drawn = {name: value for name, value in sampling.spec().items() if name != "mask_gib"}
-    return {**_openrlhf(flags), **drawn}
+    spec = {name: value for name, value in sampling.spec().items() if name != "mask_gib"}
+    return {**_openrlhf(flags), **spec}
 
 
 def _openrlhf(flags: Flags) -> dict[str, float]:

@@ -50,7 +50,7 @@ class Probe(Perturbation):
         """The sampled tokens, unchanged."""
         if COLLECTION.wanted:
             for row, token in enumerate(step.logits.argmax(dim=-1).tolist()):
-                kept = COLLECTION.rows.get(token)
-                if kept is not None and len(kept) < COLLECTION.wanted[token]:
-                    kept.append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
+                rows = COLLECTION.rows.get(token)
+                if rows is not None and len(rows) < COLLECTION.wanted[token]:
+                    rows.append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
         return Proposal(one_hot(step.sampled), step.sampled)

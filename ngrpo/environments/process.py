@@ -40,10 +40,10 @@ def check(environment: str) -> None:
         raise UsageError(f"--task verifiers:{environment}: the package verifiers is not installed. Run: {INSTALL}")
     module, name = module_of(environment)
     try:
-        found = all(part.isidentifier() for part in module.split(".")) and find_spec(module) is not None
+        exists = all(part.isidentifier() for part in module.split(".")) and find_spec(module) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise UsageError(
             f"--task verifiers:{environment}: there is no installed module {module!r}. Install the environment's"
             " package, or put the folder of your own file into PYTHONPATH."

@@ -56,7 +56,7 @@ def read(path: Path, *, metric: str | None = None, chosen_filter: str | None = N
         of_problem: dict[str, dict[Any, float]] = defaultdict(dict)
         for row in rows:  # of two with the same number the first counts
             of_problem[str(row["problem"])].setdefault(row.get("sample"), float(bool(row["correct"])))
-        scores = {problem: tuple(found.values()) for problem, found in of_problem.items()}
+        scores = {problem: tuple(entries.values()) for problem, entries in of_problem.items()}
         return SampleFile(name, "correct", scores)
     if not all("doc_id" in row for row in rows):
         raise UsageError(
@@ -68,7 +68,7 @@ def read(path: Path, *, metric: str | None = None, chosen_filter: str | None = N
     answers: dict[str, list[float]] = defaultdict(list)
     for row, problem in zip(rows, _problems(rows)):
         answers[problem].append(_score(file, row, metric))
-    return SampleFile(name, metric, {problem: tuple(found) for problem, found in answers.items()})
+    return SampleFile(name, metric, {problem: tuple(entries) for problem, entries in answers.items()})
 
 
 def _in_folder(folder: Path) -> Path:

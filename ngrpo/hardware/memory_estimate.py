@@ -77,11 +77,11 @@ def _activations(role: str, size: ModelSize, args: Mapping[str, Any]) -> Part:
     """What the backward pass needs of the forward pass, at the longest that samples can be."""
     tokens, layer = _tokens("train", args), size.saved_bytes_per_token
     if args["actor.gradient_checkpointing_enable"]:
-        kept, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
+        terms, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
     else:
-        kept, of_layers = f"{size.layers} × {layer}", size.layers * layer
+        terms, of_layers = f"{size.layers} × {layer}", size.layers * layer
     logits = 0 if role == "critic" else _LOGIT_WITH_GRADIENT * size.vocabulary
-    formula = f"{tokens} tokens × ({kept}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
+    formula = f"{tokens} tokens × ({terms}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
     return Part(f"{role}: activations", formula, (0, 0, tokens * (of_layers + logits), 0))
 
 

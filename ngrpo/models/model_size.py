@@ -137,7 +137,7 @@ def _cached(name: str) -> str | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return found if isinstance(found, str) else None
+    return path if isinstance(path, str) else None

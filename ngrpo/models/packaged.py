@@ -180,14 +180,14 @@ def fingerprint(model: str) -> str | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".json")):
         size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
+        digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
             content.seek(max(0, size - _FINGERPRINT) // 2)
-            found.update(content.read(_FINGERPRINT))
-    return found.hexdigest()[:16]
+            digest.update(content.read(_FINGERPRINT))
+    return digest.hexdigest()[:16]
 
 
 def training_flags(name: str | None) -> Mapping[str, str]:

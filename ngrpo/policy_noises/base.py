@@ -53,7 +53,7 @@ class PolicyNoise(Options, ABC):
         """Whether :meth:`scale` needs the divergence, and so the rollouts' log-probabilities."""
         return False
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         return {}
 
@@ -73,9 +73,9 @@ class PolicyNoise(Options, ABC):
         """
         chosen = {name: parameter for name, parameter in parameters.items() if self.selects(name)}
         if not chosen:
-            shown = ", ".join(list(parameters)[:4])
+            names = ", ".join(list(parameters)[:4])
             raise UsageError(
-                f"--policy_noise {self.name}: none of the model's parameters ({shown}, …) is one that it is made for."
+                f"--policy_noise {self.name}: none of the model's parameters ({names}, …) is one that it is made for."
             )
         if scale == 0.0:
             yield

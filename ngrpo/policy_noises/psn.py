@@ -48,7 +48,7 @@ class PSN(PolicyNoise):
         changed = last * self.factor if divergence < self.target else last / self.factor
         return min(max(changed, _LEAST), _MOST)
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """The loss is weighted by min(π / π_rollout, 10)."""
         return {
             _LEVEL: "token",

@@ -185,10 +185,10 @@ def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _grid(rows: list[dict[str, float]]) -> list[str]:
-    shown = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
-    cells = [["step", *(heading for heading, _, _ in shown)]]
+    columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    cells = [["step", *(heading for heading, _, _ in columns)]]
     for row in rows:
-        numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in shown)
+        numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in columns)
         cells.append([str(int(row["step"])), *numbers])
     return aligned(cells, left=0)
 

@@ -65,8 +65,8 @@ def evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, Any
         counts = {number(dig(run, "evaluation", "n")) for run in rows(results, "runs")} - {None}
         n = f"{counts.pop():.0f}" if len(counts) == 1 else "n"
         columns.append((f"Mean@{n}", ("mean_at_n",)))
-    found = {k for row in summary.values() for k in (row.get("pass_at_k") or {}) if str(k).isdigit()}
-    ks = sorted(found, key=int)
+    keys = {k for row in summary.values() for k in (row.get("pass_at_k") or {}) if str(k).isdigit()}
+    ks = sorted(keys, key=int)
     if columns and "1" in ks:
         ks.remove("1")
     if len(ks) > _MOST_K:

@@ -31,8 +31,8 @@ def dig(data: object, *keys: str) -> Any:
 
 def rows(data: object, *keys: str) -> list[Mapping[str, Any]]:
     """The mappings of a list under nested keys; an empty list where there is none."""
-    found = dig(data, *keys)
-    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list | tuple) else []
+    part = dig(data, *keys)
+    return [row for row in part if isinstance(row, Mapping)] if isinstance(part, list | tuple) else []
 
 
 def number(value: object) -> float | None:
@@ -46,8 +46,8 @@ def numbers(value: object, count: int) -> list[float] | None:
     """A list of exactly ``count`` finite numbers, else None."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
         return None
-    found = [number(part) for part in value]
-    return None if None in found else [part for part in found if part is not None]
+    parts = [number(part) for part in value]
+    return None if None in parts else [part for part in parts if part is not None]
 
 
 def figure(value: object, digits: int = 3) -> str:
@@ -62,9 +62,9 @@ def figure(value: object, digits: int = 3) -> str:
 
 def signed(value: object, digits: int = 3) -> str:
     """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
-    shown = figure(value, digits)
+    text = figure(value, digits)
     known = number(value)
-    return f"+{shown}" if known is not None and known > 0 else shown
+    return f"+{text}" if known is not None and known > 0 else text
 
 
 def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
@@ -104,7 +104,7 @@ def visible(value: object) -> str:
     if text.isascii() and text.isprintable():
         return text
     text = _SURROGATES.sub("\ufffd", text).translate(_CONTROLS)
-    return _DIRECTIONS.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
+    return _DIRECTIONS.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def shown(value: object) -> str:

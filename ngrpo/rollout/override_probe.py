@@ -103,10 +103,10 @@ def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts
     if length < 4:
         raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
     usual = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
-    drawn = np.random.default_rng(attempt).permutation(usual)
-    drawn = np.resize(drawn, 3 * length + 1).tolist()
-    first, text, last = (drawn[start : start + length] for start in (0, length, 2 * length))
-    row, other = length // 2, drawn[-1]
+    tokens = np.random.default_rng(attempt).permutation(usual)
+    tokens = np.resize(tokens, 3 * length + 1).tolist()
+    first, text, last = (tokens[start : start + length] for start in (0, length, 2 * length))
+    row, other = length // 2, tokens[-1]
     if other == text[row]:  # a vocabulary of fewer tokens than the texts have
         other = next(token for token in usual.tolist() if token != text[row])
     return ProbeTexts(first, text, last, row, other)

@@ -45,8 +45,8 @@ def register() -> None:
     processes.end_with_owner()
     if not versions.has_rollouts(vllm.__version__):
         # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
-        found, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
-        logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", found, ours)
+        release, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
+        logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", release, ours)
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
@@ -193,10 +193,10 @@ def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
         from ngrpo.rollout.settings import KEY, request_arguments
 
         params = original(self, index)
-        given = request_arguments(params)
-        if given.get("seed") is not None:
+        arguments = request_arguments(params)
+        if arguments.get("seed") is not None:
             params = params.clone()
-            params.extra_args = {**params.extra_args, KEY: {**given, "sample": index}}
+            params.extra_args = {**params.extra_args, KEY: {**arguments, "sample": index}}
         return params
 
     return child_params
@@ -321,8 +321,8 @@ def _extend_workers() -> None:
         self.perturbation.requests.drop(names)
 
     def drift(self: Worker) -> tuple[int, int, int, int] | None:
-        found = self.perturbation.drift()
-        return None if found is None else dataclasses.astuple(found)
+        counts = self.perturbation.drift()
+        return None if counts is None else dataclasses.astuple(counts)
 
     def prepare(self: Worker) -> None:
         self.perturbation.prepare()

@@ -54,8 +54,8 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
     """
     front = llm.llm_engine.output_processor
     unfinished = list(front.request_states)
-    wanted = None if request_ids is None else list(request_ids)
-    taken = of_answers(front, _ask(llm, "take", wanted, unfinished))
+    names = None if request_ids is None else list(request_ids)
+    taken = of_answers(front, _ask(llm, "take", names, unfinished))
     return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in taken.items()}
 
 

@@ -79,8 +79,8 @@ def problems(
         held_out: rows for evaluation; fewer where the dataset repeats itself.
     """
     evaluation = _rows(name, _EVAL_SEED, held_out)
-    kept = {row["input"] for row in evaluation}
-    train = [row for row in _rows(name, _TRAIN_SEED, rows) if row["input"] not in kept]
+    evaluation_texts = {row["input"] for row in evaluation}
+    train = [row for row in _rows(name, _TRAIN_SEED, rows) if row["input"] not in evaluation_texts]
     if not train:
         raise UsageError("every training question is also held out")
     return train, evaluation

@@ -147,14 +147,14 @@ def _engine_with(options: Mapping[str, Any]) -> Iterator[None]:
         grpo_trainer.VLLMGeneration, vllm_generation.LLM = plain, llm
 
 
-def _check(config: Any, given: Mapping[str, Any], has_density: bool) -> None:
+def _check(config: Any, arguments: Mapping[str, Any], has_density: bool) -> None:
     """Raises ``UsageError`` for what is not replayed."""
     wrong: Sequence[tuple[bool, str, str]] = (
         (config is None or not config.use_vllm, "without use_vllm=True", "rollouts are perturbed inside vLLM"),
         (config is not None and config.vllm_mode != "colocate", "a vLLM server", "set vllm_mode='colocate'"),
-        (bool(given.get("tools")), "tools", "records cover one turn"),
-        (bool(given.get("environment_factory")), "environments", "records cover one turn"),
-        (bool(given.get("rollout_func")), "rollout_func", "it has no records"),
+        (bool(arguments.get("tools")), "tools", "records cover one turn"),
+        (bool(arguments.get("environment_factory")), "environments", "records cover one turn"),
+        (bool(arguments.get("rollout_func")), "rollout_func", "it has no records"),
         (getattr(config, "use_liger_kernel", False), "use_liger_kernel", "its loss bypasses the log-probabilities"),
         (has_density, "density", "TRL's loss is of tokens; set density='token'"),
     )

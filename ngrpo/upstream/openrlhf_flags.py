@@ -59,11 +59,11 @@ class Flags:
 
     def value(self, name: str) -> str | None:
         """The value that argparse would take: the last one given; "" for a switch, None where the flag is absent."""
-        found = None
+        value = None
         for flag in self:
             if flag.name == name:
-                found = flag.values[0] if flag.values else ""
-        return found
+                value = flag.values[0] if flag.values else ""
+        return value
 
     def has(self, *names: str) -> bool:
         """Whether one of these flags is there."""
@@ -80,10 +80,10 @@ class Flags:
     def without(self, *names: str) -> Flags:
         """The flags but those of these names."""
 
-        def kept(words: Sequence[str]) -> list[str]:
+        def rest(words: Sequence[str]) -> list[str]:
             return [word for flag in Flags(words) if flag.name not in names for word in flag.words]
 
-        return Flags(kept(self.given), kept(self.added))
+        return Flags(rest(self.given), rest(self.added))
 
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
         """The flags with a function applied to the first value of each flag whose name ends so."""

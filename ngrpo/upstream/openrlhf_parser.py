@@ -47,8 +47,8 @@ def check(words: Sequence[str]) -> None:
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
-    given = {flag: action.default for action in _actions() for flag in action.option_strings}
-    return {flag: str(value) for flag, value in given.items() if isinstance(value, str | int | float)}
+    values = {flag: action.default for action in _actions() for flag in action.option_strings}
+    return {flag: str(value) for flag, value in values.items() if isinstance(value, str | int | float)}
 
 
 @lru_cache(maxsize=1)
@@ -65,10 +65,12 @@ def resolved(words: Sequence[str]) -> dict[str, Any]:
     """
 
     def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, value in vars(nested).items():
-            found |= flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
-        return found
+            settings |= (
+                flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
+            )
+        return settings
 
     return flat("", _run(words)["args"])
 
@@ -102,12 +104,12 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
         if self._words is None:
             raise _Made(self)
-        given, unknown = self.parse_known_args(self._words)
+        namespace, unknown = self.parse_known_args(self._words)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
             what = "flag" if unknown[0].startswith("-") else "word"
             raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*known, *_OURS])} {_HELP}")
-        return given
+        return namespace
 
 
 def _actions() -> list[argparse.Action]:
@@ -131,15 +133,15 @@ def _run(words: Sequence[str] | None) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
     """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
-    found = find_spec("openrlhf")
-    assert found is not None and found.origin is not None, "preflight.check_stack comes first"
-    folder = Path(found.origin).parent
+    spec = find_spec("openrlhf")
+    assert spec is not None and spec.origin is not None, "preflight.check_stack comes first"
+    folder = Path(spec.origin).parent
     nesting: dict[str, Any] = {}
     exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
     module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
     block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
-    kept = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
-    return nesting["hierarchize"], compile(ast.Module(kept, []), _PROGRAM, "exec")
+    nodes = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
+    return nesting["hierarchize"], compile(ast.Module(nodes, []), _PROGRAM, "exec")
 
 
 def _downloads(node: ast.stmt) -> bool:

@@ -246,8 +246,12 @@ RISK = of_file(
 OVERLONG = of_file(
     "ngrpo/advantages/base.py",
     "test_advantages.py",
-    ("result, kept = torch.zeros_like(rewards), ~overlong", "result, kept = rewards.clone(), ~overlong", "they keep r"),
-    ("kept & (left == size)", "(left == size).expand_as(kept)", "overlong answers count in their groups"),
+    (
+        "result, complete = torch.zeros_like(rewards), ~overlong",
+        "result, complete = rewards.clone(), ~overlong",
+        "they keep r",
+    ),
+    ("complete & (left == size)", "(left == size).expand_as(complete)", "overlong answers count in their groups"),
 )
 
 _IN_LOSS = "test_credits_simko.py"

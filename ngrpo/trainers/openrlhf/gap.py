@@ -103,14 +103,14 @@ class GapScale:
         # Plain tokens are many, and each is the same kind of token as an unperturbed answer's.
         allowed = {"perturbed": limit * scale, "plain": min(limit, _PLAIN) * scale, "before": limit * scale}
         gaps = {name: measures.get(f"perturbation/gap_{name}_mean", 0.0) for name in allowed}
-        told = [
+        parts = [
             f"{_PLACES[name]} by {gap:.2g} (at most {allowed[name]:.2g})"
             for name, gap in gaps.items()
             if gap > allowed[name]
         ]
-        if told:
+        if parts:
             _report(
-                f"log-probabilities of rollout and trainer differ {', '.join(told)} on average; where nothing is"
+                f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average; where nothing is"
                 f" perturbed they differ by {scale:.2g}. {_numbered(_SCALE_CAUSES)}",
                 strict,
             )

@@ -41,10 +41,10 @@ def replacing(replace: Replace, failed: str, fix: str) -> Iterator[None]:
     """
     used = False
 
-    def noted(*given: Tensor) -> Tensor:
+    def noted(*tensors: Tensor) -> Tensor:
         nonlocal used
         used = True
-        return replace(*given)
+        return replace(*tensors)
 
     token = _active.set((*_active.get(), noted))
     try:

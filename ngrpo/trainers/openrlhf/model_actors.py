@@ -84,7 +84,7 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     Returns:
         The groups without the parameters that have a rate, then one group with ``lr`` for each rate.
     """
-    kept, moved = [], {}
+    remaining, moved = [], {}
     for group in groups:
         for parameter in group["params"]:
             rate = rates.get(id(parameter))
@@ -92,8 +92,8 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
                 moved.setdefault(rate, {**group, "params": [], "lr": rate})["params"].append(parameter)
         rest = [p for p in group["params"] if rates.get(id(p)) is None]
         if rest or not group["params"]:
-            kept.append({**group, "params": rest})
-    return kept + list(moved.values())
+            remaining.append({**group, "params": rest})
+    return remaining + list(moved.values())
 
 
 def model_of(actor: Any) -> Any:
