@@ -136,7 +136,7 @@ class ModelEmbeddings:
         """What the latest weight sync changed, over all indices asked since the sync before; None where nothing was."""
         total = None
         for key, (neighborhood, seen) in self._indices.items():
-            if neighborhood.asked and seen != self._syncs:
+            if neighborhood.is_queried and seen != self._syncs:
                 neighborhood.weights_changed()
                 self._indices[key] = neighborhood, seen = neighborhood, self._syncs
             if seen == self._syncs and neighborhood.drift is not None:

@@ -56,12 +56,12 @@ class Finding:
 
     Attributes:
         subject: what it is.
-        told: its state in a line.
+        state: its state in a line.
         fix: what to do where it is wrong; None where all is well.
     """
 
     subject: str
-    told: str
+    state: str
     fix: str | None = None
 
 
@@ -90,7 +90,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     findings = []
     for finding in examine(model, report, named):
         findings.append(finding)
-        print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.told}", flush=True)
+        print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.state}", flush=True)
         if finding.fix is not None:
             print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
     wrong = [finding for finding in findings if finding.fix is not None]
@@ -263,7 +263,7 @@ def _self_test(model: str) -> Finding:
 
 
 def _for_a_report(findings: Sequence[Finding]) -> str:
-    lines = [f"- {'ok' if f.fix is None else 'WRONG'} {f.subject}: {f.told}" for f in findings]
+    lines = [f"- {'ok' if f.fix is None else 'WRONG'} {f.subject}: {f.state}" for f in findings]
     machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
     return "\n".join(["--- for a bug report ---", f"- {machine}", *lines, "---"])
 

@@ -196,7 +196,7 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
     for note in (*run.notes, *_notes(flags, run)):
         print(f"warning: {note}")
     checks = rules.outcomes(flags, run)
-    return run_checks(checks) if checks_only else show(rules.shown(flags, run), run, gpu_gib=_gib(gib), checks=checks)
+    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, gpu_gib=_gib(gib), checks=checks)
 
 
 def _gib(text: str) -> float | None:

@@ -155,7 +155,7 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
     for arm in arms:
         others = arm.training.keys() - arm.rollouts.keys()
         if not any(key.startswith(("rollout.", "sampling.")) for key in others):
-            names.setdefault(arm.drawn, []).append(arm.id)
+            names.setdefault(arm.rollout_id, []).append(arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
         return [{**row, key: names.get(row[key], [row[key]])[0]} for row in rows]

@@ -67,7 +67,7 @@ class Arm:
         return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUTS, key)}
 
     @property
-    def drawn(self) -> str:
+    def rollout_id(self) -> str:
         """The id of the perturbation and what else changes the rollouts."""
         return " ".join([self.perturbation, *_pairs(self.rollouts)])
 

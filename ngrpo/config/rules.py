@@ -214,7 +214,7 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
     return folder, tasks.prepare(task, Path(folder.name))
 
 
-def shown(flags: Flags, run: RunConfig) -> list[str]:
+def preview(flags: Flags, run: RunConfig) -> list[str]:
     """The words of :func:`unstarted` with a task's files where a start would have them."""
     made = None
     if run.task is not None:

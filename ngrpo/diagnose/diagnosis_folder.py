@@ -50,7 +50,7 @@ class DiagnosisFolder(ResultFolder):
         if before != now:
             raise UsageError(
                 f"--out {self.path}: {strategy.id!r} was sampled there with other options"
-                f" ({_told(*before)}, now {_told(*now)}). Give a new folder."
+                f" ({_description(*before)}, now {_description(*now)}). Give a new folder."
             )
         return True
 
@@ -71,5 +71,5 @@ class DiagnosisFolder(ResultFolder):
         self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
 
 
-def _told(perturbation: object, rollouts: Mapping[str, Any]) -> str:
+def _description(perturbation: object, rollouts: Mapping[str, Any]) -> str:
     return f"{perturbation} and {dict(rollouts)}" if rollouts else str(perturbation)

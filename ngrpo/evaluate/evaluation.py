@@ -260,7 +260,7 @@ class _Progress:
 
     def start(self) -> None:
         """The engine has been loaded: from here on time counts."""
-        self._began = self._told = time.monotonic()
+        self._began = self._last_report = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -270,9 +270,9 @@ class _Progress:
     def tell(self, samples: Sequence[Sample]) -> None:
         """Some samples have been added."""
         now, done = time.monotonic(), len(samples)
-        if now - self._told < _REPORT_SECONDS and done < self._total:
+        if now - self._last_report < _REPORT_SECONDS and done < self._total:
             return
-        self._told = now
+        self._last_report = now
         mean = sum(sample["reward"] for sample in samples) / done
         left = self.seconds / (done - self._before) * (self._total - done)
         self.report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {span(left)} left")

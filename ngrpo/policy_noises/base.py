@@ -83,12 +83,12 @@ class PolicyNoise(Options, ABC):
         clean = {name: parameter.detach().clone() for name, parameter in chosen.items()}
         try:
             for name, parameter in chosen.items():
-                parameter.data.copy_(clean[name].float() + scale * self._drawn(name, sync, parameter))
+                parameter.data.copy_(clean[name].float() + scale * self._noise(name, sync, parameter))
             yield
         finally:
             for name, parameter in chosen.items():
                 parameter.data.copy_(clean[name])
 
-    def _drawn(self, name: str, sync: int, like: Tensor) -> Tensor:
+    def _noise(self, name: str, sync: int, like: Tensor) -> Tensor:
         generator = torch.Generator(like.device).manual_seed(seeds.of_policy_noise(self.seed, sync, name))
         return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

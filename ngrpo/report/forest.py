@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         series: the strategy.
-        told: its difference, interval and test in words; its verdict where there is no difference.
+        text: its difference, interval and test in words; its verdict where there is no difference.
         hint: the lines that a pointer, a tap or the keyboard shows, its whole verdict among them.
         at: where the difference stands, no difference being at 100 of 200; None where there is none.
         ends: the ends of its interval there.
@@ -32,7 +32,7 @@ class Row:
     """
 
     series: Series
-    told: str
+    text: str
     hint: Sequence[str]
     at: float | None = None
     ends: tuple[float, float] | None = None

@@ -73,7 +73,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
         "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(used_runner.found(folder / RUNNERS)),
+        "versions": versions(used_runner.read(folder / RUNNERS)),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),

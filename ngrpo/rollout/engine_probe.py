@@ -44,7 +44,7 @@ def engine_started(core: EngineCore) -> None:
         before_request(core)
 
 
-def asked(core: EngineCore) -> None:
+def prove_when_idle(core: EngineCore) -> None:
     """Proves an engine with an override now, where it is idle, or else before the next request that finds it so.
 
     Raises:
@@ -97,7 +97,7 @@ def prove(core: EngineCore) -> float:
             judge(_comparisons(core, texts, partly), half_precision=half, where="vLLM's engine", model=_name(core))
         except ProbeFailure as error:
             failures.append(error)
-            if error.told:
+            if error.is_certain:
                 break
         else:
             setattr(core, _PASSED, True)

@@ -238,7 +238,7 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         from ngrpo.rollout import engine_probe
 
         if method == "perturbation_probe":
-            return [engine_probe.asked(self)]
+            return [engine_probe.prove_when_idle(self)]
         result = original(self, method, *args, **kwargs)
         if method == "perturbation_replace":
             engine_probe.perturbation_replaced(self)

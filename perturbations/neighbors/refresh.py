@@ -131,7 +131,7 @@ class Neighborhood(NeighborIndex):
         self._index.precompute(k)
 
     @property
-    def asked(self) -> bool:
+    def is_queried(self) -> bool:
         """Whether anything was asked since the last sync."""
         return self._k > 0
 

@@ -349,7 +349,7 @@ NOISES = [
             "                pass\n",
             "the trainer keeps the noise",
         ),
-        ("+ scale * self._drawn", "+ self._drawn", "noise without its scale"),
+        ("+ scale * self._noise", "+ self._noise", "noise without its scale"),
     ),
     *of_file(
         "perturbations/seeds.py",

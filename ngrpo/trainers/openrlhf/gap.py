@@ -60,7 +60,7 @@ class GapScale:
         self._start: float | None = None
 
     @property
-    def wanted(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether this step's unperturbed answers are to be measured."""
         return self._start is None or self._drifts
 

@@ -69,7 +69,7 @@ class KeptGroups:
         self._lines = [line for line in read(folder) if line["step"] <= step] if step else []
         steps = [line["step"] for line in self._lines]
         self._stride = math.gcd(*(b - a for a, b in itertools.pairwise(steps))) or 1
-        self._told = False
+        self._has_warned = False
 
     def add(self, step: int, make: Callable[[], dict[str, Any]]) -> None:
         """Keeps a step if it is due.
@@ -89,9 +89,9 @@ class KeptGroups:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, text)
         except (OSError, CannotWrite) as error:  # a look into the run is no reason to end it
-            if not self._told:
+            if not self._has_warned:
                 print(f"ngrpo warning: groups for the report are not kept: {error}", flush=True)
-            self._told = True
+            self._has_warned = True
 
 
 def of_step(

@@ -147,7 +147,7 @@ def gap_scale(maker: ExperienceMaker) -> GapScale:
 
 def _unperturbed_gap(maker: ExperienceMaker, records: Sequence[FinishedTrajectory | None]) -> dict[str, float]:
     """The gap of the step's unperturbed answers, where it is wanted and there are any."""
-    if not gap_scale(maker).wanted:
+    if not gap_scale(maker).is_needed:
         return {}
     gap = unperturbed.gap_of(
         maker, [trajectory.unperturbed for trajectory in records if trajectory is not None and trajectory.unperturbed]

@@ -50,7 +50,7 @@ def prove(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], 
             judge(comparisons, half_precision=half, where="the trainer", model=type(model).__name__)
             return
         except ProbeFailure as error:
-            if error.told or attempt == _ATTEMPTS - 1:
+            if error.is_certain or attempt == _ATTEMPTS - 1:
                 raise
 
 
