@@ -89,8 +89,8 @@ def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
     last, passed = [], True
     with log.open("w", encoding="utf-8") as out:
         for file in STAGES[stage]:
-            words = f"-m pytest -q -p no:cacheprovider {file} -m".split()
-            command = [folder / "bin" / "python", *words, "slow" if stage in SLOW else "not slow"]
+            argv = f"-m pytest -q -p no:cacheprovider {file} -m".split()
+            command = [folder / "bin" / "python", *argv, "slow" if stage in SLOW else "not slow"]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             out.write(done.stdout + done.stderr)
             last.append((done.stdout.strip().splitlines() or ["no output"])[-1].strip("= "))

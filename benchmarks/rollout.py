@@ -115,10 +115,10 @@ def main() -> None:
     print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
     for each in names:
         name, *settings = each.split(":")
-        words = dict(word.split("=") for word in settings)
-        label = words.get("variant", name)
+        choices = dict(word.split("=") for word in settings)
+        label = choices.get("variant", name)
         for rate in (float(r) for r in options.rates.split(",")):
-            set_perturbation(perturbed, name, rate=rate, **words)
+            set_perturbation(perturbed, name, rate=rate, **choices)
             for batch in batches:
                 speed = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
                 print(

@@ -83,12 +83,12 @@ def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, 
     return hits / repeats
 
 
-def main(words: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20, help="simulated runs of an arm")
     parser.add_argument("--repeats", type=int, default=500, help="simulated studies")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     for trap, rivals, lengths in (
         (shortcut, {"group_norm": {}, "pass_at_k": {"k": 2}, "pkpo": {"k": 2}}, (25, 50, 100, 150, 200)),
         (two_peaks, {"group_norm": {}, "pkpo": {"k": 8}}, (50, 100, 200, 300)),

@@ -37,9 +37,9 @@ class CommandParser(argparse.ArgumentParser):
         """Raises a :class:`UsageError` in place of ending the process."""
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """As ``parse_args``; an unknown word is an error that names the nearest flag."""
-        namespace, unknown = self.parse_known_args(list(words))
+        namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             # argparse keeps its own table of flags; format_usage would only repeat it.
             known = [flag for action in self._actions for flag in action.option_strings]
@@ -64,20 +64,20 @@ class CommandParser(argparse.ArgumentParser):
 
 @contextmanager
 def telling_what_is_kept(
-    command: str, words: Sequence[str], folder: Path, report: Callable[[str], None]
+    command: str, argv: Sequence[str], folder: Path, report: Callable[[str], None]
 ) -> Iterator[None]:
     """Says where the block is interrupted what was kept, and how to go on.
 
     Args:
         command: its name after ``ngrpo``.
-        words: what follows that.
+        argv: what follows that.
         folder: where results are.
         report: takes a line for the screen.
     """
     try:
         yield
     except KeyboardInterrupt:
-        again = ["ngrpo", command, *words, *(() if Flags(words).has("--out") else ("--out", str(folder)))]
+        again = ["ngrpo", command, *argv, *(() if Flags(argv).has("--out") else ("--out", str(folder)))]
         report(f"ended early; what was finished is kept in {folder}. Go on with: {shlex.join(again)}")
         raise
 

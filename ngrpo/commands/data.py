@@ -29,11 +29,11 @@ examples
 """
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Writes a dataset.
 
     Args:
-        words: everything after ``ngrpo data``.
+        argv: everything after ``ngrpo data``.
         report: called with each line for the user.
 
     Returns:
@@ -43,10 +43,10 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         UsageError: for bad input, or a file that exists.
     """
     parser = _parser()
-    if not words or "-h" in words or "--help" in words:
+    if not argv or "-h" in argv or "--help" in argv:
         print(parser.format_help(), end="")
-        return 0 if words else 2
-    args = parser.read(words)
+        return 0 if argv else 2
+    args = parser.read(argv)
     from ngrpo.evaluate import load_problems
 
     source = args.source or args.name

@@ -37,11 +37,11 @@ What each number is: docs/compare.md."""
 _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Diagnoses.
 
     Args:
-        words: everything after ``ngrpo diagnose``.
+        argv: everything after ``ngrpo diagnose``.
         report: called with each line for the user that is not the result.
 
     Returns:
@@ -50,7 +50,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(_parser().format_help(), end="")
         return 0
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
@@ -58,7 +58,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     from ngrpo.config.preflight import check_model
     from ngrpo.models import packaged
 
-    args, sampling, strategies = _read(words)
+    args, sampling, strategies = _read(argv)
     if args.model:
         packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
     problems, dataset = problems_of(args, args.prompts, report)
@@ -76,7 +76,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     if len(problems) < args.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
     out = folder_for(args.out, "diagnose")
-    with telling_what_is_kept("diagnose", words, out, report):
+    with telling_what_is_kept("diagnose", argv, out, report):
         result = diagnose(
             args.model,
             problems,
@@ -98,23 +98,23 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def check(words: Sequence[str]) -> None:
+def check(argv: Sequence[str]) -> None:
     """Reads words and problems as :func:`run` would, and samples nothing.
 
     Raises:
         UsageError: for bad input.
     """
-    args, _, _ = _read(words)
+    args, _, _ = _read(argv)
     problems_of(args, args.prompts, lambda line: None)
     checked_model(args)
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
     """The options, how to sample, and the strategies, all checked."""
     from ngrpo.diagnose.sample import GroupSampling
     from ngrpo.hardware import profile_for
 
-    args = _parser().read(words)
+    args = _parser().read(argv)
     if args.tokens and not args.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     profile_for(args.hardware)

@@ -65,11 +65,11 @@ class Finding:
     fix: str | None = None
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Prints the findings as they come, and a block for a bug report.
 
     Args:
-        words: everything after ``ngrpo doctor``.
+        argv: everything after ``ngrpo doctor``.
         report: called with a line for the user beside the result.
 
     Returns:
@@ -78,13 +78,13 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for words that are not its own.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(__doc__, end="")
         return 0
     parser = CommandParser("doctor", "", "")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
-    args = parser.read(words)
+    args = parser.read(argv)
     named = None if args.model is None else packaged.check_name(args.model)
     model = None if args.no_self_test else named or "smollm2-135m"
     findings = []

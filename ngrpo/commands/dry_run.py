@@ -24,11 +24,11 @@ Check = tuple[str, Callable[[], str | None]]
 _WIDTH = 78
 
 
-def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
+def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
     """Prints what a run would be.
 
     Args:
-        words: OpenRLHF's flags, complete with what is added for the run and the hardware.
+        argv: OpenRLHF's flags, complete with what is added for the run and the hardware.
         run: what is asked for.
         gpu_gib: memory of one GPU in GiB; None for that of this machine, or 80 where it has none.
         checks: all that is checked before a run starts, by what is told of it.
@@ -36,7 +36,7 @@ def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks:
     Returns:
         0, or 1 where a check fails.
     """
-    args, hardware = openrlhf_parser.resolved(words), profile_for(run.hardware).name
+    args, hardware = openrlhf_parser.resolved(argv), profile_for(run.hardware).name
     print("configuration")
     print(_indented(configuration(args, run)))
     print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")

@@ -43,11 +43,11 @@ examples
 """
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again.
 
     Args:
-        words: everything after ``ngrpo eval``.
+        argv: everything after ``ngrpo eval``.
         report: called with each line for the user that is not the result.
 
     Returns:
@@ -56,13 +56,13 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(_parser().format_help(), end="")
         return 0
     from ngrpo.evaluate.evaluation import rescore
     from ngrpo.evaluate.outcome import table
 
-    args, command, engine_options = _read(words)
+    args, command, engine_options = _read(argv)
     for note in command.notes:
         report(f"warning: {note}")
     if args.rescore is not None:
@@ -72,31 +72,31 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
             return 1
     else:
         folder = folder_for(args.out, "eval")
-        with telling_what_is_kept("eval", words, folder, report):
+        with telling_what_is_kept("eval", argv, folder, report):
             result = _evaluate(args, command, folder, engine_options, report)
     print(table(result, folder), flush=True)
     return 0
 
 
-def check(words: Sequence[str]) -> None:
+def check(argv: Sequence[str]) -> None:
     """Reads words and problems as :func:`run` would, and samples nothing.
 
     Raises:
         UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
     """
-    args, command, _ = _read(words)
+    args, command, _ = _read(argv)
     _sampling(args)
     _policy(args, command)
     problems_of(args, args.limit, lambda line: None)
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
     from ngrpo.config import parse
     from ngrpo.config.kinds import KINDS
     from ngrpo.hardware import profile_for
 
-    command = parse.run_config(words)
+    command = parse.run_config(argv)
     rest, engine_options = _engine_options(command.openrlhf)
     kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
     refused = {
@@ -198,13 +198,13 @@ def _ks(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers with commas, such as 1,4,8") from None
 
 
-def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def _engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Takes ``--vllm.<option> VALUE`` out of the words; a switch may stand alone."""
     import yaml
 
     rest: list[str] = []
     options: dict[str, Any] = {}
-    for flag in Flags(words):
+    for flag in Flags(argv):
         if flag.name.startswith("--vllm."):
             value, *more = flag.values or ("true",)
             try:
@@ -213,5 +213,5 @@ def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 raise UsageError(f"{flag.name} {value!r}: must be a number, true, false, a word or YAML.") from None
             rest += more
         else:
-            rest += flag.words
+            rest += flag.argv
     return rest, options

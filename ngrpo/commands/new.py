@@ -29,11 +29,11 @@ from perturbations.options import nearest
 from perturbations.registry import Registry
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Writes the two files.
 
     Args:
-        words: everything after ``ngrpo new``.
+        argv: everything after ``ngrpo new``.
         report: called with each line for the user.
 
     Returns:
@@ -42,11 +42,11 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for an unknown kind, a name that cannot be one, or a file that exists.
     """
-    if not words or "-h" in words or "--help" in words:
+    if not argv or "-h" in argv or "--help" in argv:
         lines = (line for kind in KINDS.values() for line in defined(f"  {kind.name}", kind.about, column=21))
         print((__doc__ or "").replace("{kinds}", "\n".join(lines)), end="")
-        return 0 if words else 2
-    word, *rest = words
+        return 0 if argv else 2
+    word, *rest = argv
     if word not in KINDS:
         raise UsageError(f"ngrpo new {word}: unknown kind.{nearest(word, KINDS)} Kinds: {', '.join(KINDS)}.")
     kind = KINDS[word]

@@ -28,11 +28,11 @@ examples
 """
 
 
-def run(words: list[str], report: Callable[[str], None]) -> int:
+def run(argv: list[str], report: Callable[[str], None]) -> int:
     """Runs the command.
 
     Args:
-        words: what follows ``ngrpo report``.
+        argv: what follows ``ngrpo report``.
         report: takes lines for the screen.
 
     Returns:
@@ -48,10 +48,10 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
     parser.add_argument("--filter", metavar="NAME", help="of lm-evaluation-harness, where there are several")
     parser.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
     parser.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
-    if words in (["-h"], ["--help"]):
+    if argv in (["-h"], ["--help"]):
         print(parser.format_help(), end="")
         return 0
-    args = parser.read(words)
+    args = parser.read(argv)
     if not args.results:
         raise UsageError(
             "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."

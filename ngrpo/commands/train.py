@@ -110,11 +110,11 @@ from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Trains.
 
     Args:
-        words: everything after ``ngrpo train``.
+        argv: everything after ``ngrpo train``.
         report: called with each line for the user that is not the summary.
 
     Returns:
@@ -123,18 +123,18 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    if "-h" in words or "--help" in words:
-        print(catalogue.train_help(__doc__ or "", words))
+    if "-h" in argv or "--help" in argv:
+        print(catalogue.train_help(__doc__ or "", argv))
         return 0
-    if "--openrlhf-help" in words:
+    if "--openrlhf-help" in argv:
         preflight.check_stack()
         openrlhf_parser.print_help()
         return 0
-    words = parse.with_files(words)
-    config = parse.run_config(words)
-    if Flags(words).has(parse.PRINT):
-        return print_for(Flags(words).value(parse.PRINT), config)
-    gib = Flags(words).value(parse.DRY_RUN)
+    argv = parse.with_files(argv)
+    config = parse.run_config(argv)
+    if Flags(argv).has(parse.PRINT):
+        return print_for(Flags(argv).value(parse.PRINT), config)
+    gib = Flags(argv).value(parse.DRY_RUN)
     if gib is not None:
         return dry_run(config, gib or "true")
     hardware = profile_for(config.hardware).name
@@ -146,7 +146,7 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     config.write(folder / FILE)
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
-    started = replace(config, openrlhf=tuple(complete.words), hardware=hardware, run_dir=str(folder.absolute()))
+    started = replace(config, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
     try:
         with progress.into_file(Path(config.log_file).expanduser()) if config.log_file else nullcontext():
             launch.launch(started)
@@ -192,7 +192,7 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
 
     run = replace(run, run_dir=run.run_dir or "runs/dry")
     flags = rules.unstarted(run)
-    openrlhf_parser.check(flags.words)
+    openrlhf_parser.check(flags.argv)
     for note in (*run.notes, *_notes(flags, run)):
         print(f"warning: {note}")
     checks = rules.outcomes(flags, run)

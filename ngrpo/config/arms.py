@@ -90,10 +90,10 @@ class Arm:
     @property
     def training_flags(self) -> list[str]:
         """Those of them beside the perturbation."""
-        words: list[str] = []
+        argv: list[str] = []
         for key, value in self.training.items():
-            words += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
-        return words
+            argv += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
+        return argv
 
 
 def parse_arms(

@@ -68,7 +68,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
     if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
         _prepared(run.task)  # it could not be
     preflight.check_files(flags)
-    reward_files.check_rewards(flags.words)
+    reward_files.check_rewards(flags.argv)
     name = "--data.prompt_dataset"
     value = flags.value(name) or ""
     if is_checked(name, value):
@@ -121,7 +121,7 @@ RULES = (
     Rule("start", _attention, lambda *_: "attention and packing"),
     Rule(
         "start",
-        lambda flags, run: openrlhf_parser.check(flags.words),
+        lambda flags, run: openrlhf_parser.check(flags.argv),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
     Rule(
@@ -220,4 +220,4 @@ def preview(flags: Flags, run: RunConfig) -> list[str]:
     if run.task is not None:
         with suppress(UsageError):
             made = _prepared(run.task)[0].name
-    return [word if made is None else word.replace(made, f"{run.run_dir}/task") for word in flags.words]
+    return [word if made is None else word.replace(made, f"{run.run_dir}/task") for word in flags.argv]

@@ -93,7 +93,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         settings = {"gap_limit": (run.gap_limit, RunConfig.gap_limit), "strict": (run.strict, RunConfig.strict)}
         own |= {name: value for name, (value, default) in settings.items() if value != default}
         lines += of_perturbation(own)
-    left = [" ".join(flag.words) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
+    left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
     return [f"{_ROLLOUT}.name=vllm", *lines], left
 
 

@@ -141,12 +141,12 @@ def picture(kind_registry: Registry, cls: type) -> list[str]:
         return pkgutil.resolve_name(drawing)(cls())
 
 
-def train_help(usage: str, words: Sequence[str] = ()) -> str:
+def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     """The help of ``ngrpo train``: our flags, then everything that is registered, with its options.
 
     Args:
         usage: what stands above them; ``{kinds}`` in it becomes the flags of each kind.
-        words: the rest of the command line; a perturbation or gate that it names by file or module is listed too.
+        argv: the rest of the command line; a perturbation or gate that it names by file or module is listed too.
 
     Raises:
         UsageError: where that cannot be loaded.
@@ -155,7 +155,7 @@ def train_help(usage: str, words: Sequence[str] = ()) -> str:
     parts = [usage.replace("{kinds}", "\n".join(beside))]
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, dataclasses.fields(Perturbation)))
     for kind_registry, root in FLAGS.items():
-        for name, address in _with_named(kind_registry, Flags(words).value(root)).items():
+        for name, address in _with_named(kind_registry, Flags(argv).value(root)).items():
             try:
                 cls = kind_registry.get(name)
             except UsageError as error:

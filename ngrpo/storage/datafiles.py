@@ -22,16 +22,16 @@ from perturbations.options import nearest
 Row = dict[str, Any]
 
 
-def contents(words: Iterable[str]) -> dict[str, str]:
+def contents(argv: Iterable[str]) -> dict[str, str]:
     """Digests of the local files that are named on a command line.
 
     Args:
-        words: of the command line; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
+        argv: of the command line; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
 
     Returns:
         Path, as it was given, to the SHA-256 of the file's content.
     """
-    parts = {part for word in words for each in word.split(",") for part in (each, each.partition(":")[2])}
+    parts = {part for word in argv for each in word.split(",") for part in (each, each.partition(":")[2])}
     digests = {}
     for part in sorted(parts - {""}):
         with suppress(OSError, ValueError):  # a word may be too long for a path, or hold a zero byte

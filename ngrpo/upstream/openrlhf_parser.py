@@ -28,14 +28,14 @@ _OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--ha
 _OURS += ("--config", "--dry-run")
 
 
-def check(words: Sequence[str]) -> None:
+def check(argv: Sequence[str]) -> None:
     """Raises ``UsageError`` for flags that OpenRLHF's parser, or one of its assertions after it, would refuse.
 
     Args:
-        words: OpenRLHF's flags, complete.
+        argv: OpenRLHF's flags, complete.
     """
     try:
-        _run(words)
+        _run(argv)
     except AssertionError as error:
         raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -57,11 +57,11 @@ def default_values() -> dict[str, Any]:
     return {action.dest: action.default for action in _actions() if action.dest != "help"}
 
 
-def resolved(words: Sequence[str]) -> dict[str, Any]:
+def resolved(argv: Sequence[str]) -> dict[str, Any]:
     """OpenRLHF's arguments as its training would get them, by their names without dashes.
 
     Args:
-        words: OpenRLHF's flags, complete; :func:`check` has accepted them.
+        argv: OpenRLHF's flags, complete; :func:`check` has accepted them.
     """
 
     def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def resolved(words: Sequence[str]) -> dict[str, Any]:
             )
         return settings
 
-    return flat("", _run(words)["args"])
+    return flat("", _run(argv)["args"])
 
 
 def print_help() -> None:
@@ -90,9 +90,9 @@ class _Made(Exception):
 class _Parser(argparse.ArgumentParser):
     """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
 
-    def __init__(self, words: Sequence[str] | None) -> None:
+    def __init__(self, argv: Sequence[str] | None) -> None:
         super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
-        self._words = words
+        self._argv = argv
 
     def error(self, message: str) -> NoReturn:
         number = _NUMBER.fullmatch(message)
@@ -102,9 +102,9 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
 
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
-        if self._words is None:
+        if self._argv is None:
             raise _Made(self)
-        namespace, unknown = self.parse_known_args(self._words)
+        namespace, unknown = self.parse_known_args(self._argv)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
             what = "flag" if unknown[0].startswith("-") else "word"
@@ -120,10 +120,10 @@ def _actions() -> list[argparse.Action]:
     return []
 
 
-def _run(words: Sequence[str] | None) -> dict[str, Any]:
+def _run(argv: Sequence[str] | None) -> dict[str, Any]:
     """Runs the block; returns its variables."""
     hierarchize, block = _compiled()
-    parser = SimpleNamespace(ArgumentParser=partial(_Parser, words))
+    parser = SimpleNamespace(ArgumentParser=partial(_Parser, argv))
     # It prints its warnings when the training starts.
     variables = {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None}
     exec(block, variables)
