@@ -95,8 +95,8 @@ class ModelEmbeddings:
             return traced.TracedIndex(self._number, key)
         if key not in self._indices:
             self._indices[key] = self._neighborhood(*key), self._syncs
-        index, seen = self._indices[key]
-        if seen != self._syncs:
+        index, sync = self._indices[key]
+        if sync != self._syncs:
             index.weights_changed()
             self._indices[key] = index, self._syncs
         return index
@@ -135,11 +135,11 @@ class ModelEmbeddings:
     def drift(self) -> Drift | None:
         """What the latest weight sync changed, over all indices asked since the sync before; None where nothing was."""
         total = None
-        for key, (neighborhood, seen) in self._indices.items():
-            if neighborhood.is_queried and seen != self._syncs:
+        for key, (neighborhood, sync) in self._indices.items():
+            if neighborhood.is_queried and sync != self._syncs:
                 neighborhood.weights_changed()
-                self._indices[key] = neighborhood, seen = neighborhood, self._syncs
-            if seen == self._syncs and neighborhood.drift is not None:
+                self._indices[key] = neighborhood, sync = neighborhood, self._syncs
+            if sync == self._syncs and neighborhood.drift is not None:
                 total = neighborhood.drift if total is None else total + neighborhood.drift
         return total
 

@@ -68,8 +68,8 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     if broken:
         report(f"{name} breaks the contract that {kind.rests} on ({broken} of the checks).")
         return 1
-    named = "--perturbation NAME " if kind.part_of_perturbation else ""
-    report(f"{name} keeps the contract. Use it: ngrpo train {named}{kind.flag} {name} ...")
+    prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
+    report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")
     return 0
 
 

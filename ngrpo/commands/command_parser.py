@@ -42,9 +42,9 @@ class CommandParser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             # argparse keeps its own table of flags; format_usage would only repeat it.
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             raise UsageError(
-                f"{self.prog}: unknown word {unknown[0]!r}.{nearest(unknown[0], known)} See {self.prog} --help."
+                f"{self.prog}: unknown word {unknown[0]!r}.{nearest(unknown[0], flags)} See {self.prog} --help."
             )
         return namespace
 

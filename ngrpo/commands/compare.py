@@ -161,16 +161,16 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     earlier = folder.read("results.json") or {}
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
-    known = [runs.status(plan, one, folder) for one in everything]
-    others = [one.id for one, record in zip(everything, known) if record["status"] == "other"]
+    records = [runs.status(plan, one, folder) for one in everything]
+    others = [one.id for one, record in zip(everything, records) if record["status"] == "other"]
     if others:
         raise UsageError(
             f"{len(others)} finished runs in {folder.path} are of other flags, other content of the files that they"
             f" name, or other versions than now: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}. Give"
             f" another --out, or delete their folders under {folder.path / 'runs'} to have them repeated."
         )
-    waiting = [one for one, record in zip(everything, known) if record["status"] != "done"]
-    took = [record["seconds"] for record in known if record["status"] == "done"]
+    waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
+    took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
     view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
     if took:
@@ -206,8 +206,8 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Scree
         steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
     for name, what, argv in steps:
         document = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
-        known = {row["name"] for row in (document or {}).get("strategies", [])}
-        if document is not None and (name == "untrained" or known >= {arm.perturbation for arm in plan.arms}):
+        strategies = {row["name"] for row in (document or {}).get("strategies", [])}
+        if document is not None and (name == "untrained" or strategies >= {arm.perturbation for arm in plan.arms}):
             continue
         view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
         try:

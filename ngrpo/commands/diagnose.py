@@ -119,8 +119,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     profile_for(args.hardware)
     sampling = GroupSampling(args.temperature, args.top_p, args.max_tokens, args.seed, args.group)
-    named = _DEFAULT if args.perturbations is None and not args.strategy else args.perturbations
-    strategies = parse_arms(named, args.sweep, args.strategy, rollouts=True)
+    perturbations = _DEFAULT if args.perturbations is None and not args.strategy else args.perturbations
+    strategies = parse_arms(perturbations, args.sweep, args.strategy, rollouts=True)
     for strategy in strategies:
         policy_of(strategy, args.at_step, args.of_steps).check_temperature(args.temperature)
     return args, sampling, strategies

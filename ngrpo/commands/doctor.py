@@ -296,8 +296,8 @@ def self_test(model: str) -> dict[str, Any]:
     arguments = [{"seed": 0}, {"seed": 1}, {"seed": 2, "enabled": False}]
     params = [SamplingParams(max_tokens=16, ignore_eos=True, extra_args={"perturbation": a}) for a in arguments]
     outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
-    taken = take_trajectories(llm)
-    rollouts = [(list(output.outputs[0].token_ids), *taken[output.request_id]) for output in outputs]
+    trajectories = take_trajectories(llm)
+    rollouts = [(list(output.outputs[0].token_ids), *trajectories[output.request_id]) for output in outputs]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
 
     @torch.no_grad()

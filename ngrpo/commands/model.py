@@ -33,12 +33,12 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for an unknown model.
     """
-    known = ", ".join(packaged.PACKAGED)
+    names = ", ".join(packaged.PACKAGED)
     if len(argv) != 1 or argv[0].startswith("-"):
-        print((__doc__ or "").replace("{models}", known), end="")
+        print((__doc__ or "").replace("{models}", names), end="")
         return 0 if list(argv) in (["-h"], ["--help"]) else 2
     if argv[0] not in packaged.PACKAGED:
         hint = nearest(argv[0], packaged.PACKAGED)
-        raise UsageError(f"unknown packaged model {argv[0]!r}.{hint} Available: {known}.")
+        raise UsageError(f"unknown packaged model {argv[0]!r}.{hint} Available: {names}.")
     print(packaged.resolve(argv[0], report=report))
     return 0

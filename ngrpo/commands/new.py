@@ -54,15 +54,15 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         raise UsageError(f"ngrpo new {word} takes a name and at most a folder, got {' '.join(rest)!r}.")
     name, folder = rest[0], Path(rest[1] if len(rest) == 2 else ".").expanduser()
     _check_name(kind.registry, name)
-    made = {folder / f"{name}.py": kind.template(), folder / f"test_{name}.py": kind.template("test_")}
-    for path in made:
+    templates = {folder / f"{name}.py": kind.template(), folder / f"test_{name}.py": kind.template("test_")}
+    for path in templates:
         if path.exists():
             raise UsageError(f"ngrpo new {word} {name}: {path} exists. Give another name or folder, or remove it.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for path, template in made.items():
+        for path, template in templates.items():
             path.write_text(_filled(template, name), encoding="utf-8")
-    file, test = made
+    file, test = templates
     report(f"wrote {file} and {test}")
     address = f"./{file}" if not file.is_absolute() else str(file)
     if kind.suite:

@@ -136,11 +136,11 @@ def _refuse_near_miss(name: str) -> None:
 
 def _file_argv(path: str) -> list[str]:
     """The file as words, so that both ways mean the same."""
-    known = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
+    keys = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
     argv: list[str] = []
     for key, value in yaml_file.read(path, flag="--config", example="'perturbations: none,neighbor'").items():
-        if key not in known:
-            raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, known)} Keys: {', '.join(known)}.")
+        if key not in keys:
+            raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, keys)} Keys: {', '.join(keys)}.")
         if key == "strategies":
             argv += [word for line in yaml_file.texts(value) for word in ("--strategy", line)]
         elif key not in ("sweep", "flags", *_GROUPS):

@@ -272,5 +272,5 @@ def _spent(run: Mapping[str, Any], key: str) -> float | None:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return float(np.median(known)) if known else None
+    numbers = [v for v in values if v is not None]
+    return float(np.median(numbers)) if numbers else None

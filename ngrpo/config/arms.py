@@ -230,15 +230,15 @@ def option_fields(name: str, options: Mapping[str, Any]) -> dict[str, tuple[type
     if isinstance(gate, str) and gate.lower() != "none":
         owners[registry.GATE_OPTION] = registry.gates.get(gate, options.get(f"{registry.GATE_OPTION}source"))
     return {
-        prefix + known.name: (owner, known) for prefix, owner in owners.items() for known in dataclasses.fields(owner)
+        prefix + entry.name: (owner, entry) for prefix, owner in owners.items() for entry in dataclasses.fields(owner)
     }
 
 
 def _sweepable(arm: Arm, option: str) -> bool:
-    known = option_fields(arm.name, arm.options)
-    if option not in known:
+    fields = option_fields(arm.name, arm.options)
+    if option not in fields:
         return False
-    limits = known[option][1].metadata
+    limits = fields[option][1].metadata
     return limits.get("low") is None or limits["low"] != limits.get("high")
 
 
@@ -246,12 +246,13 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
     flag = f"--sweep {_PREFIX}{option}"
     if not arms:
         return UsageError(f"{flag}: sweeps apply to --perturbations, and none is given.")
-    known = {name for arm in arms for name in option_fields(arm.name, arm.options)}
-    if option in known:
+    options = {name for arm in arms for name in option_fields(arm.name, arm.options)}
+    if option in options:
         return UsageError(f"{flag}: each perturbation that has it was given its own value, or allows only one.")
     names = ", ".join(arm.name for arm in arms)
     return UsageError(
-        f"{flag}: none of {names} has this option.{nearest(option, known)} Their options: {', '.join(sorted(known))}."
+        f"{flag}: none of {names} has this option.{nearest(option, options)} Their"
+        f" options: {', '.join(sorted(options))}."
     )
 
 
@@ -271,9 +272,9 @@ def _pairs(options: Mapping[str, str]) -> list[str]:
 
 
 def _distinct(arms: Sequence[Arm]) -> list[Arm]:
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     result = []
     for arm in arms:
-        seen[arm.id] += 1
-        result.append(arm if seen[arm.id] == 1 else replace(arm, id=f"{arm.id} ({seen[arm.id]})"))
+        counts[arm.id] += 1
+        result.append(arm if counts[arm.id] == 1 else replace(arm, id=f"{arm.id} ({counts[arm.id]})"))
     return result

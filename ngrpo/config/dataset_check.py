@@ -139,7 +139,7 @@ def _check_label(label: str, kinds: dict[str, int], column: str) -> None:
 
 
 @lru_cache
-def _columns(flag: str, name: str, changed: int) -> dict[str, dict[str, int]]:
+def _columns(flag: str, name: str, mtime: int) -> dict[str, dict[str, int]]:
     """A file's columns by its first row, and what stands in each: the kind, and the number of the first such row.
 
     Kept, because a comparison checks the same file for each of its strategies.
@@ -147,7 +147,7 @@ def _columns(flag: str, name: str, changed: int) -> dict[str, dict[str, int]]:
     Args:
         flag: the flag that names the file, for messages.
         name: the file.
-        changed: when it was, so that another content is read anew.
+        mtime: when it was, so that another content is read anew.
     """
     rows = read_rows(flag, name, _CHECKED)
     by_column: dict[str, dict[str, int]] = {column: {} for column in rows[0]}

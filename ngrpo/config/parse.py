@@ -256,10 +256,10 @@ def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 def _switch(flag: str, value: str) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if value.lower() not in known:
+    meanings = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if value.lower() not in meanings:
         raise UsageError(f"{flag} {value}: true or false is needed, or the flag alone for true.")
-    return known[value.lower()]
+    return meanings[value.lower()]
 
 
 def _groups(groups: str) -> int:
@@ -298,17 +298,17 @@ def _perturbation(
         _switches(str(name), options, [key for key in from_flags if from_flags[key] is None]), True
     )
     try:
-        made, notes = KINDS["perturbation"].checked(str(name), options)
+        perturbation, notes = KINDS["perturbation"].checked(str(name), options)
     except UsageError as error:
         origin = f" (options from {config} and the command line)" if config else ""
         raise UsageError(f"{error}{origin}") from None
-    return (made.spec() if made.active else None), list(notes)
+    return (perturbation.spec() if perturbation.active else None), list(notes)
 
 
 def _switches(name: str, options: Mapping[str, Any], alone: Sequence[str]) -> list[str]:
     """Those of the flags that stood alone which the perturbation has; raises ``UsageError`` where one is no switch."""
-    known = option_fields(name, options)
-    switches = {option: known[option] for option in alone if option in known}
+    fields = option_fields(name, options)
+    switches = {option: fields[option] for option in alone if option in fields}
     for option, (owner, field) in switches.items():
         _check_switch(f"{PERTURBATION}.{option}", owner, field.name)
     return list(switches)

@@ -216,8 +216,8 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
 
 def preview(flags: Flags, run: RunConfig) -> list[str]:
     """The words of :func:`unstarted` with a task's files where a start would have them."""
-    made = None
+    folder = None
     if run.task is not None:
         with suppress(UsageError):
-            made = _prepared(run.task)[0].name
-    return [word if made is None else word.replace(made, f"{run.run_dir}/task") for word in flags.argv]
+            folder = _prepared(run.task)[0].name
+    return [word if folder is None else word.replace(folder, f"{run.run_dir}/task") for word in flags.argv]

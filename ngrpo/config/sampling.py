@@ -65,12 +65,12 @@ def create(**options: Any) -> Sampling:
     Raises:
         UsageError: for an unknown option or a value out of range.
     """
-    known = [field.name for field in dataclasses.fields(Sampling)]
+    option_names = [field.name for field in dataclasses.fields(Sampling)]
     for name in options:
         if name in _OPENRLHF:
             raise UsageError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
-        if name not in known:
-            flags = [*known, "schedule"]
+        if name not in option_names:
+            flags = [*option_names, "schedule"]
             raise UsageError(
                 f"unknown flag '--sampling.{name}'.{nearest(name, flags)} Available:"
                 f" {', '.join('--sampling.' + k for k in flags)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."

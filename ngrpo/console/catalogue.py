@@ -69,8 +69,8 @@ def described(name: str) -> str:
     """
     homes = [kind_registry for kind_registry in FLAGS if name in kind_registry.available()]
     if not homes and ":" not in name and not name.endswith(".py"):
-        known = [each for kind_registry in FLAGS for each in kind_registry.available()]
-        raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, known)} All of them: ngrpo list.")
+        names = [each for kind_registry in FLAGS for each in kind_registry.available()]
+        raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, names)} All of them: ngrpo list.")
     return "\n\n".join(_described(kind_registry, name) for kind_registry in homes or _homes_of_own(name))
 
 
@@ -117,8 +117,8 @@ def _mean_of_score(cls: type[Perturbation]) -> str:
         warnings.simplefilter("ignore", UserWarning)
         for density in densities:
             with suppress(UsageError):  # a density that needs another option than its default
-                made = make(density=density) if len(densities) > 1 else cls()
-                centred[made.zero_mean_score].append(density)
+                perturbation = make(density=density) if len(densities) > 1 else cls()
+                centred[perturbation.zero_mean_score].append(density)
     phrases = {True: "0 with density", False: "not 0 with density"}
     parts = [f"{phrases[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
     return f"mean of the score of its entry in the loss (docs/loss.md): {'; '.join(parts)}"
@@ -174,17 +174,20 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
 def _of_kind(kind: Kind) -> list[str]:
     """The flags of one kind, as a help has them."""
     about = f"{kind.about}, see below [none]"
-    named = defined(f"  {kind.flag} NAME", about, column=28)
-    return [*named, *defined(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)]
+    lines = defined(f"  {kind.flag} NAME", about, column=28)
+    return [*lines, *defined(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)]
 
 
 def _with_named(kind_registry: Registry, value: str | None) -> dict[str, str]:
     """All that is registered; what the user names by file or module stands last, next to the prompt."""
-    known = kind_registry.available()
-    if not value or value in known or value.lower() == "none":
-        return known
+    addresses = kind_registry.available()
+    if not value or value in addresses or value.lower() == "none":
+        return addresses
     cls = kind_registry.get(value)
-    return {**{name: address for name, address in known.items() if name != cls.name}, value: kind_registry.address(cls)}
+    return {
+        **{name: address for name, address in addresses.items() if name != cls.name},
+        value: kind_registry.address(cls),
+    }
 
 
 def option_row(cls: type, field: dataclasses.Field) -> tuple[str, str, str, str]:

@@ -106,8 +106,8 @@ def diagnose(
                 _add(folder, llm, path, strategy, policy[strategy.id], problems, sampling, report)
             if map_missing:
                 report("embedding map")
-                made = embedding_map.make(llm, strategies, tokens, sampling.seed)
-                folder.write(MAP, {"asked": map_settings, "map": made})
+                map_data = embedding_map.make(llm, strategies, tokens, sampling.seed)
+                folder.write(MAP, {"asked": map_settings, "map": map_data})
         samples = folder.samples()
         groups = {s.id: groups_of(samples[s.id]) for s in strategies}
         rows = strategy_rows(strategies, groups, problems, folder.finished, sampling.seed)

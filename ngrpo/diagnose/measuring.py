@@ -161,6 +161,6 @@ def losses_of(llm: LLM, prompts: Sequence[list[int]], answers: Sequence[list[int
     take_trajectories(llm)
     losses = []
     for prompt, text, output in zip(prompts, texts, outputs):
-        scored = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
-        losses.append(-sum(each[token].logprob for token, each in scored if each))
+        pairs = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
+        losses.append(-sum(each[token].logprob for token, each in pairs if each))
     return losses

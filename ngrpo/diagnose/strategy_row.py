@@ -153,5 +153,5 @@ def _distinct_intermediate(groups: Sequence[Sequence[Sample]], problems: Sequenc
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """Over the groups that have the value; None where none has."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None

@@ -139,9 +139,9 @@ class EnvironmentProcess:
         """Hands replies to those who wait for them, until the process is gone."""
         try:
             while True:
-                number, scored, fault = self._channel.recv()
+                number, score, fault = self._channel.recv()
                 future = self._waiting.pop(number)
-                future.set_exception(RuntimeError(fault)) if fault else future.set_result(scored)
+                future.set_exception(RuntimeError(fault)) if fault else future.set_result(score)
         except (EOFError, OSError):
             with self._lock:
                 self._channel.close()

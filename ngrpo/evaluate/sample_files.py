@@ -114,11 +114,11 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_filter(file: Path, rows: Sequence[dict[str, Any]], chosen: str | None) -> list[dict[str, Any]]:
+def _of_filter(file: Path, rows: Sequence[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
     filters = sorted({str(row.get("filter", "none")) for row in rows})
-    if (chosen is None and len(filters) > 1) or (chosen is not None and chosen not in filters):
+    if (name is None and len(filters) > 1) or (name is not None and name not in filters):
         raise UsageError(f"{file} has the filters {', '.join(filters)}: choose with --filter {filters[0]}.")
-    return [row for row in rows if chosen is None or str(row.get("filter", "none")) == chosen]
+    return [row for row in rows if name is None or str(row.get("filter", "none")) == name]
 
 
 def _metric(file: Path, rows: Sequence[Mapping[str, Any]], chosen: str | None) -> str:

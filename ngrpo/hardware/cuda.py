@@ -27,9 +27,9 @@ def toolkit() -> tuple[Path | None, str | None]:
 
     None for the folder where there is none, and for the release where the folder has no nvcc that runs.
     """
-    named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
-    home = Path(named) if named else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
-    if not (named or home.is_dir()):
+    variable, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    home = Path(variable) if variable else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
+    if not (variable or home.is_dir()):
         return None, None
     try:
         process = subprocess.run([home / "bin" / "nvcc", "-V"], capture_output=True, text=True, timeout=60, check=True)

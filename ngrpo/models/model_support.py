@@ -111,8 +111,8 @@ def of_config(config: Mapping[str, Any]) -> Support:
     Args:
         config: its content.
     """
-    named = config.get("architectures") or [""]
-    architecture, model_type = str(named[0]), str(config.get("model_type") or "")
+    architectures = config.get("architectures") or [""]
+    architecture, model_type = str(architectures[0]), str(config.get("model_type") or "")
     remote = bool(config.get("auto_map"))
     refused, unknown, notes = [], [], []
     trainer = _trainer(config, model_type)

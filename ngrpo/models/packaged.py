@@ -138,7 +138,7 @@ def check_name(name_or_path: str) -> str:
         UsageError: for anything else, with the nearest match.
     """
     path = Path(name_or_path).expanduser()
-    known = ", ".join(PACKAGED)
+    names = ", ".join(PACKAGED)
     if name_or_path in PACKAGED:
         return name_or_path
     if path.is_dir():
@@ -146,7 +146,7 @@ def check_name(name_or_path: str) -> str:
             raise UsageError(
                 f"model folder {name_or_path!r} has no config.json. Give a Hugging Face model folder"
                 f" (config.json, weights, tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged"
-                f" model: {known}."
+                f" model: {names}."
             )
         return name_or_path
     if path.exists():
@@ -156,7 +156,7 @@ def check_name(name_or_path: str) -> str:
         return name_or_path
     raise UsageError(
         f"model folder {name_or_path!r} does not exist.{hint} Give an existing folder,"
-        f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {known}."
+        f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {names}."
     )
 
 

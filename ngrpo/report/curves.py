@@ -64,8 +64,8 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         notes.append("Bands run from the lowest to the highest seed.")
     if width > 1:
         notes.append(f"Each point is the mean of {width} steps.")
-    known = [row.get("id") for row in rows(results, "strategies")]
-    absent = [one.name for one in series.values() if one.name in known and one.name not in runs]
+    ids = [row.get("id") for row in rows(results, "strategies")]
+    absent = [one.name for one in series.values() if one.name in ids and one.name not in runs]
     if absent:
         notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
     small = [made for key, title, digits in _SMALL if (made := chart(key, title, digits, True))]
@@ -81,8 +81,8 @@ def _by_step(
     for run in rows(results, "runs"):
         name = str(run.get("strategy"))
         if run.get("status") == "done" and name in series:
-            known = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
-            runs.setdefault(name, []).append(known)
+            by_step = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
+            runs.setdefault(name, []).append(by_step)
     return runs
 
 

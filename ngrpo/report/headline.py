@@ -72,9 +72,9 @@ def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of one run: machine, time, and each evaluated metric before and after."""
     evaluated = {}
     for tag, by_step in (summary.get("evaluation") or {}).items():
-        known = sorted((int(step), number(value)) for step, value in by_step.items() if str(step).isdigit())
-        if "_pass" in tag and known:
-            ends = [known[0], known[-1]] if len(known) > 1 else known
+        points = sorted((int(step), number(value)) for step, value in by_step.items() if str(step).isdigit())
+        if "_pass" in tag and points:
+            ends = [points[0], points[-1]] if len(points) > 1 else points
             evaluated[tag.rpartition("/")[2]] = " → ".join(f"{figure(value)} (step {step})" for step, value in ends)
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": duration(summary.get("seconds"))}
     return {"facts": {**facts, **evaluated}}
@@ -117,8 +117,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _machine(source: Mapping[str, Any]) -> str | None:
     cores = number(dig(source, "machine", "cores"))
-    known = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
-    parts = [*known, None if cores is None else f"{cores:.0f} cores"]
+    facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
+    parts = [*facts, None if cores is None else f"{cores:.0f} cores"]
     return ", ".join(str(part) for part in parts if part) or None
 
 

@@ -40,12 +40,12 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         return mark[0], "".join(mark[1].format(x, y) for x, y in points) or "M0 0"
 
     anchors, nearby = (pixels(points) for points in (list(tokens.values()), neighbors))
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
     bold, faint = (
         [
             label
             for row, (x, y) in zip(named, at)
-            for label in place_label(token(row.get("text")).strip(), x, y, SQUARE, taken, force=force)
+            for label in place_label(token(row.get("text")).strip(), x, y, SQUARE, boxes, force=force)
         ]
         for named, at, force in ((tokens.values(), anchors, True), (neighbors, nearby, False))
     )
@@ -89,5 +89,5 @@ def _nearest(name: str, index: int, points: Sequence[Mapping[str, Any]]) -> list
 
 
 def _percent(share: object) -> str:
-    known = number(share)
-    return f"{figure(100 * known, 1)}%" if known is not None else "–"
+    fraction = number(share)
+    return f"{figure(100 * fraction, 1)}%" if fraction is not None else "–"

@@ -175,8 +175,8 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _ends(values: Mapping[int, float]) -> list[tuple[int, float]]:
-    known = sorted(values.items())
-    return [known[0], known[-1]] if len(known) > 1 else known
+    points = sorted(values.items())
+    return [points[0], points[-1]] if len(points) > 1 else points
 
 
 def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -54,8 +54,8 @@ def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
 
 def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The rows of the summary, by the name of a strategy that was asked for."""
-    known = {str(row.get("id")) for row in rows(results, "strategies")}
-    return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in known}
+    ids = {str(row.get("id")) for row in rows(results, "strategies")}
+    return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in ids}
 
 
 def evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, Any]]) -> list[Metric]:

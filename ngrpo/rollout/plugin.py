@@ -182,8 +182,8 @@ def _request_error() -> type[Exception]:
     """An error of bad input that vLLM's server answers with status 400, as it does an error of its own kind alone."""
     from perturbations.errors import UsageError
 
-    known = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
-    return UsageError if known is None else type("RequestError", (known, UsageError), {})
+    base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+    return UsageError if base is None else type("RequestError", (base, UsageError), {})
 
 
 def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,8 +289,8 @@ def _with_internal_ids(engine: FrontEnd, names: list[str]) -> list[str]:
 
     To be asked before the abort, which forgets them.
     """
-    known = engine.output_processor.external_req_ids
-    return [*names, *(internal for name in names for internal in known.get(name, ()))]
+    ids = engine.output_processor.external_req_ids
+    return [*names, *(internal for name in names for internal in ids.get(name, ()))]
 
 
 def _perturbed(engine: FrontEnd | InputProcessor) -> bool:

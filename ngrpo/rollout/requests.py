@@ -118,12 +118,12 @@ class RunningRequests:
         self._settle(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
-        running, taken = set(unfinished or ()), {}
+        running, trajectories = set(unfinished or ()), {}
         for name in dict.fromkeys(ids):
             finished = None if name in running else self._finished_or_ending(name)
             if finished is not None:
-                taken[name] = finished.pack()
-        return taken
+                trajectories[name] = finished.pack()
+        return trajectories
 
     def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
         """What is handed over of a request; None where its record has been, or is dropped."""

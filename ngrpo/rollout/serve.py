@@ -76,13 +76,13 @@ async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> bytes:
     choices = answer["choices"]
     names = _request_ids(answer, len(choices))
     replies = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
-    taken = of_answers(engine.output_processor, of_all_workers(replies))
+    trajectories = of_answers(engine.output_processor, of_all_workers(replies))
     for choice in choices:
-        name = next((name for name in names[choice["index"]] if name in taken), None)
+        name = next((name for name in names[choice["index"]] if name in trajectories), None)
         if name is None:
             raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
-        choice["perturbation_record"] = base64.b64encode(taken[name].record.to_bytes()).decode()
-        choice["perturbation_log_probs"] = taken[name].log_probs.tolist()
+        choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
+        choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
     return json.dumps(answer).encode()
 
 

@@ -62,10 +62,10 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
 
 def check_choice(task: str, argument: str, choices: Iterable[str]) -> None:
     """Raises ``UsageError`` unless a task's argument is one of its choices, with the nearest match."""
-    if argument not in (known := list(choices)):
+    if argument not in (names := list(choices)):
         raise UsageError(
-            f"task {task}:{argument}: unknown {_argument(task)} {argument!r}.{nearest(argument, known)}"
-            f" Available: {', '.join(known)}."
+            f"task {task}:{argument}: unknown {_argument(task)} {argument!r}.{nearest(argument, names)}"
+            f" Available: {', '.join(names)}."
         )
 
 

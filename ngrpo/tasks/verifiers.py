@@ -102,11 +102,11 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     """
     import torch
 
-    scored = [_scored(generated(*texts), label) for *texts, label in zip(queries, prompts, labels)]
-    rewards = torch.tensor([each.reward for each in scored])
-    names = sorted({name for each in scored for name in each.metrics})
-    logs = {f"{LOGGED}{name}": torch.tensor([each.metrics.get(name, 0.0) for each in scored]) for name in names}
-    failed = torch.tensor([float(each.failed is not None) for each in scored])
+    scores = [_scored(generated(*texts), label) for *texts, label in zip(queries, prompts, labels)]
+    rewards = torch.tensor([each.reward for each in scores])
+    names = sorted({name for each in scores for name in each.metrics})
+    logs = {f"{LOGGED}{name}": torch.tensor([each.metrics.get(name, 0.0) for each in scores]) for name in names}
+    failed = torch.tensor([float(each.failed is not None) for each in scores])
     return {"rewards": rewards, "scores": rewards, "extra_logs": {**logs, f"{LOGGED}failed": failed}}
 
 

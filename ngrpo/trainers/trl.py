@@ -71,9 +71,9 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         generation = self.vllm_generation
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        taken = take_records(generation.llm)
+        by_name = take_records(generation.llm)
         # vLLM counts its requests, and answers in their order.
-        records = self._records[self.model.training] = [taken[name] for name in sorted(taken, key=int)]
+        records = self._records[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
         if len(records) != len(prompt_ids):
             raise RuntimeError(f"{len(records)} records of {len(prompt_ids)} rollouts were handed over.")
         return result

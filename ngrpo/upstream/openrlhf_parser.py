@@ -106,9 +106,9 @@ class _Parser(argparse.ArgumentParser):
             raise _Made(self)
         namespace, unknown = self.parse_known_args(self._argv)
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             what = "flag" if unknown[0].startswith("-") else "word"
-            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*known, *_OURS])} {_HELP}")
+            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*flags, *_OURS])} {_HELP}")
         return namespace
 
 

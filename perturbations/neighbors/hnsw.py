@@ -159,8 +159,8 @@ class HnswIndex(TableIndex):
 
     def _placed(self, tokens: Tensor) -> Tensor:
         """Where tokens lie in the graph's space, (Q, D) float32."""
-        moved = self._directions(self._embedding[tokens]) - self._mean
-        return moved / self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric]).unsqueeze(-1)
+        directions = self._directions(self._embedding[tokens]) - self._mean
+        return directions / self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric]).unsqueeze(-1)
 
 
 @contextmanager

@@ -338,7 +338,7 @@ NOISES = [
         "test_policy_noises.py",
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
         ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
-        ("min(max(changed, _LEAST), _MOST)", "changed", "psn: no bounds"),
+        ("min(max(sigma, _LEAST), _MOST)", "sigma", "psn: no bounds"),
         ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
     ),
     *of_file(

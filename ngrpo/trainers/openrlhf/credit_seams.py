@@ -47,8 +47,8 @@ def with_entropies(plain: type) -> type:
 
         def token_entropies(self) -> list[Tensor]:
             """The entropies of each forward since the last call, (B, A) each."""
-            taken, self._entropies = getattr(self, "_entropies", []), []
-            return taken
+            entropies, self._entropies = getattr(self, "_entropies", []), []
+            return entropies
 
     return EntropyKeepingActor
 

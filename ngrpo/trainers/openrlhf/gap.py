@@ -75,8 +75,8 @@ class GapScale:
         """
         if self._start is None:
             self._start = unperturbed
-        known = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
-        return max([*known, _HALF if self._half else FLOOR]) if known else None
+        gaps = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
+        return max([*gaps, _HALF if self._half else FLOOR]) if gaps else None
 
     def check(self, measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
         """Judges all gaps of a step by the one of unperturbed answers: ratios among them are blind where all are wrong.

@@ -127,9 +127,9 @@ def of_step(
             by_place[place] = _Answer(experience, row, records[row])
     places = sorted(by_place)
     prompts = [places[i : i + size] for i in range(0, len(places), size)]
-    chosen = sorted(random.Random(seed).sample(range(len(prompts)), min(groups, len(prompts))))
+    sample = sorted(random.Random(seed).sample(range(len(prompts)), min(groups, len(prompts))))
     rewards = [_figure(float(by_place[place].experience.rewards[by_place[place].row])) for place in places]
-    made = [_group([by_place[p] for p in prompts[i]], tokenizer, gaps) for i in chosen]
+    made = [_group([by_place[p] for p in prompts[i]], tokenizer, gaps) for i in sample]
     return _shortened({"rewards": rewards, "size": size, "groups": made})
 
 

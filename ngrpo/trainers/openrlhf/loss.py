@@ -89,8 +89,8 @@ def policy_loss(trainer: ActorTrainer, make: Callable[[Callable[..., Any]], _Los
         make: gives the loss for the one that is called now, which it calls in turn.
     """
     plain = trainer.actor_loss_fn
-    trainer.actor_loss_fn = made = make(plain)
+    trainer.actor_loss_fn = loss = make(plain)
     try:
-        yield made
+        yield loss
     finally:
         trainer.actor_loss_fn = plain

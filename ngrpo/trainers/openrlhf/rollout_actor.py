@@ -140,8 +140,8 @@ class PickUps:
             pending, self._asked = self._asked, {}
             try:
                 answers = await self._llm.collective_rpc("perturbation_take", args=(list(pending), None))
-                taken = {external_id(name): parts for name, parts in of_all_workers(answers).items()}
-                results = {name: taken.get(name, _gone(name)) for name in pending}
+                by_name = {external_id(name): parts for name, parts in of_all_workers(answers).items()}
+                results = {name: by_name.get(name, _gone(name)) for name in pending}
             except Exception as error:
                 results = dict.fromkeys(pending, error)
             for name, answer in pending.items():
@@ -193,9 +193,9 @@ async def generate(
     output = await unperturbed.last_of(actor.llm.generate(request, params, request_id=name))
     if pictures:
         prompt_pictures.check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
-    taken = await actor.perturbation_pick_ups.take(name)
+    parts = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
-        conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
+        conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
             seed = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])

@@ -71,16 +71,16 @@ class Conversation:
             return dataclasses.replace(record, seed=seeds.of_repeated_turn(record.seed, again))
         return record
 
-    def add(self, taken: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
+    def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Takes in a turn; :meth:`go_on` was told its prompt.
 
         Args:
-            taken: the turn, as the worker sent it.
+            parts: the turn, as the worker sent it.
             prompt: token ids that the turn began with.
             tokens: token ids that it generated.
             cached: how many of the prompt's tokens the engine found in its prefix cache.
         """
-        turn = cut_to_answer(FinishedTrajectory.unpack(taken), len(tokens))
+        turn = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
         start, mask = len(prompt), turn.sampling_mask
         by_position = np.full(start + len(tokens), np.nan, dtype=np.float32)
         dropped, prompted = 0, start

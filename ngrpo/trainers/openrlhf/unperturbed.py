@@ -77,8 +77,8 @@ async def ask(actor: RolloutActor, prompt: list[int], params: SamplingParams, se
     short.extra_args = {**(short.extra_args or {}), KEY: arguments}
     output = await last_of(actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), short, request_id=name))
     tokens = list(output.outputs[0].token_ids)
-    taken = FinishedTrajectory.unpack(await actor.perturbation_pick_ups.take(name))
-    log_probs = cut_to_answer(taken, len(tokens)).log_probs
+    trajectory = FinishedTrajectory.unpack(await actor.perturbation_pick_ups.take(name))
+    log_probs = cut_to_answer(trajectory, len(tokens)).log_probs
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs)
 
 
