@@ -86,9 +86,9 @@ def of_stream(mixed: _Integers, stream: Stream) -> _Integers:
     return _mix(mixed + _OFFSETS[stream])
 
 
-def of_streams(mixed: np.ndarray, wanted: Sequence[Stream]) -> np.ndarray:
+def of_streams(mixed: np.ndarray, streams: Sequence[Stream]) -> np.ndarray:
     """The keys of several streams at what :func:`of_positions` gave: (N,) int64 to (streams, N)."""
-    return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in wanted]))
+    return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in streams]))
 
 
 def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:

@@ -114,7 +114,7 @@ def test_logits_processors_take_the_choice_of_the_runner_away(hardware: str, mon
     point = SimpleNamespace(name="thinking_budget", dist=SimpleNamespace(name="some-package"))
     monkeypatch.setattr(doctor, "entry_points", lambda group: (point,) if group == "vllm.logits_processors" else ())
     (finding,) = doctor._model_runner(hardware)
-    assert "thinking_budget of some-package" in finding.told and "V1" in finding.told
+    assert "thinking_budget of some-package" in finding.state and "V1" in finding.state
     # A CPU has V1 in any case.
     assert (finding.fix is None) if hardware == "cpu" else ("VLLM_USE_V2_MODEL_RUNNER=0" in finding.fix)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")

@@ -253,7 +253,7 @@ def check(
         SeamMismatch: One error that lists every row that does not match, expected and found.
     """
     rows = active(conditions) if seams is None else tuple(seams)
-    wrong = [(seam, state) for seam in rows if (state := found(seam)) != seam.upstream]
+    wrong = [(seam, state) for seam in rows if (state := state_of(seam)) != seam.upstream]
     if wrong:
         lines = [
             f"  {seam.target}\n"
@@ -270,7 +270,7 @@ def check(
         )
 
 
-def found(seam: Seam) -> str:
+def state_of(seam: Seam) -> str:
     """Returns the state of a row's upstream code in the form that the row uses, or what is missing."""
     tree = _tree(seam.module)
     if isinstance(tree, str):
@@ -354,7 +354,7 @@ def main(write: Callable[[str], object] = print) -> int:
     """Prints the table with the state found; returns 1 if a row does not match."""
     wrong = 0
     for seam in SEAMS:
-        state = found(seam)
+        state = state_of(seam)
         wrong += state != seam.upstream
         mark = "ok " if state == seam.upstream else "NOT"
         write(f"{mark} [{seam.when}] {seam.target} -> {seam.ours}: {seam.why} ({seam.checked}: {state})")
