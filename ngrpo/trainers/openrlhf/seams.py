@@ -28,10 +28,6 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 class SeamMismatch(UsageError):
     """Upstream code is not what a row of the table was written against."""
 
