@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -236,18 +237,15 @@ def _self_test(model: str) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
+        status, output = _ended(command)
+        if status is None:
             return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
         if not target.exists():
-            lines = [line for line in done.stdout.splitlines() if line.strip()]
+            lines = [line for line in output.splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
             causes = [number for number, line in enumerate(lines) if _PROBE_FAILURE in line]
             lines = lines[causes[0] :][:10] if causes else lines[-15:]
-            state = f"ended with status {done.returncode}"
+            state = f"ended with status {status}"
             return Finding(subject, state, "read the lines that it ended with:\n" + "\n".join(lines))
         measures = json.loads(target.read_text())
     state = (
@@ -260,6 +258,22 @@ def _self_test(model: str) -> Finding:
     if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
         return Finding(subject, state, "the rollout was not perturbed: install the project anew, then report it")
     return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
+
+
+def _ended(command: Sequence[str]) -> tuple[int | None, str]:
+    """The exit status of a command, None where it took too long, and what it printed; what it started ends with it."""
+    # vLLM's engine is a process of its own, which outlives the one that started it.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_SECONDS)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return None, ""
+        return process.returncode, output
 
 
 def _for_a_report(findings: Sequence[Finding]) -> str:
