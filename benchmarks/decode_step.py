@@ -170,9 +170,12 @@ class Decoding:
             perturbation, lambda _: [1, 2, 3], lambda: ["a"] * vocabulary, vocabulary, store.slots, torch.device(device)
         )
         override = InputOverride(embedding, batch, hidden, torch.float32, torch.device(device))
+        # HRPO's gate was never among what is counted here; a router is a part of the draw.
+        module = perturbation.module(hidden) if perturbation.reads_hidden else None
         self.perturber = RolloutPerturber(
-            perturbation, store, gate, matrix_embeddings(embedding.weight), override, torch.device(device)
+            perturbation, store, gate, matrix_embeddings(embedding.weight), override, torch.device(device), module
         )
+        self._reads_hidden, self._hidden = perturbation.reads_hidden, hidden
         self.requests = [f"request-{i}" for i in range(batch)]
         for i, name in enumerate(self.requests):
             store.open(name, 1000 + i, _PROMPT, True)
@@ -186,6 +189,8 @@ class Decoding:
         count = len(self.requests)
         starts = np.full(count, self._position)
         self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
+        if self._reads_hidden:
+            self.perturber.computed(torch.zeros(count, self._hidden, device=self._logits.device))
         self.perturber.finish(self._logits[:count], self._temperature[:count], self._logits[:count], None)
         self._position += 1
 

@@ -63,6 +63,9 @@ class Replayed:
         advantages: what the loss weighs each position's entry with, (N,) float32; None where there is no loss, as for
             old and reference policy. They may shape the gradient of a density and not its value, which all share.
         draw_keys: (N,) int64, from which the perturbation's own draws at these positions are drawn again.
+        hidden: the last hidden state at each position's row, which the output layer made its logits of, (N, D) with
+            gradient; None unless the perturbation's ``reads_hidden`` is True.
+        module: the perturbation's parameters beside the model at hand; None where it has none.
     """
 
     logits: Float[Tensor, "forward vocabulary"]
@@ -74,6 +77,8 @@ class Replayed:
     lookup: Callable[[Tensor], Tensor]
     advantages: Float[Tensor, " positions"] | None = None
     draw_keys: Int64[Tensor, " positions"] | None = None
+    hidden: Float[Tensor, "positions hidden"] | None = None
+    module: nn.Module | None = None
 
     def gumbel(self, ids: Tensor) -> Tensor:
         """The draws that ``step.gumbel(ids)`` gave in the rollout, (N, n) for ``ids`` (N, n).
@@ -132,6 +137,8 @@ class Perturbation(GateOptions, ABC):
     """What the weights of a position keep to: ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""
     module_options: ClassVar[tuple[str, ...]] = ()
     """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
+    reads_hidden: ClassVar[bool] = False
+    """Whether :class:`Step` and :class:`Replayed` hold the last hidden states, which costs a hook."""
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=_LAST_SEED)

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from perturbations import row_blocks, streams
 from perturbations.embeddings import ModelEmbeddings
@@ -35,6 +35,9 @@ class Step:
             other streams follow from seeds and positions.
         summary: what the draw of the tokens left of ``logits``; None where :meth:`top`, :meth:`log_total` and
             :meth:`entropy` have to read them.
+        hidden: the last hidden states, which the output layer made the model's logits of, (B, D) in the model's dtype;
+            None unless the perturbation's ``reads_hidden`` is True.
+        module: the perturbation's learned parameters, with ``reads_hidden``; else None.
     """
 
     logits: Float[Tensor, "rows vocabulary"]
@@ -46,6 +49,8 @@ class Step:
     drawable: Float[Tensor, "rows vocabulary"] | None = None
     keys: Mapping[streams.Stream, Int64[Tensor, " rows"]] = field(default_factory=dict)
     summary: Summary | None = None
+    hidden: Float[Tensor, "rows hidden"] | None = None
+    module: nn.Module | None = None
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.

@@ -169,15 +169,18 @@ class FakeDecoding:
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(hidden)
         if module is not None:  # `Module.to` cannot swap fake parameters
-            for name, part in list(module.named_parameters()):
-                module._parameters[name] = nn.Parameter(torch.empty_like(part, dtype=dtype, device=device), False)
-            module.lambda_start = torch.empty_like(module.lambda_start, device=device)
+            for owner in module.modules():
+                for name, part in list(owner._parameters.items()):
+                    owner._parameters[name] = nn.Parameter(torch.empty_like(part, dtype=dtype, device=device), False)
+            if hasattr(module, "lambda_start"):
+                module.lambda_start = torch.empty_like(module.lambda_start, device=device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
         notes = self.perturber._notes
         notes._write = _on_host(notes._write)
         self.perturber._download = lambda part: _arrived(part.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)
         self.names = [f"request-{i}" for i in range(batch)]
+        self._reads_hidden, self._hidden = perturbation.reads_hidden, hidden
         for i, name in enumerate(self.names):
             store.open(name, 100 + i, _PROMPT, True)
             self.perturber.opened(name)
@@ -189,6 +192,8 @@ class FakeDecoding:
         temperature = torch.empty(len(self.names), device="cuda")
         starts = np.full(len(self.names), self._position)
         self.perturber.begin(self.names, starts, np.ones_like(starts), np.zeros(len(starts), dtype=bool))
+        if self._reads_hidden:
+            self.perturber.computed(torch.empty(len(self.names), self._hidden, dtype=torch.bfloat16, device="cuda"))
         self.perturber.finish(logits, temperature, logits, None)
         self._position += 1
 

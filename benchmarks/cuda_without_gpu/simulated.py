@@ -94,7 +94,7 @@ def _logits(name: str, position: int, last: int) -> Tensor:
 
 class _Engine:
     def __init__(self, perturbation: Perturbation, device: str, slots: int, masked: bool) -> None:
-        self.device = torch.device(device)
+        self.device, self.reads_hidden = torch.device(device), perturbation.reads_hidden
         embedding = nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
         embedding._parameters["weight"] = self.up(_MATRIX.clone())
         self.embedding, self.store = embedding, TrajectoryStore(slots, 4096, (VOCABULARY, HIDDEN))
@@ -105,9 +105,11 @@ class _Engine:
         module = perturbation.module(HIDDEN)
         if module is not None:
             module.requires_grad_(False)
-            for name, part in list(module.named_parameters()):
-                module._parameters[name] = self.up(part.data)
-            module.lambda_start = self.up(module.lambda_start)
+            for owner in module.modules():
+                for name, part in list(owner._parameters.items()):
+                    owner._parameters[name] = self.up(part.data)
+            if hasattr(module, "lambda_start"):
+                module.lambda_start = self.up(module.lambda_start)
         self.perturber = RolloutPerturber(
             perturbation,
             self.store,
@@ -222,6 +224,8 @@ def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, sampling:
     if sampling == "greedy":
         cold = torch.tensor([request.seed % 2 == 0 for request in batch])
         greedy = engine.up(torch.where(cold, logits.argmax(dim=-1), -1))
+    if engine.reads_hidden:
+        engine.perturber.computed(engine.up(logits[:, :HIDDEN].clone()))
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
 
 

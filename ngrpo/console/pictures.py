@@ -31,7 +31,9 @@ _VOCABULARY, _DIMENSION, _BAR = 64, 8, 24
 
 def of_perturbation(perturbation: Perturbation) -> list[str]:
     """What is fed at one position where the policy wavers, and what stands in the text."""
-    step = _step(1)
+    step, module = _step(1), perturbation.module(_DIMENSION)
+    if perturbation.reads_hidden:
+        step = dataclasses.replace(step, hidden=torch.zeros(1, _DIMENSION), module=module)
     shares = ", ".join(f"{word} {share:.2f}" for word, share in zip(_WORDS, _SHARES))
     sampled_word = _word(int(step.sampled))
     proposal = perturbation.propose(step)
@@ -46,8 +48,10 @@ def of_perturbation(perturbation: Perturbation) -> list[str]:
         lines.append(f"  + noise of {float(edit.sigma):.2f} in each element (the embeddings' own is 1)")
     if edit.vectors is not None:
         lines.append("  + a vector of its own")
-    if perturbation.module(_DIMENSION) is not None:
+    if module is not None and not perturbation.reads_hidden:
         lines.append("  through its learned parameters, together with the sampled token")
+    elif module is not None:
+        lines.append("  as its learned parameters say before training, of a last hidden state of 0")
     return [*lines, f"and in the text stands {_word(int(proposal.tokens))!r}."]
 
 

@@ -84,8 +84,14 @@ def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
         ``embedding_map`` of diagnosis.json.
 
     Raises:
-        UsageError: where the model never writes any of the tokens.
+        UsageError: where the model never writes any of the tokens, or a strategy needs more than logits.
     """
+    for strategy in _different(strategies):
+        if registry.create(**present(strategy.spec, "the spec")).reads_hidden:
+            raise UsageError(
+                f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
+                " alone. Leave it out of the perturbations, or leave the map out."
+            )
     occurrences = contexts(llm, tokens, seed)
     tokens = [token for token in tokens if occurrences[token[0]]]
     if not tokens:

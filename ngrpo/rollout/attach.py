@@ -7,13 +7,14 @@ computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ngrpo.rollout import new_weights, runner_v1, runner_v2
+from ngrpo.rollout import new_weights, output_layer, runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
     find_input_embedding,
@@ -49,6 +50,7 @@ class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
     _asleep = False
+    _hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
         """
@@ -96,6 +98,7 @@ class AttachedPerturbation:
             perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
         )
         self.module = _module(perturbation, self._hidden, runner)
+        self._follow_hidden(perturbation)
         self.perturbation = perturbation
         config = runner.vllm_config.additional_config
         masks = None
@@ -108,6 +111,14 @@ class AttachedPerturbation:
         rank = runner.vllm_config.parallel_config.data_parallel_index
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
         self.prepare()
+
+    def _follow_hidden(self, perturbation: Perturbation) -> None:
+        """Shows the perturber what the output layer is given, where the perturbation reads it: no other pays for it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if perturbation.reads_hidden:
+            self._hooks = output_layer.follow(self._runner.get_model(), lambda found: self.perturber.computed(found))
 
     def fingerprint(self) -> str:
         """What this worker does to its rollouts, to be compared with what a run asked for."""

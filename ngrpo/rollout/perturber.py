@@ -94,6 +94,7 @@ class RolloutPerturber:
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
         self._edits: Edits | None = None
+        self._hidden: Tensor | None = None
         self._batch: Batch | None = None
         self._at_once = _AT_ONCE
         self._notes = Notes(store, masks, lambda: self._event())
@@ -170,6 +171,10 @@ class RolloutPerturber:
 
     # --- after the logits ---------------------------------------------------------------------------------------
 
+    def computed(self, hidden: Tensor) -> None:
+        """The model computes logits of these last hidden states, (B, D): :meth:`finish` is called with theirs next."""
+        self._hidden = hidden
+
     @property
     def busy(self) -> bool:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
@@ -207,6 +212,8 @@ class RolloutPerturber:
 
     def _rehearse(self, scaled: Tensor, tokens: Tensor, rows: Tensor) -> None:
         step = Step(scaled, tokens, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
+        if self._perturbation.reads_hidden:
+            step = replace(step, hidden=self._kernels.blank_hidden(len(rows)), module=self._module)
         if self._perturbation.active:
             edit = self._perturbation.propose(step).edit
             noise = None if edit.sigma is None else step.keys_of(streams.Stream.NOISE)
@@ -253,6 +260,9 @@ class RolloutPerturber:
             The tokens, (B,) int64.
         """
         batch, self._batch = present(self._batch, "the batch of begin()"), None
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None and len(hidden) != len(scaled):
+            raise RuntimeError(f"{len(scaled)} rows are sampled, of logits of {len(hidden)} last hidden states.")
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
@@ -269,7 +279,7 @@ class RolloutPerturber:
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
             tokens, vectors, edits = self._kernels.edit(
-                of_gated[0], of_gated[1:], rows, draw, scaled, temperature, filtered, greedy
+                of_gated[0], of_gated[1:], rows, draw, scaled, temperature, filtered, greedy, hidden
             )
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over

@@ -134,6 +134,7 @@ class StepKernels:
         temperature: Tensor,
         drawable: Tensor | None,
         greedy: Tensor | None,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Proposes edits at the gated rows.
 
@@ -146,12 +147,13 @@ class StepKernels:
             temperature: (B,) float32.
             drawable: as in :meth:`draw`.
             greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
+            hidden: the last hidden states, (B, D), where the perturbation reads them.
 
         Returns:
             The tokens of all rows, (B,); the vectors to be fed, (G, D); and what is recorded, (G, …) by its name.
         """
         known = () if draw.summary is None else vars(draw.summary).values()
-        inputs = [rows.slots, rows.prompts, draw.tokens, scaled, temperature, drawable, greedy, *known]
+        inputs = [rows.slots, rows.prompts, draw.tokens, scaled, temperature, drawable, greedy, hidden, *known]
         count, batch = len(gated), len(scaled)
         of_gated = [gated, *perturbed]
         if self.compiled:
@@ -188,6 +190,7 @@ class StepKernels:
         temperature: Tensor,
         drawable: Tensor | None,
         greedy: Tensor | None,
+        hidden: Tensor | None,
         *known: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         everything = not self.compiled and len(gated) == len(scaled)
@@ -206,6 +209,8 @@ class StepKernels:
             None if drawable is None else picked(drawable),
             dict(zip(STREAMS, (weights_keys, noise_keys, gate_keys), strict=True)),
             Summary(*map(picked, known)) if known else None,
+            None if hidden is None else picked(hidden),
+            None if hidden is None else self._module,
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
@@ -277,6 +282,13 @@ class StepKernels:
         self._rehearsed(scaled, None)
         return tokens[: len(logits)]
 
+    def blank_hidden(self, rows: int) -> Tensor | None:
+        """Last hidden states of zero for a rehearsal, (rows, D); None where the perturbation reads none."""
+        if not self._perturbation.reads_hidden:
+            return None
+        known = self._lookup(torch.zeros(1, dtype=torch.int64, device=self._free.device))
+        return known.new_zeros(rows, known.shape[-1])
+
     def _rehearsed(self, scaled: Tensor, drawable: Tensor | None) -> Tensor:
         rows = torch.arange(len(scaled), device=scaled.device)
         if not self.compiled:
@@ -291,13 +303,16 @@ class StepKernels:
         draw = self.draw(scaled, rows, drawable)
         for part in (draw.tokens, draw.log_total, *vars(draw.summary).values()):
             torch._dynamo.maybe_mark_dynamic(part, 0)
+        hidden = self.blank_hidden(len(rows))
+        if hidden is not None:
+            torch._dynamo.maybe_mark_dynamic(hidden, 0)
         if self._perturbation.active:
             for count in (max(len(rows) - 1, 2), len(rows)):
                 gated = rows[:count].clone()
                 perturbed = [gated.clone() for _ in range(2 + len(STREAMS))]
                 for part in (gated, *perturbed):
                     torch._dynamo.maybe_mark_dynamic(part, 0)
-                parts = self.edit(gated, perturbed, at, draw, scaled, temperature, drawable, None)[2]
+                parts = self.edit(gated, perturbed, at, draw, scaled, temperature, drawable, None, hidden)[2]
             self.candidates = parts["ids"].shape[-1]
         self.settle(at, draw.tokens, scaled if drawable is None or not self._masked else drawable, draw.log_total)
         return draw.tokens

@@ -25,6 +25,7 @@ from trl.trainer import grpo_trainer
 from ngrpo.rollout.records import take_records
 from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
 from perturbations import ReplayRecord, registry, replaying
+from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.parameters import freeze
 
@@ -58,7 +59,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         spec = registry.create(**perturbation).spec()
         config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
         self._perturbation = registry.create(**spec)
-        _check(config, kwargs, self._perturbation.has_density)
+        _check(config, kwargs, self._perturbation)
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._records: dict[bool, list[ReplayRecord]] = {True: [], False: []}
         self._in_forward: list[int] | None = None
@@ -147,7 +148,7 @@ def _engine_with(options: Mapping[str, Any]) -> Iterator[None]:
         grpo_trainer.VLLMGeneration, vllm_generation.LLM = plain, llm
 
 
-def _check(config: Any, arguments: Mapping[str, Any], has_density: bool) -> None:
+def _check(config: Any, arguments: Mapping[str, Any], perturbation: Perturbation) -> None:
     """Raises ``UsageError`` for what is not replayed."""
     wrong: Sequence[tuple[bool, str, str]] = (
         (config is None or not config.use_vllm, "without use_vllm=True", "rollouts are perturbed inside vLLM"),
@@ -156,7 +157,12 @@ def _check(config: Any, arguments: Mapping[str, Any], has_density: bool) -> None
         (bool(arguments.get("environment_factory")), "environments", "records cover one turn"),
         (bool(arguments.get("rollout_func")), "rollout_func", "it has no records"),
         (getattr(config, "use_liger_kernel", False), "use_liger_kernel", "its loss bypasses the log-probabilities"),
-        (has_density, "density", "TRL's loss is of tokens; set density='token'"),
+        (
+            perturbation.module(1) is not None,
+            "a perturbation with parameters of its own",
+            "TRL would neither train nor send them; use the variant without them, or OpenRLHF",
+        ),
+        (perturbation.has_density, "density", "TRL's loss is of tokens; set density='token'"),
     )
     for refused, setting, reason in wrong:
         if refused:

@@ -9,7 +9,7 @@ gathering of parameters, LoRA) and its gradient work as ever, and the lookup hap
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ from perturbations.edit import InputEdit, Mixer, mix
 from perturbations.nearest import nearest_tokens
 from perturbations.parameters import CausalModel, attached
 from perturbations.replay import ReplayRecord
+from perturbations.replay.last_hidden import LastHidden
 
 
 @dataclass
@@ -149,6 +150,7 @@ class ReplayScope:
         perturbation: Perturbation | None = None,
         look_up: int = 0,
         device: torch.device | None = None,
+        hidden: LastHidden | None = None,
     ) -> None:
         """
         Args:
@@ -159,8 +161,9 @@ class ReplayScope:
             look_up: of how many inputs of each forward, at most, the nearest token is looked up; they are evenly
                 spaced over the recorded positions. None where the embedding's matrix is not whole here (ZeRO-3).
             device: where the forward runs; None for where the embedding's parameters are. FSDP may take these away.
+            hidden: of the model's output layer, needed where a density reads the last hidden states.
         """
-        self._embedding, self._module = embedding, module
+        self._embedding, self._module, self._hidden = embedding, module, hidden
         self.perturbation = perturbation
         self._measure, self._look_up, self._device = measure, look_up, device
         self._shape = torch.Size()  # of a forward's tokens; empty before it
@@ -186,7 +189,8 @@ class ReplayScope:
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
-            yield self.stats
+            with self._hidden or nullcontext():
+                yield self.stats
             if not self._shape and any(record is not None for record in records):
                 raise RuntimeError(
                     f"replay of {len(records)} records did not happen: no forward went through"
@@ -232,12 +236,12 @@ class ReplayScope:
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        keys, of_positions = self._flat.noise_keys, None
-        if advantages is not None:
-            of_positions = self._of_positions(advantages)
+        of_positions = None if advantages is None else self._of_positions(advantages)
         draws = streams.keys(self._flat.seeds, self._flat.position, streams.Stream.WEIGHTS)
         own = log_probs[rows]
-        return Replayed(logits, rows, own, temperature, edit, keys, self.lookup, of_positions, draws), inside
+        state = None if self._hidden is None else self._hidden.at(rows, len(logits))
+        given = logits, rows, own, temperature, edit, self._flat.noise_keys, self.lookup
+        return Replayed(*given, of_positions, draws, state, self._module), inside
 
     def _of_positions(self, values: Tensor) -> Tensor:
         """Values of the last A tokens of each padded row, (B, A), at the recorded positions, (N,); 0 outside."""

@@ -21,7 +21,8 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     temperature = float(step.temperature[0])
     draws = step.keys_of(streams.Stream.WEIGHTS)
-    return Replayed(logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup, None, draws)
+    given = logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup
+    return Replayed(*given, None, draws, step.hidden, step.module)
 
 
 def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:

@@ -90,9 +90,17 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     ]
 
 
+def with_hidden(step: Step, module: nn.Module | None, size: int = _DIMENSION) -> Step:
+    """A step with last hidden states (B, ``size``), the same at each call, and the perturbation's module."""
+    generator = torch.Generator().manual_seed(21)
+    return dataclasses.replace(step, hidden=torch.randn(len(step.logits), size, generator=generator), module=module)
+
+
 def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     """The proposals for one step: valid, repeatable, and each row's own."""
     where = f"{perturbation.name}, {label}:"
+    if perturbation.reads_hidden:
+        step = with_hidden(step, perturbation.module(_DIMENSION))
     proposal = check_answers(where, "propose()", lambda some: _propose(perturbation, some, where), step)
     if label == "ordinary logits":
         other = dataclasses.replace(step, seeds=step.seeds + 1)

@@ -41,6 +41,9 @@ CASES = {
     "soft-constant": made("soft", k=3, input_gradient="none"),
     "hrpo": made("hrpo", k=V),
     "hrpo-constant": made("hrpo", k=V, input_gradient="none"),
+    "tarpo-density": made("tarpo", k=3, bias=0.5, decision_weight=1.0),
+    "tarpo-released": made("tarpo", k=3, bias=0.5),
+    "tarpo": made("tarpo", k=3, bias=0.5, density="token"),
     "multiplex-density": made("multiplex", density="joint"),
     "multiplex": made("multiplex", k=2, weights="average"),
     "multiplex-distinct": made("multiplex", k=2, draws="distinct"),
@@ -56,6 +59,8 @@ CASES = {
     "latent": made("latent", k=2, top_p=0.8),
 }
 
+ROUTER = ("weight", "bias_shift")
+
 # Known to be 0: in the bandit nothing follows from the fed input. A fuzzy text is greedy, so there the reward is a
 # constant, and a density's score has mean 0; and its mean has no gradient to the logits.
 NO_GRADIENT = {
@@ -63,4 +68,6 @@ NO_GRADIENT = {
     (1, "head"): ("gaussian-fuzzy-density", "lepo-exact"),
     (2, "head"): ("gaussian-fuzzy-density",),
     **{(1, f"perturbation.{name}"): ("hrpo", "hrpo-constant") for name in ("w_r", "w_i", "lambda_shift")},
+    **{(1, f"perturbation.head.{name}"): ("tarpo-density", "tarpo-released", "tarpo") for name in ROUTER},
+    **{(2, f"perturbation.head.{name}"): ("tarpo",) for name in ROUTER},
 }

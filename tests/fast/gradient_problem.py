@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.parameters import attach, attached
 from perturbations.replay import ReplayRecord
+from perturbations.replay.last_hidden import LastHidden
 from perturbations.replay.scope import ReplayScope
 
 V, D, PROMPTS = 4, 2, 2
@@ -43,6 +45,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding.from_pretrained(EMBEDDING.clone(), freeze=False)
         self.head = nn.Parameter(HEAD.clone())
+        self.last = nn.Identity()  # what the output layer is given goes through it
         module = attach(self, perturbation)
         if module is not None:
             drawn = torch.Generator().manual_seed(1)
@@ -54,7 +57,7 @@ class Model(nn.Module):
 
     def logits(self, inputs: Tensor) -> Tensor:
         """z̃ of the tokens after inputs (…, D)."""
-        return torch.tanh(inputs) @ self.head.T / TEMPERATURE
+        return self.last(torch.tanh(inputs)) @ self.head.T / TEMPERATURE
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(self.embedding(tokens))
@@ -97,7 +100,10 @@ def rollout(
         logits = in_bfloat16(model.logits(inputs)) if rounded else model.logits(inputs)
         sampled = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=drawn).squeeze(-1)
         positions, temperature = start + step, torch.full((EPISODES,), TEMPERATURE)
-        proposal = perturbation.propose(Step(logits, sampled, temperature, seeds, positions, embeddings))
+        seen = Step(logits, sampled, temperature, seeds, positions, embeddings)
+        if perturbation.reads_hidden:
+            seen = replace(seen, hidden=torch.tanh(inputs), module=attached(model))
+        proposal = perturbation.propose(seen)
         keys = streams.keys(seeds, positions, streams.Stream.NOISE)
         inputs = realise(proposal.edit, model.embedding, keys, attached(model))
         tokens[:, step] = proposal.tokens
@@ -139,7 +145,8 @@ def estimate(perturbation: Perturbation, steps: int, rounded: bool = False) -> d
     action = (torch.arange(1, mask.shape[1]) % (steps + 1) > 0).unsqueeze(0)
 
     def log_probs(tokens: Tensor, record: ReplayRecord) -> Tensor:
-        scope = ReplayScope(model.embedding, module=attached(model), perturbation=perturbation)
+        hidden = LastHidden(model.last) if perturbation.reads_hidden else None
+        scope = ReplayScope(model.embedding, module=attached(model), perturbation=perturbation, hidden=hidden)
         with scope([record], mask), densities(scope, TEMPERATURE) as ours:
             found = log_probs_from_logits(model(tokens), torch.roll(tokens, -1, 1))[:, :-1] * action
             return found if ours is None else ours.for_policy_loss(found)

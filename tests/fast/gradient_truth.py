@@ -154,6 +154,29 @@ def hrpo_truth(perturbation: Any, model: Model, parameters: dict[str, Tensor]) -
     return branches
 
 
+def tarpo_truth(perturbation: Any, parameters: dict[str, Tensor]) -> Callable[[Tensor, Tensor], Branches]:
+    """Each token with its own embedding and with the mixture, by softmax(W h + b); log π(decision) counts λ times.
+
+    Of two rows of D = 2 the head has a left inverse: h follows from z̃.
+    """
+    head = parameters["head"]
+    weight, shift = (parameters[f"perturbation.head.{name}"] for name in ("weight", "bias_shift"))
+    counted = perturbation.decision_weight if perturbation.has_density else 0.0
+
+    def branches(z: Tensor, E: Tensor) -> Branches:
+        h = TEMPERATURE * z @ head @ torch.linalg.inv(head.T @ head)
+        start = torch.tensor([perturbation.bias, 0.0], dtype=z.dtype)
+        chosen = torch.log_softmax(h @ weight.T + shift + start, dim=-1)
+        chosen = (chosen.detach() + counted * (chosen - chosen.detach())).exp()
+        values, ids = z.detach().topk(perturbation.k, dim=-1)
+        mixture = (torch.softmax(values, dim=-1).unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
+        probabilities, tokens, own = every_token(z, E.unsqueeze(0))
+        both = torch.cat([probabilities * chosen[:, :1], probabilities * chosen[:, 1:]], dim=1)
+        return both, tokens.repeat(1, 2), torch.cat([own, mixture.expand_as(own)], dim=1)
+
+    return branches
+
+
 def tobit(noise: Tensor, drawn: Tensor) -> Tensor:
     """log f, log F or log(1 − F) of Gumbel(0, 1) ``noise``: where the noise drawn lay within [-1.5, 3] or beyond it."""
     law = torch.distributions.Gumbel(torch.zeros((), dtype=noise.dtype), 1.0, validate_args=False)
@@ -348,6 +371,7 @@ def truth(perturbation: Any, steps: int) -> dict[str, Tensor]:
         "neighbor": neighbor_truth,
         "orthogonal": orthogonal_truth,
         "hrpo": lambda o: hrpo_truth(o, model, parameters),
+        "tarpo": lambda o: tarpo_truth(o, parameters),
     }
     # What is fed: through the policy's embedding, or constant.
     mixed = E if perturbation.input_gradient == "full" or perturbation.density_of_vector else E.detach()

@@ -38,7 +38,7 @@ from tests.fast.gradient_problem import (
 from tests.fast.gradient_truth import truth
 
 # Where a part that another case has goes another way.
-SLOW = ("hrpo-constant", "latent-exact-through")
+SLOW = ("hrpo-constant", "latent-exact-through", "tarpo")
 
 
 def test_every_perturbation_and_density_is_here() -> None:

@@ -19,6 +19,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.testing import PerturbationError
+from perturbations.testing.proposal import with_hidden
 from tests.fast.run import run_of
 
 # Every perturbation, and both values of the options that decide.
@@ -28,6 +29,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"name": "moi"}, True),
     ({"name": "selar"}, True),
     ({"name": "hrpo"}, True),
+    ({"name": "tarpo", "density": "token"}, True),
     ({"name": "multiplex"}, True),
     ({"name": "gaussian"}, True),
     ({"name": "gaussian", "base": "soft"}, True),
@@ -80,7 +82,10 @@ def test_weights_have_the_mean_1_where_the_text_is_sampled_and_nowhere_else(
     rollout = torch.log_softmax(scaled, dim=-1)
     keys = streams.keys(seeds, rows, streams.Stream.TOKEN)
     drawn = (rollout - streams.exponential(keys, torch.arange(V)).log()).argmax(dim=-1)
-    tokens = perturbation.propose(Step(scaled, drawn, factor, seeds, rows, embeddings)).tokens.unsqueeze(-1)
+    step = Step(scaled, drawn, factor, seeds, rows, embeddings)
+    if perturbation.reads_hidden:
+        step = with_hidden(step, perturbation.module(8))
+    tokens = perturbation.propose(step).tokens.unsqueeze(-1)
     weights = (torch.log_softmax(z, dim=-1).gather(-1, tokens) - rollout.gather(-1, tokens)).exp().double()
     away = abs(weights.mean().item() - 1.0) / (weights.std().item() / N**0.5 + 1e-9)
     print(spec, f"mean weight {weights.mean().item():.3f}, {away:.1f} standard errors from 1")

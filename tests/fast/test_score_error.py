@@ -18,6 +18,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import get
 from perturbations.step import Step
 from perturbations.testing.density_check import replayed
+from perturbations.testing.proposal import with_hidden
 
 # --- rounding ---------------------------------------------------------------------------------------
 
@@ -69,6 +70,8 @@ def step_of(deviation: float) -> Step:
 def mean_score(perturbation: Perturbation, deviation: float) -> float:
     """‖E[∇ entry]‖ over the root mean square of ∇ entry, both in the logits, without what the sample's size adds."""
     step = step_of(deviation)
+    if perturbation.reads_hidden:
+        step = with_hidden(step, perturbation.module(8))
     proposal = perturbation.propose(step)
     logits = step.logits.clone().requires_grad_()
     entry = torch.log_softmax(logits, dim=-1).gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)

@@ -96,6 +96,31 @@ DENSITIES = [
         ),
     ),
     *of_file(
+        "perturbations/strategies/tarpo.py",
+        "test_tarpo.py",
+        ("[:, 1:].exp() > step", "[:, :1].exp() > step", "tarpo: the router's probabilities are exchanged"),
+        ("self.decision_weight * router", "router", "tarpo: λ is missing"),
+        ("[:, :1] == 0.0)", "[:, :1] != 0.0)", "tarpo: the other decision than was drawn"),
+        ("_SPREAD * draws", "draws", "tarpo: W starts a thousand times too large"),
+        (" + self.head(mixture[:0]).sum()", "", "tarpo: a rank that asked nothing has no gradient"),
+        ("return self.has_density", "return False", "tarpo: the token is not in the action"),
+    ),
+    *of_file(
+        "perturbations/replay/last_hidden.py",
+        f"{_GRADIENT}[tarpo-density-two-steps]",
+        ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
+    ),
+    *of_file(
+        "perturbations/replay/last_hidden.py",
+        "test_tarpo.py",
+        ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
+    ),
+    *of_file(
+        "ngrpo/rollout/step_kernels.py",
+        "test_tarpo.py",
+        ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated"),
+    ),
+    *of_file(
         "ngrpo/trainers/openrlhf/model_actors.py",
         "test_density_actor.py",
         ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 GAP = 0.1
 ELSEWHERE = {"none", "neighbor", "gumbel", "hrpo"}
 DENSITIES = {"dirichlet": "dirichlet", "normal": "normal", "multiplex": "joint", "lepo": "lepo", "latent": "latent"}
+DENSITIES["tarpo"] = "decision"
 ADVANTAGES = ["psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo"]
 
 

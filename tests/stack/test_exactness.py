@@ -62,7 +62,8 @@ def model(smollm2: str) -> str:
 
 def test_every_perturbation_of_the_tree_is_here() -> None:
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
-    assert in_tree - {"none", "hrpo"} == set(OPTIONS)  # hrpo: test_hrpo.py, with its parameters
+    # With their parameters: test_hrpo.py, test_tarpo.py.
+    assert in_tree - {"none", "hrpo", "tarpo"} == set(OPTIONS)
 
 
 @pytest.mark.filterwarnings("ignore:neighbor with rate 1")

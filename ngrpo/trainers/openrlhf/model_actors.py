@@ -23,6 +23,7 @@ from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.base import Perturbation
 from perturbations.errors import present
 from perturbations.parameters import attached, freeze
+from perturbations.replay.last_hidden import LastHidden
 from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ def model_of(actor: Any) -> Any:
 def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
     """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
     model = model_of(actor)
-    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up)
+    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
+    embedding = model.get_input_embeddings()
+    return ReplayScope(embedding, measure, attached(model), perturbation, look_up, hidden=hidden)
 
 
 def replaying_actor(plain: type) -> type:
