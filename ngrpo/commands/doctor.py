@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.hardware import attention, profile_for
+from ngrpo.hardware import attention, processes, profile_for
 from ngrpo.models import model_support, packaged
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -353,4 +353,5 @@ if __name__ == "__main__":
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    processes.end_children()  # an engine whose rollout failed still runs, and holds our output open
     os._exit(status)  # The interpreter would take triton's bindings apart in a bad order (vLLM 0.29).
