@@ -64,12 +64,12 @@ def rollouts(model: str) -> Callable[[dict[str, Any]], Callable[[], object]]:
     common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64}
     llm = LLM(model, additional_config={"perturbation": {"name": "gumbel"}}, **common, **where)
 
-    def act(asked: dict[str, Any]) -> Callable[[], object]:
-        if "set" in asked:
-            set_perturbation(llm, asked["set"], rate=asked["rate"])
+    def act(request: dict[str, Any]) -> Callable[[], object]:
+        if "set" in request:
+            set_perturbation(llm, request["set"], rate=request["rate"])
         else:
-            messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(asked["batch"])]
-            llm.chat(messages, SamplingParams(max_tokens=asked["tokens"], ignore_eos=True), use_tqdm=False)
+            messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(request["batch"])]
+            llm.chat(messages, SamplingParams(max_tokens=request["tokens"], ignore_eos=True), use_tqdm=False)
         return lambda: take_records(llm)
 
     return act
@@ -93,9 +93,9 @@ def replays(model: str) -> Callable[[dict[str, Any]], Callable[[], object]]:
         for label, (rate, k, noisy) in REPLAYED.items()
     }
 
-    def act(asked: dict[str, Any]) -> Callable[[], object]:
+    def act(request: dict[str, Any]) -> Callable[[], object]:
         policy.zero_grad()
-        label = asked["record"]
+        label = request["record"]
         scope = replaying(policy, records[label], attention_mask=mask) if label else contextlib.nullcontext()
         with scope:
             loss = policy(tokens, attention_mask=mask, labels=tokens).loss
@@ -143,13 +143,13 @@ class Checkout:
 
 def compare(label: str, theirs: Checkout, ours: Checkout, run: dict[str, Any], pairs: int) -> None:
     """Prints our speed over theirs, after a run of each that does not count."""
-    found = []
+    ratios = []
     for pair in range(-1, pairs):
         order = (theirs, ours) if pair % 2 == 0 else (ours, theirs)
         spent = {checkout: checkout.ask(**run) for checkout in order}
-        found.append(spent[theirs] / spent[ours])
-    found = found[1:]
-    print(f"{label:16s} {statistics.median(found):7.3f}  {min(found):.3f}-{max(found):.3f}", flush=True)
+        ratios.append(spent[theirs] / spent[ours])
+    ratios = ratios[1:]
+    print(f"{label:16s} {statistics.median(ratios):7.3f}  {min(ratios):.3f}-{max(ratios):.3f}", flush=True)
 
 
 def main() -> None:

@@ -193,8 +193,8 @@ def main() -> None:
     parser.add_argument("source", help="problems with math answers, as ngrpo eval --data takes them")
     parser.add_argument("--answers", type=int, default=1000, help="distinct references [1000]")
     parser.add_argument("--show", action="store_true", help="print every wrong verdict")
-    given = parser.parse_args()
-    answers = references(given.source, given.answers)
+    options = parser.parse_args()
+    answers = references(options.source, options.answers)
     print(f"{describe()}\n{len(answers)} distinct reference answers\n")
     titles = ("right answers refused", "wrong answers accepted", "equal answers told apart")
     for title, rates in zip(titles, (*measure(answers), told_apart(answers))):
@@ -203,7 +203,7 @@ def main() -> None:
             print(f"  {form:<32}{len(rate.wrong):>7}{rate.total:>8}{len(rate.wrong) / rate.total:>9.2%}")
         wrong, all_of_them = total(rates)
         print(f"  {'all':<32}{wrong:>7}{all_of_them:>8}{wrong / all_of_them:>9.2%}\n")
-        if given.show:
+        if options.show:
             for form, rate in rates.items():
                 for answer, text in rate.wrong:
                     print(f"    {form}: {answer!r} against {text!r}")

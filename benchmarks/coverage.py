@@ -52,8 +52,8 @@ class World:
 
     def truth(self) -> float:
         """The mean difference between a gain of GAIN and none, of very many seeds."""
-        found = self.scores(np.random.default_rng(2), 1, 100_000, (GAIN, 0.0))
-        return float((found[0, 0] - found[0, 1]).mean())
+        scores = self.scores(np.random.default_rng(2), 1, 100_000, (GAIN, 0.0))
+        return float((scores[0, 0] - scores[0, 1]).mean())
 
 
 WORLDS = (
@@ -84,16 +84,16 @@ def bca(tables: np.ndarray) -> np.ndarray:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where all seeds agree there is no interval, and nan covers nothing
-        found = stats.bootstrap(
+        interval = stats.bootstrap(
             (tables.mean(axis=2),), np.mean, axis=-1, n_resamples=_REPLICATES, method="BCa", batch=100, rng=0
         ).confidence_interval
-    return np.stack([found.low, found.high], axis=1)
+    return np.stack([interval.low, interval.high], axis=1)
 
 
 def student(tables: np.ndarray) -> np.ndarray:
     """What `ngrpo compare` has: Student's t over seeds."""
-    found = [significance.interval(table) for table in tables]
-    return np.array([[each["low"], each["high"]] for each in found])
+    intervals = [significance.interval(table) for table in tables]
+    return np.array([[each["low"], each["high"]] for each in intervals])
 
 
 METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -106,17 +106,17 @@ METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def coverage(world: World, seeds: int, trials: int, method: Callable[[np.ndarray], np.ndarray]) -> float:
     """The share of trials whose interval of the paired difference holds the truth."""
-    found = world.scores(np.random.default_rng(seeds), trials, seeds, (GAIN, 0.0))
-    low, high = method(found[:, 0] - found[:, 1]).T
+    scores = world.scores(np.random.default_rng(seeds), trials, seeds, (GAIN, 0.0))
+    low, high = method(scores[:, 0] - scores[:, 1]).T
     truth = world.truth()
     return float(((low <= truth) & (truth <= high)).mean())
 
 
 def false_findings(world: World, seeds: int, trials: int, strategies: int = 8) -> tuple[float, float]:
     """The share of comparisons of equal strategies that call one different: without and with Holm's correction."""
-    found = world.scores(np.random.default_rng(seeds), trials, seeds, (0.0,) * (strategies + 1))
+    scores = world.scores(np.random.default_rng(seeds), trials, seeds, (0.0,) * (strategies + 1))
     plain = corrected = 0
-    for trial in found:
+    for trial in scores:
         differences = [significance.paired(ours, trial[0]) for ours in trial[1:]]
         plain += any(not each["within_noise"] for each in differences)
         significance.correct(differences)
@@ -127,7 +127,7 @@ def false_findings(world: World, seeds: int, trials: int, strategies: int = 8) -
 def pooled_coverage(worlds: tuple[World, World], seeds: int, trials: int) -> tuple[float, float, float]:
     """Of two tasks: the mean difference by Welch's t and by the bootstrap; the probability of improvement."""
     sides = [world.scores(np.random.default_rng(i), trials, seeds, (GAIN, 0.0)) for i, world in enumerate(worlds)]
-    scores = [found.mean(axis=3) for found in sides]  # (trials, 2, seeds) each
+    scores = [side.mean(axis=3) for side in sides]  # (trials, 2, seeds) each
     mean = float(np.mean([world.truth() for world in worlds]))
     many = [w.scores(np.random.default_rng(3), 1, 4000, (GAIN, 0.0))[0].mean(axis=2) for w in worlds]
     chance = float(np.mean([pooled.wins(*both).mean() for both in many]))
@@ -136,13 +136,13 @@ def pooled_coverage(worlds: tuple[World, World], seeds: int, trials: int) -> tup
     ]
     held = np.zeros(3)
     for trial in range(trials):
-        tasks = [found[trial] for found in scores]
+        tasks = [side[trial] for side in scores]
         welch = pooled.mean_difference([task[0] - task[1] for task in tasks])
-        drawn = bounds(np.mean([rows @ (task[0] - task[1]) for rows, task in zip(draws, tasks)], axis=0))
+        interval = bounds(np.mean([rows @ (task[0] - task[1]) for rows, task in zip(draws, tasks)], axis=0))
         better = pooled.probability_of_improvement([(task[0], task[1]) for task in tasks])
         held += [
             welch["low"] <= mean <= welch["high"],
-            drawn[0] <= mean <= drawn[1],
+            interval[0] <= mean <= interval[1],
             better["low"] <= chance <= better["high"],
         ]
     one, two, three = held / trials
@@ -164,19 +164,19 @@ def main() -> None:
     print(f"\neight equal strategies against one baseline, any called different ({few} trials)")
     for world in WORLDS:
         cells = [false_findings(world, n, few) for n in SEEDS]
-        told = "".join(f"  {n} seeds {plain:.3f} -> {held:.3f}" for n, (plain, held) in zip(SEEDS, cells))
-        print(f"{world.name:<27}without -> with Holm's correction:{told}", flush=True)
+        entries = "".join(f"  {n} seeds {plain:.3f} -> {held:.3f}" for n, (plain, held) in zip(SEEDS, cells))
+        print(f"{world.name:<27}without -> with Holm's correction:{entries}", flush=True)
     print(
         "\nsmallest difference found with a chance of 80%, in standard deviations of the paired difference over seeds"
     )
     for n in SEEDS:
         least = [significance.detectable(1.0, n, *of) for of in ((1, 1), (4, 1), (10, 1), (4, 2))]
-        told = zip(("one test", "four", "ten", "four, two tasks pooled"), least)
-        print(f"{n:>2} seeds  " + "  ".join(f"{what} {value:.2f}" for what, value in told))
+        entries = zip(("one test", "four", "ten", "four, two tasks pooled"), least)
+        print(f"{n:>2} seeds  " + "  ".join(f"{what} {value:.2f}" for what, value in entries))
     print(f"\ntwo tasks pooled ({few} trials): Welch's t, stratified bootstrap; probability of improvement, bootstrap")
     for n in SEEDS:
-        welch, drawn, chance = pooled_coverage((WORLDS[0], WORLDS[1]), n, few)
-        print(f"{n:>2} seeds  {welch:.3f}  {drawn:.3f}  {chance:.3f}", flush=True)
+        welch, resampling, chance = pooled_coverage((WORLDS[0], WORLDS[1]), n, few)
+        print(f"{n:>2} seeds  {welch:.3f}  {resampling:.3f}  {chance:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -263,11 +263,11 @@ def main() -> None:
     print(f"{'name':10s} {'waits':>5s} {'loops':>5s} {'launches':>8s} {'up':>4s} {'down':>4s} {'µs':>7s}")
     for name in names:
         perturbation = create(name, rate=options.rate)
-        found, lines = count(perturbation, options.batch, device=device), loops(create(name, rate=1.0), device)
+        counts, lines = count(perturbation, options.batch, device=device), loops(create(name, rate=1.0), device)
         spent = microseconds(perturbation, options.batch, options.vocabulary, device)
         print(
-            f"{name:10s} {len(found.waits) / found.steps:5g} {lines:5.2g} {found.launches / found.steps:8.1f}"
-            f" {found.uploads / found.steps:4.2g} {found.downloads / found.steps:4.2g} {spent:7.0f}",
+            f"{name:10s} {len(counts.waits) / counts.steps:5g} {lines:5.2g} {counts.launches / counts.steps:8.1f}"
+            f" {counts.uploads / counts.steps:4.2g} {counts.downloads / counts.steps:4.2g} {spent:7.0f}",
             flush=True,
         )
     built, packed = record_milliseconds()

@@ -90,9 +90,9 @@ def main() -> None:
     print(f"{'name':10s} {'rate':>5s} {'tokens':>6s} {'max':>8s} {'mean':>8s} {'unreplayed':>10s} {'bytes/tok':>10s}")
     for name in options.perturbations.split(",") if options.perturbations else in_tree():
         for rate in (0.1, 1.0):
-            found = measure(llm, model, chat_prompts(llm, copies=4), name, rate, 80)
-            figures = f"{found['tokens']:6d} {found['max']:8.1e} {found['mean']:8.1e} {found['unreplayed']:10.2f}"
-            print(f"{name:10s} {rate:5g} {figures} {found['bytes']:10.2f}", flush=True)
+            row = measure(llm, model, chat_prompts(llm, copies=4), name, rate, 80)
+            figures = f"{row['tokens']:6d} {row['max']:8.1e} {row['mean']:8.1e} {row['unreplayed']:10.2f}"
+            print(f"{name:10s} {rate:5g} {figures} {row['bytes']:10.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def describe() -> str:
     processor = _processor()
     if torch.cuda.is_available():
         processor = f"{torch.cuda.get_device_name()} beside {processor}"
-    found = [f"{name} {release}" for name, release in _versions(_PACKAGES).items()]
-    return f"{processor}, {os.cpu_count()} cores, {', '.join(found)}"
+    packages = [f"{name} {release}" for name, release in _versions(_PACKAGES).items()]
+    return f"{processor}, {os.cpu_count()} cores, {', '.join(packages)}"
 
 
 def details() -> dict[str, Any]:
@@ -52,9 +52,9 @@ def details() -> dict[str, Any]:
 
 def commit() -> str:
     """The commit that is checked out, with a note where files differ from it; "unknown" outside a git checkout."""
-    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    revision = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
-    return f"{found}, with changes" if found and changed else found or "unknown"
+    return f"{revision}, with changes" if revision and changed else revision or "unknown"
 
 
 def _processor() -> str:
@@ -66,13 +66,13 @@ def _processor() -> str:
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in packages:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _output(*command: str) -> str:

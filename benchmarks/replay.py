@@ -106,8 +106,8 @@ def paired(trainer: Trainer, records: list[ReplayRecord], pairs: int) -> dict[st
         ``plain_s``: the median without; ``ratio``, ``lowest``, ``highest``: with over without, median and range.
     """
     trainer.step(None), trainer.step(records)
-    found = [(trainer.step(None)[0], trainer.step(records)[0]) for _ in range(pairs)]
-    return summary(found, "plain_s")
+    seconds = [(trainer.step(None)[0], trainer.step(records)[0]) for _ in range(pairs)]
+    return summary(seconds, "plain_s")
 
 
 def main() -> None:
@@ -126,9 +126,9 @@ def main() -> None:
     print(f"{'record':22s} {'plain s':>8s} {'ratio':>7s}  range")
     for label, (rate, k, noisy) in RECORDS.items():
         sizes = (options.length, rate, k, model.config.vocab_size)
-        found = paired(trainer, [random_record(*sizes, i, noisy) for i in range(options.batch)], options.pairs)
+        cost = paired(trainer, [random_record(*sizes, i, noisy) for i in range(options.batch)], options.pairs)
         print(
-            f"{label:22s} {found['plain_s']:8.2f} {found['ratio']:7.3f}  {found['lowest']:.3f}-{found['highest']:.3f}",
+            f"{label:22s} {cost['plain_s']:8.2f} {cost['ratio']:7.3f}  {cost['lowest']:.3f}-{cost['highest']:.3f}",
             flush=True,
         )
 

@@ -81,9 +81,9 @@ def paired(
     both = (stock, perturbed)
     for llm in both:
         rate_of(llm, prompts, tokens, clock)
-    found = [tuple(rate_of(llm, prompts, tokens, clock) for llm in both) for _ in range(pairs)]
+    rates = [tuple(rate_of(llm, prompts, tokens, clock) for llm in both) for _ in range(pairs)]
     take_records(perturbed)
-    return summary(found, "stock")
+    return summary(rates, "stock")
 
 
 def main() -> None:
@@ -114,16 +114,16 @@ def main() -> None:
     print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}{used}")
     print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
     for each in names:
-        name, *given = each.split(":")
-        words = dict(word.split("=") for word in given)
-        label = words.get("variant", name)
+        name, *settings = each.split(":")
+        choices = dict(word.split("=") for word in settings)
+        label = choices.get("variant", name)
         for rate in (float(r) for r in options.rates.split(",")):
-            set_perturbation(perturbed, name, rate=rate, **words)
+            set_perturbation(perturbed, name, rate=rate, **choices)
             for batch in batches:
-                found = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
+                speed = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
                 print(
-                    f"{label:10s} {rate:5g} {batch:5d} {found['stock']:12.1f} {found['ratio']:7.3f}"
-                    f"  {found['lowest']:.3f}-{found['highest']:.3f}",
+                    f"{label:10s} {rate:5g} {batch:5d} {speed['stock']:12.1f} {speed['ratio']:7.3f}"
+                    f"  {speed['lowest']:.3f}-{speed['highest']:.3f}",
                     flush=True,
                 )
 

@@ -66,10 +66,10 @@ def rolled_out(folder: str, dtype: str, experts: int, chosen: int) -> dict[str, 
     prompts = np.random.default_rng(0).integers(10, 49000, (_PROMPTS, _PROMPT_TOKENS)).tolist()
     result: dict[str, list[tuple[Any, Tensor]]] = {"none": [], PERTURBATION["name"]: []}
     for seed, prompt in enumerate(prompts):
-        for name, given in (("none", {"seed": seed, "enabled": False}), (PERTURBATION["name"], {"seed": seed})):
+        for name, request in (("none", {"seed": seed, "enabled": False}), (PERTURBATION["name"], {"seed": seed})):
             for forwards in seen.values():
                 forwards.clear()
-            (rollout,) = sample(llm, [prompt], [given], max_tokens=_TOKENS)
+            (rollout,) = sample(llm, [prompt], [request], max_tokens=_TOKENS)
             rows = len(rollout.sequence) - 1  # the last token is not fed; asynchronous scheduling may feed it
             result[name].append((rollout, torch.stack([torch.cat(each)[:rows] for each in seen.values()])))
     return result

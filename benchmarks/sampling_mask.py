@@ -94,8 +94,8 @@ def _of_bits(bits: np.ndarray, size: int) -> list[np.ndarray]:
     words = np.zeros((len(bits), -(-bits.shape[1] // 8)), dtype=np.uint64)
     words.view(np.uint8)[:, : bits.shape[1]] = bits
     rows, places = np.nonzero(words)
-    found = words.view(np.uint8).reshape(*words.shape, 8)[rows, places]
-    which, bit = np.nonzero(np.unpackbits(found, axis=1, bitorder="little"))
+    octets = words.view(np.uint8).reshape(*words.shape, 8)[rows, places]
+    which, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))
     return np.split(64 * places[which] + bit, np.searchsorted(rows[which], np.arange(1, len(bits))))
 
 
@@ -124,18 +124,18 @@ def print_cost(size: int = 151_936, left: int = 40, steps: int = 400) -> None:
 
 
 def _print_cost(rows: int, size: int, left: int, steps: int) -> None:
-    draws, kept = np.random.default_rng(0), np.zeros((rows, size), dtype=bool)
-    for row in kept:
+    draws, mask = np.random.default_rng(0), np.zeros((rows, size), dtype=bool)
+    for row in mask:
         row[draws.choice(size, left, replace=False)] = True
-    bits, counts = np.packbits(kept, axis=1, bitorder="little"), np.full(rows, left)
-    ids = np.nonzero(kept)[1].astype(np.int32)
-    del kept
+    bits, counts = np.packbits(mask, axis=1, bitorder="little"), np.full(rows, left)
+    ids = np.nonzero(mask)[1].astype(np.int32)
+    del mask
     held: dict[int, dict[int, tuple[bool, np.ndarray]]] = {row: {} for row in range(rows)}
     store, slots = SamplingMaskStore(size, rows, steps), np.arange(rows)
 
     def keep(position: int) -> None:
-        for row, found in enumerate(_of_bits(bits, size)):
-            held[row][position] = False, found
+        for row, tokens in enumerate(_of_bits(bits, size)):
+            held[row][position] = False, tokens
 
     times = [_milliseconds(keep, position) for position in range(12)]
     taken = _traced(keep, 12) / rows
@@ -170,13 +170,15 @@ def main() -> None:
     print(f" {'left':>6s} {'bytes/tok':>9s}")
     for name, params in TRUNCATED.items():
         rollouts, masks = draw(params)
-        drawn = torch.tensor([lp for rollout in rollouts for lp in rollout.engine_log_probs])
+        log_probs = torch.tensor([lp for rollout in rollouts for lp in rollout.engine_log_probs])
         left = sum(len(ids) for mask in masks for ids in mask.left()) / max(sum(map(len, masks)), 1)
-        size = sum(len(mask.to_bytes()) for mask in masks) / len(drawn)
-        for trainer, given in {"as it is": [None] * len(masks), "corrected": masks}.items():
-            difference = trainer_log_probs(model, rollouts, given) - drawn
+        size = sum(len(mask.to_bytes()) for mask in masks) / len(log_probs)
+        for trainer, row_masks in {"as it is": [None] * len(masks), "corrected": masks}.items():
+            difference = trainer_log_probs(model, rollouts, row_masks) - log_probs
             gap, ratio = difference.abs(), difference.exp().mean()
-            print(f"{name:11s} {trainer:>9s} {len(drawn):6d} {gap.mean():9.1e} {gap.max():9.1e} {ratio:10.5f}", end="")
+            print(
+                f"{name:11s} {trainer:>9s} {len(log_probs):6d} {gap.mean():9.1e} {gap.max():9.1e} {ratio:10.5f}", end=""
+            )
             print(f" {left:6.1f} {size:9.2f}", flush=True)
 
 

@@ -73,8 +73,8 @@ def differences(perturbation: Perturbation, step: Step) -> Entry | None:
         return Difference(base="soft", density="gaussian").log_density
 
     def shares(seen: Replayed) -> tuple[Tensor, Tensor]:
-        kept = density.distinct(seen.edit.ids)
-        return density.renormalised(seen.at(seen.edit.ids), kept), kept
+        distinct = density.distinct(seen.edit.ids)
+        return density.renormalised(seen.at(seen.edit.ids), distinct), distinct
 
     if perturbation.name == "normal":
         ids, old = perturbation.top(step)
@@ -92,21 +92,21 @@ def differences(perturbation: Perturbation, step: Step) -> Entry | None:
 
 def steps(size: int) -> tuple[Step, Tensor]:
     """The positions of a rollout, with tokens drawn, and the matrix that makes logits of hidden states, (V, 16)."""
-    drawn = torch.Generator().manual_seed(3)
-    logits = 3.0 * torch.randn(POSITIONS, VOCABULARY, generator=drawn)
-    head = torch.randn(VOCABULARY, HIDDEN, generator=drawn) / HIDDEN**0.5
-    embeddings = matrix_embeddings(torch.randn(VOCABULARY, size, generator=drawn))
-    sampled = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=drawn).squeeze(-1)
+    generator = torch.Generator().manual_seed(3)
+    logits = 3.0 * torch.randn(POSITIONS, VOCABULARY, generator=generator)
+    head = torch.randn(VOCABULARY, HIDDEN, generator=generator) / HIDDEN**0.5
+    embeddings = matrix_embeddings(torch.randn(VOCABULARY, size, generator=generator))
+    sampled = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator).squeeze(-1)
     seeds, positions = torch.full((POSITIONS,), 11), torch.arange(POSITIONS)
     return Step(logits, sampled, torch.ones(POSITIONS), seeds, positions, embeddings), head
 
 
 def mismatch(kind: str, size: float, head: Tensor) -> Tensor:
     """What is added to the rollout's logits, (N, V): of the given deviation."""
-    drawn = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     if kind == "independent":
-        return size * torch.randn(POSITIONS, VOCABULARY, generator=drawn)
-    return (size * head @ torch.randn(HIDDEN, generator=drawn)).expand(POSITIONS, VOCABULARY)
+        return size * torch.randn(POSITIONS, VOCABULARY, generator=generator)
+    return (size * head @ torch.randn(HIDDEN, generator=generator)).expand(POSITIONS, VOCABULARY)
 
 
 def relative_error(perturbation: Perturbation, entry: Entry, step: Step, off: Tensor) -> float:
@@ -131,8 +131,8 @@ def rows(size: int, names: tuple[str, ...] = ()) -> Iterator[tuple[str, list[flo
         for label, entry in (("", perturbation.log_density), (" as a difference", differences(perturbation, step))):
             if entry is not None:
                 parts = [(kind, of) for of in MISMATCHES for kind in KINDS]
-                found = [relative_error(perturbation, entry, step, mismatch(kind, of, head)) for kind, of in parts]
-                yield f"{name} density={options['density']}{label}", found
+                errors = [relative_error(perturbation, entry, step, mismatch(kind, of, head)) for kind, of in parts]
+                yield f"{name} density={options['density']}{label}", errors
 
 
 def table() -> None:
@@ -140,8 +140,8 @@ def table() -> None:
     print(f"{describe()}; {POSITIONS} positions, {VOCABULARY} tokens")
     print(f"{'':42s} {'D':>5s} " + " ".join(f"{f'{of:g} {kind}':>17s}" for of in MISMATCHES for kind in KINDS))
     for size in SIZES:
-        for label, found in rows(size, () if size == SIZES[0] else ("gaussian",)):
-            print(f"{label:42s} {size:5d} " + " ".join(f"{each:17.3f}" for each in found), flush=True)
+        for label, errors in rows(size, () if size == SIZES[0] else ("gaussian",)):
+            print(f"{label:42s} {size:5d} " + " ".join(f"{each:17.3f}" for each in errors), flush=True)
 
 
 def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs: Tensor) -> Tensor:
@@ -158,8 +158,10 @@ def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs:
         tokens = torch.tensor([rollout.sequence])
         scope = ReplayScope(model.get_input_embeddings(), perturbation=perturbation)
         with scope([rollout.record], torch.ones_like(tokens)), densities(scope, 1.0) as ours:
-            found = with_replacements(log_probs)(model(tokens).logits.float(), tokens.roll(-1, dims=1))[:, :-1]
-            (sign * ours.for_policy_loss(found)[:, len(rollout.prompt) - 1 :].sum()).backward()
+            token_log_probs = with_replacements(log_probs)(model(tokens).logits.float(), tokens.roll(-1, dims=1))[
+                :, :-1
+            ]
+            (sign * ours.for_policy_loss(token_log_probs)[:, len(rollout.prompt) - 1 :].sum()).backward()
     # In float64: sums over 10^8 elements lose two digits of float32.
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
@@ -181,9 +183,9 @@ def real_step(name: str, tokens: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     print(f"{describe()}; {name}, bfloat16, 16 answers of {tokens} tokens")
     for label, each in (("as a difference", before), ("as drawn", ours)):
-        found = gradient(model, each, rollouts, signs)
-        cosine = torch.nn.functional.cosine_similarity(found, exact, dim=0)
-        ratio = exact.norm() / (found - exact).norm()
+        estimate = gradient(model, each, rollouts, signs)
+        cosine = torch.nn.functional.cosine_similarity(estimate, exact, dim=0)
+        ratio = exact.norm() / (estimate - exact).norm()
         print(f"{label:16s} signal to noise {ratio:6.2f}, cosine with the float32 gradient {cosine:.3f}", flush=True)
 
 
@@ -191,12 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None, help="one step on this model, instead of the table")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if given.model is None:
+    if options.model is None:
         table()
     else:
-        real_step(given.model, given.tokens)
+        real_step(options.model, options.tokens)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ def started(model: str, name: str, clock: str) -> dict[str, float]:
     ready = seconds()
     messages = [[{"role": "user", "content": f"{QUESTION} ({i})"}] for i in range(16)]
     llm.chat(messages, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    found = {"start": ready - began, "first": seconds() - ready, "probe": sum(proofs), "synced": 0.0}
+    times = {"start": ready - began, "first": seconds() - ready, "probe": sum(proofs), "synced": 0.0}
     if proofs:
         llm.llm_engine.engine_core.engine_core.collective_rpc("perturbation_probe")
-        found["synced"] = proofs[-1]
-    return found
+        times["synced"] = proofs[-1]
+    return times
 
 
 def _timed_proofs(seconds: Any) -> list[float]:
@@ -121,13 +121,13 @@ def main() -> None:
     engines = {"stock": (here, ""), **{name: (here, name) for name in names}}
     if options.other:
         engines |= {f"{name}, other": (options.other.resolve(), name) for name in names}
-    found: dict[str, list[dict[str, float]]] = {label: [] for label in engines}
+    times: dict[str, list[dict[str, float]]] = {label: [] for label in engines}
     for _ in range(options.pairs):
         for label, (checkout, name) in engines.items():
-            found[label].append(in_own_process(checkout, model, name, clock))
+            times[label].append(in_own_process(checkout, model, name, clock))
     print(f"{describe()}; {options.model}, bfloat16, eager, {clock} seconds, medians of {options.pairs}; start: range")
     print(f"{'':18s}" + "".join(f"{column:>8s}" for column in _COLUMNS) + "   range of start")
-    for label, each in found.items():
+    for label, each in times.items():
         medians = "".join(f"{statistics.median(one[column] for one in each):8.2f}" for column in _COLUMNS)
         starts = [one["start"] for one in each]
         print(f"{label:18s}{medians}   {min(starts):.2f}-{max(starts):.2f}")

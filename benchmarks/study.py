@@ -30,18 +30,18 @@ _DRIFT = "neighbors_changed_since_start"
 
 def scores(results: Results, strategy: str, k: int | None = None) -> dict[int, float]:
     """Mean@n of each finished run of a strategy, or its Pass@k, by seed."""
-    found = {}
+    means = {}
     for run in results["runs"]:
         if run["strategy"] == strategy and run["status"] == "done" and run["evaluation"]:
             problems = run["evaluation"]["problems"]
             each = [p["correct"] / p["n"] if k is None else pass_at_k(p["n"], p["correct"], k) for p in problems]
-            found[run["seed"]] = float(np.mean(each))
-    return found
+            means[run["seed"]] = float(np.mean(each))
+    return means
 
 
 def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], k: int | None) -> list[list[str]]:
     """A row for each contrast: its difference in each task, pooled, the corrected p, the smallest one detectable."""
-    found = []
+    rows = []
     for name, (ours, theirs) in pairs.items():
         differences, sides, cells = [], [], []
         for results in tasks.values():
@@ -55,12 +55,12 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
             paired = significance.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
             least = significance.detectable(paired["spread"], len(seeds), len(pairs))
             cells.append(f"{_between(paired)}, detectable {least:.3f} ({len(seeds)} seeds)")
-        found.append((name, cells, differences, sides))
-    whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in found]
+        rows.append((name, cells, differences, sides))
+    whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in rows]
     tested = [each["p"] for each in whole if each is not None and each["p"] is not None]
     corrected = iter(significance.holm([p for p in tested if p is not None]))
     table = []
-    for (name, cells, differences, sides), each in zip(found, whole):
+    for (name, cells, differences, sides), each in zip(rows, whole):
         if each is None:
             table.append([name, *cells, "–", "–", "–"])
             continue
@@ -153,15 +153,15 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--contrasts", default="examples/study/contrasts.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    given = parser.parse_args()
-    tasks = comparisons(parser, given.study, "`make study`")
-    pairs = yaml_file.read(given.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
+    options = parser.parse_args()
+    tasks = comparisons(parser, options.study, "`make study`")
+    pairs = yaml_file.read(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
     known = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
     for name, pair in pairs.items():
         missing = [strategy for strategy in pair if strategy not in known]
         if missing:
             parser.error(f"contrast {name!r}: no strategy is called {missing[0]!r}; there are {sorted(known)}")
-    publish(given.study, given.out, list(tasks), report(tasks, pairs))
+    publish(options.study, options.out, list(tasks), report(tasks, pairs))
 
 
 def _last(run: Mapping[str, Any], key: str) -> list[Mapping[str, float]]:
@@ -175,12 +175,12 @@ def _shared_k(tasks: Mapping[str, Results]) -> list[int]:
     return sorted(set.intersection(*each) - {1})[-1:]
 
 
-def _between(found: Mapping[str, Any] | None, *, sign: bool = True) -> str:
-    if found is None:
+def _between(interval: Mapping[str, Any] | None, *, sign: bool = True) -> str:
+    if interval is None:
         return "–"
     form = "+.3f" if sign else ".3f"
-    ends = "" if found["low"] is None else f" [{found['low']:{form}}, {found['high']:{form}}]"
-    return f"{found['value']:{form}}{ends}"
+    ends = "" if interval["low"] is None else f" [{interval['low']:{form}}, {interval['high']:{form}}]"
+    return f"{interval['value']:{form}}{ends}"
 
 
 def _mean(values: Sequence[float]) -> str:

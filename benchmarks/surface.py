@@ -43,8 +43,8 @@ def hooks() -> list[tuple[str, str]]:
 def definition(root: Path, module: str, name: str) -> Definition | None:
     """A definition in the sources below a folder; None where there is none."""
     path = root.joinpath(*module.split("."))
-    found = next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
-    node: ast.AST | None = _parsed(found) if found else None
+    file = next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+    node: ast.AST | None = _parsed(file) if file else None
     for part in name.split("."):
         inside = getattr(node, "body", [])
         node = next((n for n in reversed(inside) if isinstance(n, Definition) and n.name == part), None)

@@ -42,7 +42,7 @@ def shortcut(of: Advantage, seed: int, steps: int, rate: float = 0.3, easy: floa
     """The mean reward after each step, for a policy that chooses a way and then counts right or not."""
     chance = np.random.default_rng(seed)
     way, skill = _logit(COUNTED), _logit(SKILL)
-    found = []
+    curve = []
     for _ in range(steps):
         is_easy = chance.random((PROMPTS, 1)) < easy
         counts = chance.random((PROMPTS, ANSWERS)) < _share(way)
@@ -51,15 +51,15 @@ def shortcut(of: Advantage, seed: int, steps: int, rate: float = 0.3, easy: floa
         push = (weight * (counts - _share(way))).sum() / PROMPTS
         lesson = (weight * counts * (right - _share(skill))).sum() / PROMPTS
         way, skill = np.clip([way + rate * push, skill + rate * lesson], -8.0, 8.0)
-        found.append(_share(way) * _share(skill) + (1 - _share(way)) * easy)
-    return found
+        curve.append(_share(way) * _share(skill) + (1 - _share(way)) * easy)
+    return curve
 
 
 def two_peaks(of: Advantage, seed: int, steps: int, rate: float = 1.0) -> list[float]:
     """The mean reward after each step, for a softmax over 100 numbers that starts at the sandbox model's habit."""
     chance = np.random.default_rng(seed)
     logits, rewards = np.log(peaks.habit()), np.array([peaks.reward(number) for number in peaks.NUMBERS])
-    found = []
+    curve = []
     for _ in range(steps):
         shares = np.exp(logits - logits.max())
         shares /= shares.sum()
@@ -67,8 +67,8 @@ def two_peaks(of: Advantage, seed: int, steps: int, rate: float = 1.0) -> list[f
         weight = of(rewards[chosen])
         gradient = np.bincount(chosen.ravel(), weight.ravel(), len(shares)) - weight.sum() * shares
         logits = logits + rate * gradient / weight.size
-        found.append(float(shares @ rewards))
-    return found
+        curve.append(float(shares @ rewards))
+    return curve
 
 
 def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, repeats: int) -> float:
@@ -77,33 +77,35 @@ def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, 
     hits = 0
     for _ in range(repeats):
         pair = [chance.choice(runs, (seeds, 1)) for runs in (ours, baseline)]
-        found = significance.paired(*pair)
+        difference = significance.paired(*pair)
         # Without a p: every seed differs by the same, and by more than nothing.
-        hits += found["value"] > 0 and (found["p"] is None or found["p"] * comparisons < 0.05)
+        hits += difference["value"] > 0 and (difference["p"] is None or difference["p"] * comparisons < 0.05)
     return hits / repeats
 
 
-def main(words: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20, help="simulated runs of an arm")
     parser.add_argument("--repeats", type=int, default=500, help="simulated studies")
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     for trap, rivals, lengths in (
         (shortcut, {"group_norm": {}, "pass_at_k": {"k": 2}, "pkpo": {"k": 2}}, (25, 50, 100, 150, 200)),
         (two_peaks, {"group_norm": {}, "pkpo": {"k": 8}}, (50, 100, 200, 300)),
     ):
         runs = {
-            name: np.array([trap(advantage(name, **options), seed, max(lengths)) for seed in range(given.seeds)])
+            name: np.array([trap(advantage(name, **options), seed, max(lengths)) for seed in range(arguments.seeds)])
             for name, options in rivals.items()
         }
-        for name, found in runs.items():
+        for name, curves in runs.items():
             for steps in lengths:
-                now = found[:, steps - 1]
+                now = curves[:, steps - 1]
                 line = f"{trap.__name__:9s} {name:11s} {steps:4d} steps: {now.mean():.3f} +- {now.std(ddof=1):.3f}"
                 line += f", {(now > ESCAPED).mean():.2f} above {ESCAPED}"
                 if name != "group_norm":
-                    chances = (power(now, runs["group_norm"][:, steps - 1], n, ARMS, given.repeats) for n in (3, 5, 8))
+                    chances = (
+                        power(now, runs["group_norm"][:, steps - 1], n, ARMS, arguments.repeats) for n in (3, 5, 8)
+                    )
                     line += ", power with 3, 5, 8 seeds: " + " ".join(f"{chance:.2f}" for chance in chances)
                 print(line, flush=True)
 

@@ -101,15 +101,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    tasks = comparisons(parser, given.study, "examples/study2/run.sh")
+    options = parser.parse_args()
+    tasks = comparisons(parser, options.study, "examples/study2/run.sh")
     for name, results in tasks.items():
         missing = [run["id"] for run in results["runs"] if run["status"] != "done"]
         if missing:
             parser.error(f"{name}: {len(missing)} runs are not finished: {', '.join(missing[:3])}")
         if any("above" not in row for row in results["summary"]):
             parser.error(f"{name}: runs were not counted; give the comparison --threshold")
-    publish(given.study, given.out, list(tasks), report(tasks))
+    publish(options.study, options.out, list(tasks), report(tasks))
 
 
 def _key(step: Mapping[str, float]) -> str:
@@ -117,14 +117,14 @@ def _key(step: Mapping[str, float]) -> str:
     return next((key for key in step if key.startswith(_TRIED)), "")
 
 
-def _difference(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _difference(difference: Mapping[str, Any] | None) -> str:
+    if difference is None:
         return "–"
-    text = f"{found['value']:+.3f}"
-    if found["low"] is not None:
-        text += f" [{found['low']:+.3f}, {found['high']:+.3f}]"
-    if found["p"] is not None:
-        text += f", p {found['p']:.2g} ({found.get('p_corrected', found['p']):.2g})"
+    text = f"{difference['value']:+.3f}"
+    if difference["low"] is not None:
+        text += f" [{difference['low']:+.3f}, {difference['high']:+.3f}]"
+    if difference["p"] is not None:
+        text += f", p {difference['p']:.2g} ({difference.get('p_corrected', difference['p']):.2g})"
     return text
 
 

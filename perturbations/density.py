@@ -39,11 +39,11 @@ def gaussian(
     Returns:
         (N,).
     """
-    drawn = sigma > 0.0
-    scale = torch.where(drawn, sigma, 1.0)
+    has_noise = sigma > 0.0
+    scale = torch.where(has_noise, sigma, 1.0)
     constant = x.shape[-1] * (torch.log(scale) + 0.5 * math.log(2.0 * math.pi))
     log_density = -(x - mean).square().sum(dim=-1) / (2.0 * scale.square()) - constant
-    return torch.where(drawn, log_density, 0.0)
+    return torch.where(has_noise, log_density, 0.0)
 
 
 def gumbel(

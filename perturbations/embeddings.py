@@ -95,11 +95,11 @@ class ModelEmbeddings:
             return traced.TracedIndex(self._number, key)
         if key not in self._indices:
             self._indices[key] = self._neighborhood(*key), self._syncs
-        found, seen = self._indices[key]
-        if seen != self._syncs:
-            found.weights_changed()
-            self._indices[key] = found, self._syncs
-        return found
+        index, sync = self._indices[key]
+        if sync != self._syncs:
+            index.weights_changed()
+            self._indices[key] = index, self._syncs
+        return index
 
     def _neighborhood(
         self, metric: str, space: str, skip_special: bool, kind: str, skip_same_word: bool, refresh: str
@@ -134,14 +134,14 @@ class ModelEmbeddings:
 
     def drift(self) -> Drift | None:
         """What the latest weight sync changed, over all indices asked since the sync before; None where nothing was."""
-        found = None
-        for key, (neighborhood, seen) in self._indices.items():
-            if neighborhood.asked and seen != self._syncs:
+        total = None
+        for key, (neighborhood, sync) in self._indices.items():
+            if neighborhood.is_queried and sync != self._syncs:
                 neighborhood.weights_changed()
-                self._indices[key] = neighborhood, seen = neighborhood, self._syncs
-            if seen == self._syncs and neighborhood.drift is not None:
-                found = neighborhood.drift if found is None else found + neighborhood.drift
-        return found
+                self._indices[key] = neighborhood, sync = neighborhood, self._syncs
+            if sync == self._syncs and neighborhood.drift is not None:
+                total = neighborhood.drift if total is None else total + neighborhood.drift
+        return total
 
 
 def matrix_embeddings(embedding: Tensor, special_ids: Sequence[int] = (), texts: Sequence[str] = ()) -> ModelEmbeddings:

@@ -106,12 +106,12 @@ class Options:
     @classmethod
     def check_option_names(cls, names: Iterable[str]) -> None:
         """Raises ``UsageError`` for a name that is not an option."""
-        known = sorted(cls.option_names())
+        own_names = sorted(cls.option_names())
         for name in names:
-            if name not in known:
-                its = f"Its options: {', '.join(known)}." if known else "It has no options."
+            if name not in own_names:
+                its = f"Its options: {', '.join(own_names)}." if own_names else "It has no options."
                 owner = f"{cls.kind} {cls.name!r}" if hasattr(cls, "name") else cls.kind
-                raise UsageError(f"{owner} has no option {name!r}.{nearest(name, known)} {its}")
+                raise UsageError(f"{owner} has no option {name!r}.{nearest(name, own_names)} {its}")
 
     def __reduce__(self) -> Any:
         """Pickled as its spec, so that a process without the class's file can make it."""

@@ -81,13 +81,13 @@ class Registry:
 
     def available(self) -> dict[str, str]:
         """All names and where each comes from: the tree, an installed package, or this process."""
-        found = {}
+        sources = {}
         for name, cls in self.registered.items():
             source = user_files.origin(cls.__module__)
-            found[name] = cls.__module__ if source is None else source.filename
-        found.update({name: point.value for name, point in self.installed().items()})
-        found.update(self.in_tree())
-        return dict(sorted(found.items()))
+            sources[name] = cls.__module__ if source is None else source.filename
+        sources.update({name: point.value for name, point in self.installed().items()})
+        sources.update(self.in_tree())
+        return dict(sorted(sources.items()))
 
     def get(self, name: str, source: str | None = None) -> type:
         """The class of a name.

@@ -23,9 +23,9 @@ def over_ranks(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
 
     def gather(tensor: Tensor) -> Tensor:
         mine = tensor.contiguous().view(torch.uint8)  # not every backend knows every dtype
-        found = [torch.empty_like(mine) for _ in range(group.size())]
-        torch.distributed.all_gather(found, mine, group=group)
-        return torch.cat(found).view(tensor.dtype)
+        shards = [torch.empty_like(mine) for _ in range(group.size())]
+        torch.distributed.all_gather(shards, mine, group=group)
+        return torch.cat(shards).view(tensor.dtype)
 
     return gather
 
@@ -65,8 +65,8 @@ class Shard:
         """The rows of any tokens (N,) int64, bit for bit: (N, D)."""
         at = tokens - self.first
         here = (at >= 0) & (at < len(self.rows))
-        found = self.rows[torch.where(here, at, 0)]
+        vectors = self.rows[torch.where(here, at, 0)]
         if self.gather is _alone:
-            return found
+            return vectors
         # One rank holds the row, and the others add zeros to it.
-        return self.gather(found.masked_fill(~here.unsqueeze(-1), 0)).view(-1, *found.shape).sum(dim=0)
+        return self.gather(vectors.masked_fill(~here.unsqueeze(-1), 0)).view(-1, *vectors.shape).sum(dim=0)

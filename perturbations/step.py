@@ -138,8 +138,8 @@ class Step:
             left = totals.scatter(1, affected, rest(affected, taken)[0].logsumexp(dim=-1))
             chosen = _race(left, keys, first + each)
             inside, tokens = rest(chosen.unsqueeze(1), taken)
-            drawn = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
-            return torch.where(left.amax(dim=-1) > -torch.inf, drawn, self.sampled)
+            winners = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
+            return torch.where(left.amax(dim=-1) > -torch.inf, winners, self.sampled)
 
         if not distinct:
             return torch.stack([one(j) for j in range(n)], dim=-1)

@@ -40,6 +40,7 @@ def _signed(value: int) -> int:
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
+_GOLDEN_INVERSE = _signed(pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 _POSITION = _signed(0xD1342543DE82EF95)
@@ -85,9 +86,9 @@ def of_stream(mixed: _Integers, stream: Stream) -> _Integers:
     return _mix(mixed + _OFFSETS[stream])
 
 
-def of_streams(mixed: np.ndarray, wanted: Sequence[Stream]) -> np.ndarray:
+def of_streams(mixed: np.ndarray, streams: Sequence[Stream]) -> np.ndarray:
     """The keys of several streams at what :func:`of_positions` gave: (N,) int64 to (streams, N)."""
-    return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in wanted]))
+    return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in streams]))
 
 
 def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:
@@ -122,7 +123,9 @@ def below(keys_: np.ndarray, probability: float) -> np.ndarray:
 def _bits(keys_: Tensor, n: int | Tensor) -> Tensor:
     """(…,) keys to (…, n) int64 of 64 random bits each; or the bits at given counters (…, n)."""
     counters = n if isinstance(n, Tensor) else torch.arange(n, dtype=torch.int64, device=keys_.device)
-    return _mix(keys_.unsqueeze(-1) + (counters + 1) * _GOLDEN)
+    # keys + (counters + 1) · golden, modulo 2^64. A counter times a constant is an index to Inductor, which computes
+    # indices in 32 bits on a GPU and refuses the constant.
+    return _mix((keys_.unsqueeze(-1) * _GOLDEN_INVERSE + (counters + 1)) * _GOLDEN)
 
 
 def uniform(keys_: Tensor, n: int | Tensor) -> Tensor:

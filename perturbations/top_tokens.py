@@ -35,8 +35,8 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
     else:
         probabilities = (values - step.log_total().unsqueeze(-1)).exp()
     if top_p < 1.0:
-        kept = within_top_p(probabilities, top_p)
-        probabilities, ids = torch.where(kept, probabilities, 0.0), torch.where(kept, ids, ids[:, :1])
+        nucleus = within_top_p(probabilities, top_p)
+        probabilities, ids = torch.where(nucleus, probabilities, 0.0), torch.where(nucleus, ids, ids[:, :1])
     return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
 
 

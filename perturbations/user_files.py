@@ -149,8 +149,8 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
         return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\nPlease fix that line."
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
     at = f"line {frames[-1].lineno} of {filename}" if frames else filename
-    shown = f"\n    {frames[-1].line}" if frames and frames[-1].line else ""
-    what = f"{at} fails with {type(error).__name__}: {error}{shown}"
+    source_line = f"\n    {frames[-1].line}" if frames and frames[-1].line else ""
+    what = f"{at} fails with {type(error).__name__}: {error}{source_line}"
     if isinstance(error, ImportError):
         return f"{what}\nThe module that it imports must be installed in this Python, and on every node of a cluster."
     if isinstance(error, SystemExit):
@@ -200,8 +200,8 @@ def _beside(file: Path) -> str:
     if file.is_dir():
         return ": it is a folder. Name the Python file in it."
     there = sorted(path.name for path in folder.glob("*.py"))
-    shown = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
-    return f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {shown or 'none'}."
+    listing = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
+    return f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {listing or 'none'}."
 
 
 def _decode(file: Path, label: str) -> str:

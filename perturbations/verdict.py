@@ -18,18 +18,18 @@ from perturbations.gates.default import BoundGate
 from perturbations.step import Positions, Step
 
 
-def selected(gate: BoundGate, at: Positions, wanted: np.ndarray) -> np.ndarray:
+def selected(gate: BoundGate, at: Positions, eligible: np.ndarray) -> np.ndarray:
     """The rows that may be perturbed, as far as the host knows.
 
     Args:
         gate: the perturbation's.
         at: of the next tokens of N rows.
-        wanted: whether a row's request is to be perturbed and its token will be kept, (N,) bool.
+        eligible: whether a row's request is to be perturbed and its token will be kept, (N,) bool.
 
     Returns:
         (G,) int64, ascending.
     """
-    return (gate.selects(at) & wanted).nonzero()[0]
+    return (gate.selects(at) & eligible).nonzero()[0]
 
 
 def verdict(

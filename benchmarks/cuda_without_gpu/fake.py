@@ -241,8 +241,8 @@ def decode_step(
                 key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in args))
                 if name in ("_edited", "_realised") or key not in _SHARED:
                     _SHARED[key] = region(self.plain, *args)
-                found = cost.regions[name] = _SHARED[key]
-                cost.kernels, cost.bytes = cost.kernels + found.kernels, cost.bytes + found.bytes
+                entry = cost.regions[name] = _SHARED[key]
+                cost.kernels, cost.bytes = cost.kernels + entry.kernels, cost.bytes + entry.bytes
                 with plain:  # what is compiled within it is part of it
                     return self.plain(*args)
 

@@ -72,12 +72,12 @@ def _properties(capability: int) -> Any:
 def _interface(capability: int) -> Any:
     from torch._dynamo.device_interface import DeviceInterface
 
-    found = _properties(capability)
+    properties = _properties(capability)
 
     class Worker:
         set_device = staticmethod(lambda device: None)
         current_device = staticmethod(lambda: 0)
-        get_device_properties = staticmethod(lambda device=None: found)
+        get_device_properties = staticmethod(lambda device=None: properties)
 
     names: dict[str, Any] = {
         "current_device": lambda: 0,
@@ -85,7 +85,7 @@ def _interface(capability: int) -> Any:
         "device_count": lambda: 1,
         "is_available": lambda: True,
         "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device=None: found,
+        "get_device_properties": lambda device=None: properties,
         "get_compute_capability": lambda device=None: capability,
         "get_raw_stream": lambda device: 0,
         "exchange_device": lambda device: 0,
@@ -170,15 +170,15 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
             return written.pop()
         raise RuntimeError("the compiler had nothing to do")
 
-    found, interface = _properties(capability), _interface(capability)
+    properties, interface = _properties(capability), _interface(capability)
     device_interface.get_registered_device_interfaces()
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: found,
-        "get_device_capability": lambda device=None: (found.major, found.minor),
-        "get_device_name": lambda device=None: found.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_name": lambda device=None: properties.name,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
         "_lazy_init": lambda: None,
@@ -250,8 +250,8 @@ def _memory(node: Any) -> int:
                 of_buffer = touched.setdefault((each.name, kind), {})
                 of_buffer[index] = max(numel, of_buffer.get(index, 0))
     return sum(
-        min(sum(found.values()), number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
-        for (name, _), found in touched.items()
+        min(sum(sizes.values()), number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
+        for (name, _), sizes in touched.items()
     )
 
 

@@ -208,7 +208,7 @@ def pretended_cuda(lag: int = 0) -> Iterator[Device]:
     """A pretended device, on which the parts of a step run as they stand."""
     global _device
     guard.load()
-    found = _device = Device(lag)
+    device = _device = Device(lag)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
@@ -216,6 +216,6 @@ def pretended_cuda(lag: int = 0) -> Iterator[Device]:
             stack.enter_context(patch.object(Compiled, "__call__", lambda self, *args: self.plain(*args)))
             stack.enter_context(_Functions())
             stack.enter_context(_Operations())
-            yield found
+            yield device
     finally:
         _device = None

@@ -47,7 +47,7 @@ class Plan:
         chunk: positions of a prompt computed at once.
         batch: requests at once.
         masked: whether the tokens that filters left are recorded.
-        drawn: ``all``, ``filtered`` (the 40 likeliest), or ``greedy`` (every other request).
+        sampling: ``all``, ``filtered`` (the 40 likeliest), or ``greedy`` (every other request).
     """
 
     seed: int = 1
@@ -56,7 +56,7 @@ class Plan:
     chunk: int = 7
     batch: int = 4
     masked: bool = False
-    drawn: str = "all"
+    sampling: str = "all"
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _drive(
         counts = np.minimum(lengths - starts, plan.chunk)
         engine.perturber.begin([request.name for request in batch], starts, counts, starts + counts < lengths)
         _compare_rows(engine, batch, starts, counts, fed, expected)
-        tokens = _values(_finished(engine, batch, starts + counts, plan.drawn))
+        tokens = _values(_finished(engine, batch, starts + counts, plan.sampling))
         for i, request in enumerate(batch):
             request.computed = int(starts[i] + counts[i])
             if request.computed == lengths[i]:
@@ -215,13 +215,13 @@ def _compare_rows(
         raise Disagreement(f"rows beyond the batch are replaced: {flags[row:].nonzero().flatten().tolist()}")
 
 
-def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, drawn: str) -> Tensor:
+def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, sampling: str) -> Tensor:
     logits = torch.stack([_logits(r.name, int(end), r.tokens[end - 1]) for r, end in zip(batch, ends, strict=True)])
     scaled, greedy = engine.up(logits), None
     drawable = scaled
-    if drawn == "filtered":
+    if sampling == "filtered":
         drawable = engine.up(logits.masked_fill(logits < logits.topk(40, dim=-1).values[:, -1:], -torch.inf))
-    if drawn == "greedy":
+    if sampling == "greedy":
         cold = torch.tensor([request.seed % 2 == 0 for request in batch])
         greedy = engine.up(torch.where(cold, logits.argmax(dim=-1), -1))
     if engine.reads_hidden:
@@ -242,7 +242,7 @@ def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
     alone: dict[str, Any] = {}
     fed: dict[tuple[str, int], Tensor] = {}
     texts: dict[str, list[int]] = {}
-    single = Plan(plan.seed, chunk=1 << 20, batch=1, masked=plan.masked, drawn=plan.drawn)
+    single = Plan(plan.seed, chunk=1 << 20, batch=1, masked=plan.masked, sampling=plan.sampling)
     for request in _requests(plan.seed, count):
         out, vectors = _drive(perturbation, "cpu", [request], single)
         alone |= out
@@ -250,14 +250,14 @@ def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
         texts[request.name] = request.tokens
     together = _requests(plan.seed, count)
     with pretended_cuda(plan.lag) as device, torch.inference_mode():
-        found, _ = _drive(perturbation, "cuda", together, plan, fed)
+        records, _ = _drive(perturbation, "cuda", together, plan, fed)
     for request in together:
         if request.tokens != texts[request.name]:
             raise Disagreement(f"{request.name}: other tokens")
-    if set(found) != set(alone):
-        raise Disagreement(f"records of {set(found) ^ set(alone)}")
+    if set(records) != set(alone):
+        raise Disagreement(f"records of {set(records) ^ set(alone)}")
     for name, parts in alone.items():
-        _compare_records(name, parts, found[name], plan.masked)
+        _compare_records(name, parts, records[name], plan.masked)
     return device
 
 

@@ -59,8 +59,8 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if rate is not None:
             set_perturbation(perturbed, name, rate=rate)
         llm = stock if rate is None else perturbed
-        found = _per_step(llm, prompts, arguments["tokens"])
-        yield {"runner": runner, "perturbation": name, "rate": rate, "sequences": count, **found}
+        per_step = _per_step(llm, prompts, arguments["tokens"])
+        yield {"runner": runner, "perturbation": name, "rate": rate, "sequences": count, **per_step}
 
 
 def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -74,16 +74,16 @@ def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     vocabulary = 1024 if arguments["rehearse"] else 151_936
     for name, rate in arguments["perturbations"]:
         perturbation = create(name, rate=rate)
-        found = decode_step.count(perturbation, sequences, vocabulary=vocabulary, device=device)
+        counts = decode_step.count(perturbation, sequences, vocabulary=vocabulary, device=device)
         yield {
             "runner": "no engine",
             "perturbation": name,
             "rate": rate,
             "sequences": sequences,
-            "launches": found.launches / found.steps,
-            "to_device": found.uploads / found.steps,
-            "to_host": found.downloads / found.steps,
-            "waits": len(found.waits) / found.steps,
+            "launches": counts.launches / counts.steps,
+            "to_device": counts.uploads / counts.steps,
+            "to_host": counts.downloads / counts.steps,
+            "waits": len(counts.waits) / counts.steps,
             "loops": decode_step.loops(perturbation, device),
             "microseconds": decode_step.microseconds(perturbation, sequences, vocabulary, device),
         }

@@ -55,14 +55,14 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     dtype = getattr(torch, arguments["dtype"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     for graphs, asynchronous, rates in arguments["engines"]:
-        asked = {"graphs": graphs, "async": asynchronous}
+        mode = {"graphs": graphs, "async": asynchronous}
         scheduled = as_on_cuda.asynchronous() if rehearse and asynchronous else contextlib.nullcontext()
         try:
             with scheduled:
                 for row in _engine(folder, model, arguments, graphs, asynchronous, rates):
                     yield {"model": name, **row}
         except Exception as error:  # the other engines are still worth a look
-            yield {"model": name, **asked, "error": f"{asked}: {type(error).__name__}: {error}"[:1500]}
+            yield {"model": name, **mode, "error": f"{mode}: {type(error).__name__}: {error}"[:1500]}
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -105,5 +105,5 @@ def _engine(
     }
     for name in arguments.get("only") or exactness.in_tree():
         for rate in rates:
-            found = exactness.measure(llm, model, prompts, name, rate, arguments["tokens"])
-            yield {**kind, **found}
+            row = exactness.measure(llm, model, prompts, name, rate, arguments["tokens"])
+            yield {**kind, **row}

@@ -30,7 +30,7 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     vocabulary, hidden, k = arguments["vocabulary"], arguments["hidden"], 3
     generator = torch.Generator(device).manual_seed(0)
     embedding = torch.randn(vocabulary, hidden, generator=generator, device=device, dtype=torch.bfloat16)
-    seconds, peak, kept = [], None, None
+    seconds, peak, table_mib = [], None, None
     for _ in range(arguments["repeats"]):
         if on_gpu:
             torch.cuda.synchronize()
@@ -44,7 +44,7 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         seconds.append(time.perf_counter() - began)
         if on_gpu:
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-            kept = (torch.cuda.memory_allocated() - before) / 2**20
+            table_mib = (torch.cuda.memory_allocated() - before) / 2**20
         del index
     yield {
         "metric": arguments["metric"],
@@ -52,5 +52,5 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "first_s": seconds[0],
         "then_s": min(seconds[1:]),
         "peak_mib": peak,
-        "kept_mib": kept,
+        "kept_mib": table_mib,
     }

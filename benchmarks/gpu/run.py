@@ -100,8 +100,8 @@ def run_stage(
 def _line(outcome: dict[str, Any]) -> str:
     if outcome["state"] == LEFT:
         return f"{LEFT}: {outcome['reason']}"
-    told = f"{outcome['state']} after {outcome['seconds']:.0f} s, {len(outcome['rows'])} rows"
-    return told if outcome["state"] == DONE else f"{told}: {outcome['error'].splitlines()[-1]}"
+    text = f"{outcome['state']} after {outcome['seconds']:.0f} s, {len(outcome['rows'])} rows"
+    return text if outcome["state"] == DONE else f"{text}: {outcome['error'].splitlines()[-1]}"
 
 
 def _run(module: str, case: Case, deadline: float) -> dict[str, Any]:
@@ -129,21 +129,21 @@ def _run(module: str, case: Case, deadline: float) -> dict[str, Any]:
                 status = None
             finally:
                 _end(process)
-        found = [json.loads(line) for line in rows.read_text().splitlines()]
+        records = [json.loads(line) for line in rows.read_text().splitlines()]
         outcome: dict[str, Any] = {
             "state": DONE,
             "seconds": round(time.monotonic() - began, 1),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "commit": commit(),
         }
-        broken = [row for row in found if "error" in row]
+        broken = [row for row in records if "error" in row]
         if status is None:
             outcome |= {"state": FAILED, "error": f"ended after {time.monotonic() - began:.0f} s, its stage's time"}
         elif status != 0:
             outcome |= {"state": FAILED, "error": _last_lines(log.read_text(errors="replace"), status)}
-        elif broken or not found:
+        elif broken or not records:
             outcome |= {"state": FAILED, "error": broken[0]["error"] if broken else "it gave no figures"}
-        return {**outcome, "rows": found}
+        return {**outcome, "rows": records}
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -157,5 +157,5 @@ def _end(process: subprocess.Popen) -> None:
 def _last_lines(log: str, status: int) -> str:
     """The end of what a case printed: a traceback, or whatever stood there when a signal ended it."""
     lines: Sequence[str] = [line for line in log.splitlines() if line.strip()][-_ERROR_LINES:]
-    told = "\n".join(lines)[-_ERROR_CHARACTERS:]
-    return told if told and status == 1 else f"{told}\nexit status {status}".lstrip()
+    text = "\n".join(lines)[-_ERROR_CHARACTERS:]
+    return text if text and status == 1 else f"{text}\nexit status {status}".lstrip()

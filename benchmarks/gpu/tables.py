@@ -90,9 +90,9 @@ def _part(letter: str, part: dict[str, Any]) -> list[str]:
     if rows:
         lines += _table([_cells(row, _COLUMNS[letter]) for row in rows], [title for title, _, _ in _COLUMNS[letter]])
     for name, case in cases.items():
-        told = case.get("error") or case.get("reason")
-        if told:
-            lines += ["", f"{name}: {case['state']}: {told.splitlines()[-1]}"]
+        reason = case.get("error") or case.get("reason")
+        if reason:
+            lines += ["", f"{name}: {case['state']}: {reason.splitlines()[-1]}"]
     commits = sorted({case["commit"] for case in cases.values() if "commit" in case})
     return [*lines, "", f"Commit: {', '.join(commits) or 'none'}."]
 

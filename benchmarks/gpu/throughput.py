@@ -55,7 +55,7 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for perturbation, rate in arguments["perturbations"]:
         set_perturbation(perturbed, perturbation, rate=rate)
         for batch in batches:
-            found = rollout.paired(
+            rates = rollout.paired(
                 stock, perturbed, models.prompts(stock, batch), arguments["tokens"], arguments["pairs"]
             )
             yield {
@@ -64,5 +64,5 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "perturbation": perturbation,
                 "rate": rate,
                 "sequences": batch,
-                **found,
+                **rates,
             }

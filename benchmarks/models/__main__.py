@@ -43,7 +43,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    asked = [
+    selection = [
         Case(name, impl, options.dtype, runner, options.compiled, options.under)
         for name in options.types
         for impl in options.impl
@@ -51,7 +51,7 @@ def main() -> int:
     ]
     known = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.exists() else []
     done = {cases.key(row) for row in known}
-    todo = asked or [case for case in cases.in_order() if options.again or cases.key(vars(case)) not in done]
+    todo = selection or [case for case in cases.in_order() if options.again or cases.key(vars(case)) not in done]
     if options.log:
         options.log.mkdir(parents=True, exist_ok=True)
     wrong, end = 0, time.monotonic() + options.seconds
@@ -66,7 +66,7 @@ def main() -> int:
             if options.json:
                 with options.json.open("a", encoding="utf-8") as file:
                     print(json.dumps(row), file=file)
-            if options.again or not asked:
+            if options.again or not selection:
                 put({**row, "machine": describe(), "commit": commit()})
                 write_page()
     return int(wrong > 0)

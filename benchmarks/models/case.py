@@ -59,9 +59,9 @@ class Engines:
     def run(self, case: Case, folder: Path, log: Path, limit: float) -> dict[str, Any]:
         """What `benchmarks.models.rollouts.sampled` returns for a case, or why it returned nothing."""
         target = folder.parent / "rollouts"
-        asked = {"case": asdict(case), "folder": str(folder), "target": str(target), "log": str(log), "limit": limit}
+        request = {"case": asdict(case), "folder": str(folder), "target": str(target), "log": str(log), "limit": limit}
         server = self._server(case)
-        print(json.dumps(asked), file=server.stdin, flush=True)
+        print(json.dumps(request), file=server.stdin, flush=True)
         line = server.stdout.readline()
         if not line:
             del self._servers[case.runner, case.compiled]

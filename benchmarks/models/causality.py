@@ -51,8 +51,8 @@ def main() -> None:
 
 def _texts() -> dict[str, list[int]]:
     """A text, the same with another token in its midst, and one beside it."""
-    drawn = np.random.default_rng(0).integers(1000, 40000, 2 * _LENGTH + 1).tolist()
-    text, beside, other = drawn[:_LENGTH], drawn[_LENGTH:-1], drawn[-1]
+    tokens = np.random.default_rng(0).integers(1000, 40000, 2 * _LENGTH + 1).tolist()
+    text, beside, other = tokens[:_LENGTH], tokens[_LENGTH:-1], tokens[-1]
     return {"text": text, "changed": [*text[:_CHANGED], other, *text[_CHANGED + 1 :]], "beside": beside}
 
 
@@ -89,7 +89,9 @@ def _of_vllm(llm: Any, *texts: list[int]) -> list[np.ndarray]:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
     answers = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
     return [
-        np.array([told[token].logprob for token, told in zip(text[1:], answer.prompt_logprobs[1:], strict=True)])
+        np.array(
+            [logprobs[token].logprob for token, logprobs in zip(text[1:], answer.prompt_logprobs[1:], strict=True)]
+        )
         for text, answer in zip(texts, answers, strict=True)
     ]
 

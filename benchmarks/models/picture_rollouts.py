@@ -59,16 +59,16 @@ def rolled_out(folder: Path, dtype: str) -> dict[str, list[Any]]:
     limits = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
     llm = build_engine(str(folder), PERTURBATION, dtype=dtype, max_model_len=256, max_num_seqs=8, **limits)
     pads = {token for token in (AutoProcessor.from_pretrained(folder).image_token_id,) if token is not None}
-    asked, result = prompts_of(folder) * _ANSWERS, {}
-    given = [{"prompt_token_ids": unexpanded(ids, pads), "multi_modal_data": {"image": i}} for ids, _, i in asked]
+    prompts, result = prompts_of(folder) * _ANSWERS, {}
+    requests = [{"prompt_token_ids": unexpanded(ids, pads), "multi_modal_data": {"image": i}} for ids, _, i in prompts]
     for name, arguments in (("none", {"enabled": False}), (PERTURBATION["name"], {})):
         params = [
             SamplingParams(max_tokens=_TOKENS, ignore_eos=True, extra_args={"perturbation": {"seed": i, **arguments}})
-            for i in range(len(given))
+            for i in range(len(requests))
         ]
-        outputs = llm.generate(given, params, use_tqdm=False)
+        outputs = llm.generate(requests, params, use_tqdm=False)
         taken, result[name] = take_trajectories(llm), []
-        for (ids, *_), output in zip(asked, outputs):
+        for (ids, *_), output in zip(prompts, outputs):
             check_places(ids, output.prompt_token_ids)
             tokens, (record, log_probs) = list(output.outputs[0].token_ids), taken[output.request_id]
             result[name].append(Rollout(ids, tokens, record, log_probs, []))
@@ -81,13 +81,13 @@ def gap(model: Any, rollouts: list[Any], inputs: list[dict[str, Any]], replay: b
     from perturbations import replaying
 
     kind, gaps = "mm_token_type_ids" if "image_grid_thw" in inputs[0] else "token_type_ids", []
-    for rollout, given in zip(rollouts, inputs):
+    for rollout, picture in zip(rollouts, inputs):
         ids = torch.tensor([rollout.sequence])
         ones, types = torch.ones_like(ids), (ids == model.config.image_token_id).to(torch.int32)
         if int(types[0, len(rollout.prompt) :].sum()):  # a placeholder in the answer, which no trained model gives
             continue
         with replaying(model, [rollout.record if replay else None], attention_mask=ones):
-            logits = model(ids, attention_mask=ones, **given, **{kind: types}).logits[0].float()
+            logits = model(ids, attention_mask=ones, **picture, **{kind: types}).logits[0].float()
         start = len(rollout.prompt)
         now = logits[start - 1 : -1].log_softmax(dim=-1).gather(-1, ids[0, start:].unsqueeze(-1)).squeeze(-1)
         gaps.append((now - torch.from_numpy(rollout.log_probs.copy())).abs())
@@ -114,7 +114,7 @@ def measured(model_type: str) -> dict[str, Any]:
             return {"type": model_type, "dtype": dtype, "message": errors[-1][:300] if errors else ""}
         rollouts = pickle.loads(target.read_bytes())
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        inputs, name = [given for _, given, _ in prompts_of(folder)] * _ANSWERS, PERTURBATION["name"]
+        inputs, name = [picture for _, picture, _ in prompts_of(folder)] * _ANSWERS, PERTURBATION["name"]
         return {
             "type": model_type,
             "dtype": dtype,

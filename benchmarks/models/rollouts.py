@@ -68,7 +68,7 @@ def sampled(folder: str, case: dict[str, Any]) -> dict[str, Any]:
 def engine_settings(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """vLLM's settings: small, and no pictures."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "dtype": case["dtype"],
         "model_impl": case["impl"],
         "enforce_eager": not case["compiled"],
@@ -77,12 +77,12 @@ def engine_settings(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         "max_num_batched_tokens": 256,
     }
     if case["under"] == "preemption":
-        found |= {"max_num_batched_tokens": 32}
+        settings |= {"max_num_batched_tokens": 32}
     if case["under"] == "prefix caching":
-        found |= {"enable_prefix_caching": True, "max_model_len": 512, "max_num_batched_tokens": 512}
+        settings |= {"enable_prefix_caching": True, "max_model_len": 512, "max_num_batched_tokens": 512}
     if any(name in config for name in ("vision_config", "audio_config")):
-        found["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
-    return found
+        settings["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
+    return settings
 
 
 def _class_of(llm: Any) -> str:
@@ -138,11 +138,11 @@ def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dic
     from perturbations.errors import UsageError
     from tests.stack.harness import build_engine
 
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, UsageError) or str(found).startswith("perturbation"):
-            return {"verdict": "refused", "message": short(found)}
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UsageError) or str(cause).startswith("perturbation"):
+            return {"verdict": "refused", "message": short(cause)}
+        cause = cause.__cause__ or cause.__context__
     try:
         llm = build_engine(folder, None, **settings)
         llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], use_tqdm=False)
@@ -155,11 +155,11 @@ def short(error: BaseException) -> str:
     """An error in a line: its first one, or of a report all that says what is wrong; where none does, its place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrong = [line for line in lines if "Value error" in line] or [line for line in lines if ": off by " in line]
-    told = "; ".join(wrong or lines[:1])
-    if not told:
+    text = "; ".join(wrong or lines[:1])
+    if not text:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{frame.line} ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno})"
-    return f"{type(error).__name__}: {told}"[:300]
+        text = f"{frame.line} ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno})"
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def main(runner: str, compiled: bool) -> None:
@@ -179,21 +179,21 @@ def main(runner: str, compiled: bool) -> None:
     import_module("vllm.v1.worker.gpu_worker")
     import_module("tests.stack.harness")
     for line in sys.stdin:
-        asked = json.loads(line)
-        answer = {"answered": _in_own_process(asked)}
+        request = json.loads(line)
+        answer = {"answered": _in_own_process(request)}
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _in_own_process(asked: dict[str, Any]) -> bool:
+def _in_own_process(request: dict[str, Any]) -> bool:
     """Whether the case's process ended by itself, within its time."""
     pid = os.fork()
     if not pid:
         try:
-            log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            faulthandler.dump_traceback_later(0.9 * asked["limit"])  # where a case hangs is told in its log
-            Path(asked["target"]).write_bytes(pickle.dumps(sampled(asked["folder"], asked["case"])))
+            faulthandler.dump_traceback_later(0.9 * request["limit"])  # where a case hangs is told in its log
+            Path(request["target"]).write_bytes(pickle.dumps(sampled(request["folder"], request["case"])))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -201,7 +201,7 @@ def _in_own_process(asked: dict[str, Any]) -> bool:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-    end = time.monotonic() + asked["limit"]
+    end = time.monotonic() + request["limit"]
     while time.monotonic() < end:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return True

@@ -164,9 +164,9 @@ def overrides(defaults: Mapping[str, Any], without: frozenset[str] = frozenset()
     for name in sorted(parts):
         towers = not any(word in name for word in ("text", "llm", "decoder", "thinker", "language", "attn", "ffn"))
         result[name] = _part(defaults[name], _TOWER if towers else _TEXT, without, placeholders, tower=towers)
-        for kept in ("model_type",):
-            if defaults[name].get(kept):
-                result[name][kept] = defaults[name][kept]
+        for key in ("model_type",):
+            if defaults[name].get(key):
+                result[name][key] = defaults[name][key]
         for inner, value in defaults[name].items():
             if inner.endswith("_config") and isinstance(value, Mapping) and value:
                 result[name][inner] = _part(value, _TOWER if towers else _TEXT, without, placeholders, tower=towers)
@@ -198,9 +198,9 @@ def _part(
         elif _is_placeholder(name) and isinstance(value, int):
             result[name] = _token(name, placeholders)
     heads = next((result[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in result), None)
-    kept = next((defaults[name] for name in ("num_attention_heads", "n_head") if name in defaults), None)
+    count = next((defaults[name] for name in ("num_attention_heads", "n_head") if name in defaults), None)
     for name in ("num_key_value_heads", "num_kv_heads"):
-        if name in result and kept == defaults[name]:
+        if name in result and count == defaults[name]:
             result[name] = heads  # multi-head attention stays it
     if "linear_key_head_dim" in defaults and "head_dim" in result:
         result["head_dim"] = 64  # vLLM's linear attention on a CPU has no smaller heads

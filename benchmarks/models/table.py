@@ -19,9 +19,9 @@ _BEGIN, _END = "<!-- models: python -m benchmarks.models writes this -->", "<!--
 def put(row: Mapping[str, Any]) -> None:
     """Adds a row, with its machine and commit, to the file, in the place of an older one of the same case."""
     result = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"rows": []}
-    kept = [old for old in result["rows"] if cases.key(old) != cases.key(row)]
+    others = [old for old in result["rows"] if cases.key(old) != cases.key(row)]
     order = {cases.key(vars(case)): number for number, case in enumerate(cases.ALL)}
-    rows = sorted([*kept, dict(row)], key=lambda each: order.get(cases.key(each), len(order)))
+    rows = sorted([*others, dict(row)], key=lambda each: order.get(cases.key(each), len(order)))
     lines = ",\n".join("  " + json.dumps(each) for each in rows)
     _MEASURED.write_text(json.dumps(verdicts(rows), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     RESULT.write_text(f'{{\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
@@ -33,14 +33,14 @@ def verdicts(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     Returns:
         By type, "right", "doubtful", "wrong" or "unknown", and the words for it.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    worst: dict[str, Mapping[str, Any]] = {}
     for row in rows:
-        if _badness(row) > _badness(found.get(row["type"], {"verdict": ""})):
-            found[row["type"]] = row
-    return {name: _told(row) for name, row in found.items()}
+        if _badness(row) > _badness(worst.get(row["type"], {"verdict": ""})):
+            worst[row["type"]] = row
+    return {name: _entry(row) for name, row in worst.items()}
 
 
-def _told(row: Mapping[str, Any]) -> list[str]:
+def _entry(row: Mapping[str, Any]) -> list[str]:
     how = " ".join(filter(None, [f"in {row['dtype']}", row["under"] and f"with {row['under']}"]))
     badness = _badness(row)
     if badness == _BADNESS["right"]:
@@ -53,12 +53,12 @@ def _told(row: Mapping[str, Any]) -> list[str]:
         if badness == _BADNESS["wrong"]:
             return ["wrong", f"the replay is wrong {how}: {gaps}"]
         return ["doubtful", f"wrong by the rule on largest gaps {how}: {gaps}"]
-    told = {
+    reasons = {
         "refused": "its engine on a CPU fails the proof at its start",
         "insensitive": "engine and trainer differ too much without any perturbation, by one token at least",
         "not replayed": "the class of transformers failed in the trainer's forward",
     }
-    return ["unknown", told.get(row["verdict"], "vLLM 0.29 did not run a tiny model of it on a CPU")]
+    return ["unknown", reasons.get(row["verdict"], "vLLM 0.29 did not run a tiny model of it on a CPU")]
 
 
 _BADNESS = {"": 0, "unknown": 1, "right": 2, "doubtful": 3, "wrong": 4}
@@ -77,9 +77,9 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     lines = ["| type | engine class | how | unperturbed | perturbed | without replay | verdict |", "| --- " * 7 + "|"]
     heading = ""
     for row in rows:
-        found = cases.form(row["type"])
-        if found != heading:
-            heading = found
+        form = cases.form(row["type"])
+        if form != heading:
+            heading = form
             lines.append(f"| **{heading}** | | | | | | |")
         how = [row["dtype"]] if row["dtype"] != "float32" else []
         how += ["compiled"] if row["compiled"] else []
@@ -89,13 +89,13 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         if "unperturbed" in row:
             figures = [row["unperturbed"], max(row["perturbed"].values()), row["unreplayed"]]
             cells = [f"{figure:.1e}" for figure in figures]
-            told = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**{_means(row)}"
+            outcome = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**{_means(row)}"
         else:
             cells = ["–"] * 3
             half = f"; in bfloat16: {row['bfloat16']}" if row.get("bfloat16") else ""
-            told = f"{row['verdict']}: {row['message']}{half}".replace("|", "\\|").replace("<", "&lt;")
+            outcome = f"{row['verdict']}: {row['message']}{half}".replace("|", "\\|").replace("<", "&lt;")
         engine = row.get("engine_class", "–")
-        lines.append(f"| {row['type']} | {engine} | {', '.join(how)} | " + " | ".join(cells) + f" | {told} |")
+        lines.append(f"| {row['type']} | {engine} | {', '.join(how)} | " + " | ".join(cells) + f" | {outcome} |")
     return "\n".join(lines)
 
 

@@ -153,11 +153,11 @@ def _processor(model_type: str, config: Any, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     parts: dict[str, Any] = {"tokenizer": tokenizer}
     if type(config) in IMAGE_PROCESSOR_MAPPING:
-        found = IMAGE_PROCESSOR_MAPPING[type(config)]
-        if isinstance(found, dict):
-            found = found.get("pil") or found.get("torchvision")
-        found = next((cls for cls in found if cls), None) if isinstance(found, tuple) else found
-        parts["image_processor"] = found()
+        processor = IMAGE_PROCESSOR_MAPPING[type(config)]
+        if isinstance(processor, dict):
+            processor = processor.get("pil") or processor.get("torchvision")
+        processor = next((cls for cls in processor if cls), None) if isinstance(processor, tuple) else processor
+        parts["image_processor"] = processor()
     if type(config) in PROCESSOR_MAPPING:
         try:
             PROCESSOR_MAPPING[type(config)](**parts).save_pretrained(folder)

@@ -85,10 +85,10 @@ class Advantage(Options, ABC):
         counts = counts if self.counted else None
         if overlong is None or not self.leaves_out_overlong:
             return self.formula(rewards, counts)
-        result, kept = torch.zeros_like(rewards), ~overlong
-        left = kept.sum(-1, keepdim=True)
+        result, complete = torch.zeros_like(rewards), ~overlong
+        left = complete.sum(-1, keepdim=True)
         for size in left[left > 0].unique().tolist():  # groups with as many answers left go together
-            here = kept & (left == size)
+            here = complete & (left == size)
             of_size = None if counts is None else counts[here].view(-1, size)
             result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
         return result
@@ -96,12 +96,12 @@ class Advantage(Options, ABC):
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards (P, G) that the formula is not made for."""
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
         return {"--algo.advantage.estimator": "group_norm"}
 
-    def notes(self, given: Flags) -> list[str]:
+    def notes(self, flags: Flags) -> list[str]:
         """Warnings for the user about OpenRLHF's flags."""
         return []
 
@@ -132,15 +132,15 @@ class VerifiedAdvantage(Advantage):
                 " correct answer. Let the reward function give those, or use --advantage group_norm or ngrpo."
             )
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` for penalties that would move the rewards out of [0, 1]."""
         for flag in ("--reward.overlong_buffer_len", "--reward.stop_properly_penalty_coef"):
-            if given.has(flag):
+            if flags.has(flag):
                 raise UsageError(
                     f"{flag} cannot be used with --advantage {self.name}: it makes rewards that are not in [0, 1]."
                     " Leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo."
                 )
-        return super().flags(given)
+        return super().flags(flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +175,10 @@ class AnnealedK(Advantage):
             self.check_group(rewards.shape[1])
         return super().compute(rewards, counts, overlong)
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` where k does not fit the groups that the run will have."""
-        size = given.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
+        size = flags.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():
                 advantage.check_group(int(size))
-        return super().flags(given)
+        return super().flags(flags)

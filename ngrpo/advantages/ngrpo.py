@@ -54,22 +54,22 @@ class NegativeEnhanced(Advantage):
         squares = (below - mean).square().sum(-1, keepdim=True) + self.n * mean.square()
         return (below - mean) / ((squares / (size - 1)).sqrt() + 1e-6)
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Also the asymmetric clipping, and the filter that drops all-correct prompts and keeps all-wrong ones."""
         added: dict[str, Default] = {
-            **super().flags(given),
+            **super().flags(flags),
             "--algo.dynamic_filtering_enable": None,
             # OpenRLHF keeps min < mean score < max; argparse takes no "-inf" or "-1e6" for a value.
             "--algo.dynamic_filtering_range": ("-1000000", _plain(self.max_reward - self._rounding)),
         }
         # The range is for ratios of tokens; GSPO's, of whole sequences, has another scale.
-        if given.value("--actor.policy_loss_type") != "gspo":
+        if flags.value("--actor.policy_loss_type") != "gspo":
             added["--actor.eps_clip_low_high"] = ("0.16", "0.24")
         return added
 
-    def notes(self, given: Flags) -> list[str]:
+    def notes(self, flags: Flags) -> list[str]:
         """Where the user's own filter drops the groups that the method is about."""
-        lowest = given.value("--algo.dynamic_filtering_range")
+        lowest = flags.value("--algo.dynamic_filtering_range")
         if lowest is None or lowest.startswith("-"):
             return []
         return [

@@ -44,10 +44,10 @@ class PKPO(AnnealedK):
                 " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
             )
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Also a clip that cuts nothing: an only right answer has k times its reward, and OpenRLHF's clip is ±10."""
         bound = str(3 * _LARGEST * max(self.k, self.k_end or 1))
-        return super().flags(given) | {"--reward.clip_range": (f"-{bound}", bound)}
+        return super().flags(flags) | {"--reward.clip_range": (f"-{bound}", bound)}
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards whose values the clip would cut."""

@@ -40,10 +40,10 @@ class RiskSensitive(Advantage):
         mean = utility.mean(-1, keepdim=True)
         return (utility - mean) / (1.0 + mean) / self.beta
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Also a wider clip where groups are large: an only right answer has up to (G − 1) / β."""
-        added = super().flags(given)
-        size = given.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
+        added = super().flags(flags)
+        size = flags.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
         largest = int(size) / self.beta if size.isdecimal() and self.beta > 0.0 else 0.0
         if largest > 10.0:  # OpenRLHF's own
             added["--reward.clip_range"] = (f"-{math.ceil(largest)}", f"{math.ceil(largest)}")

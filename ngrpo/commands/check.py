@@ -27,11 +27,11 @@ from perturbations.errors import UsageError
 _STEP = re.compile("^(proposals for|open rows for|advantages of) ")
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Prints one line per check, and what is wrong and how to fix it where one fails.
 
     Args:
-        words: everything after ``ngrpo check``.
+        argv: everything after ``ngrpo check``.
         report: called with a line for the user beside the result.
 
     Returns:
@@ -40,36 +40,36 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: where the name cannot be loaded, or an option is not its own.
     """
-    if not words or "-h" in words or "--help" in words:
+    if not argv or "-h" in argv or "--help" in argv:
         print(__doc__, end="")
-        return 0 if words else 2
-    kind = KINDS.get(words[0]) if len(words) > 1 else None
+        return 0 if argv else 2
+    kind = KINDS.get(argv[0]) if len(argv) > 1 else None
     if kind is not None and not kind.suite:
         raise UsageError(
             f"ngrpo check {kind.name}: there is no conformance suite for this kind, but for"
             f" {', '.join(name for name, known in KINDS.items() if known.suite)}. Run the test that ngrpo new wrote"
             " beside the file."
         )
-    name, *given = words if kind is None else words[1:]
+    name, *arguments = argv if kind is None else argv[1:]
     kind = kind or KINDS["perturbation"]
-    broken, told = 0, set()
-    for title, error in kind.inspect(name, **_options(given)):
+    broken, problems = 0, set()
+    for title, error in kind.inspect(name, **_options(arguments)):
         print(f"{'ok   ' if error is None else 'WRONG'}  {title}")
         if error is None:
             continue
         broken += 1
         what = error.what.partition(f"{_STEP.sub('', title)}: ")
-        if (what[2] or what[0], error.fix) in told:
+        if (what[2] or what[0], error.fix) in problems:
             print("       as above")
             continue
-        told.add((what[2] or what[0], error.fix))
+        problems.add((what[2] or what[0], error.fix))
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:
         report(f"{name} breaks the contract that {kind.rests} on ({broken} of the checks).")
         return 1
-    named = "--perturbation NAME " if kind.part_of_perturbation else ""
-    report(f"{name} keeps the contract. Use it: ngrpo train {named}{kind.flag} {name} ...")
+    prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
+    report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")
     return 0
 
 
@@ -80,9 +80,9 @@ def _tell(label: str, text: str) -> None:
     )
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
+def _options(argv: Sequence[str]) -> dict[str, str]:
     options: dict[str, str] = {}
-    for word in words:
+    for word in argv:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")

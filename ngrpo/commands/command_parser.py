@@ -37,16 +37,16 @@ class CommandParser(argparse.ArgumentParser):
         """Raises a :class:`UsageError` in place of ending the process."""
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """As ``parse_args``; an unknown word is an error that names the nearest flag."""
-        given, unknown = self.parse_known_args(list(words))
+        namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             # argparse keeps its own table of flags; format_usage would only repeat it.
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             raise UsageError(
-                f"{self.prog}: unknown word {unknown[0]!r}.{nearest(unknown[0], known)} See {self.prog} --help."
+                f"{self.prog}: unknown word {unknown[0]!r}.{nearest(unknown[0], flags)} See {self.prog} --help."
             )
-        return given
+        return namespace
 
     def add_problems(self) -> None:
         """Adds the flags of the model and of the problems, for :func:`checked_model` and :func:`problems_of`."""
@@ -64,25 +64,25 @@ class CommandParser(argparse.ArgumentParser):
 
 @contextmanager
 def telling_what_is_kept(
-    command: str, words: Sequence[str], folder: Path, report: Callable[[str], None]
+    command: str, argv: Sequence[str], folder: Path, report: Callable[[str], None]
 ) -> Iterator[None]:
     """Says where the block is interrupted what was kept, and how to go on.
 
     Args:
         command: its name after ``ngrpo``.
-        words: what follows that.
+        argv: what follows that.
         folder: where results are.
         report: takes a line for the screen.
     """
     try:
         yield
     except KeyboardInterrupt:
-        again = ["ngrpo", command, *words, *(() if Flags(words).has("--out") else ("--out", str(folder)))]
+        again = ["ngrpo", command, *argv, *(() if Flags(argv).has("--out") else ("--out", str(folder)))]
         report(f"ended early; what was finished is kept in {folder}. Go on with: {shlex.join(again)}")
         raise
 
 
-def checked_model(given: argparse.Namespace) -> str:
+def checked_model(args: argparse.Namespace) -> str:
     """The model's name, not resolved yet.
 
     Raises:
@@ -90,13 +90,13 @@ def checked_model(given: argparse.Namespace) -> str:
     """
     from ngrpo.models import packaged
 
-    if not given.model:
+    if not args.model:
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    return packaged.check_name(given.model)
+    return packaged.check_name(args.model)
 
 
 def problems_of(
-    given: argparse.Namespace, limit: int | None, report: Callable[[str], None]
+    args: argparse.Namespace, limit: int | None, report: Callable[[str], None]
 ) -> tuple[list[Problem], str]:
     """The problems that were asked for, and what they are called in the result.
 
@@ -105,12 +105,12 @@ def problems_of(
     """
     from ngrpo.evaluate import load_problems, load_task
 
-    if (given.data is None) == (given.task is None):
+    if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")
-    if given.task is not None:
-        if given.scorer != "auto":
-            raise UsageError(f"--scorer {given.scorer}: a task has its own. Leave --scorer out, or use --data.")
-        return load_task(given.task, limit=limit), f"task {given.task}"
+    if args.task is not None:
+        if args.scorer != "auto":
+            raise UsageError(f"--scorer {args.scorer}: a task has its own. Leave --scorer out, or use --data.")
+        return load_task(args.task, limit=limit), f"task {args.task}"
     names = ("split", "scorer", "input_key", "label_key", "instruction", "skip_unanswered")
-    options: dict[str, Any] = {name: getattr(given, name) for name in names}
-    return load_problems(given.data, limit=limit, report=report, **options), given.data
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    return load_problems(args.data, limit=limit, report=report, **options), args.data

@@ -85,11 +85,11 @@ from perturbations.errors import UsageError
 _SPARE = 1 << 29
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Compares.
 
     Args:
-        words: everything after ``ngrpo compare``.
+        argv: everything after ``ngrpo compare``.
         report: called with each line for the user that is neither progress nor result.
 
     Returns:
@@ -98,19 +98,19 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before anything starts.
     """
-    if not words or words[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print(__doc__, end="")
-        return 0 if words else 2
-    plan, out = arguments.parse(words)
+        return 0 if argv else 2
+    plan, out = arguments.parse(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    gib = Flags(words).value(parse.DRY_RUN)
+    gib = Flags(argv).value(parse.DRY_RUN)
     if gib is not None:
         return _dry_run(plan, out, gib or "true")
     _check(plan, out)
-    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", words, out, report):
+    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
         folder.claim(plan.common())
-        return _work(plan, folder, ["ngrpo", "compare", *words], report)
+        return _work(plan, folder, ["ngrpo", "compare", *argv], report)
 
 
 def _check(plan: Plan, out: Path) -> None:
@@ -146,7 +146,7 @@ def _dry_run(plan: Plan, out: Path, gib: str) -> int:
 def _check_beside_training(plan: Plan) -> None:
     if plan.evaluation is not None:
         try:
-            evaluation.check(runs.eval_words(plan, plan.model, Path("out")))
+            evaluation.check(runs.eval_argv(plan, plan.model, Path("out")))
         except UsageError as error:
             raise UsageError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
     if plan.diagnosis is not None:
@@ -161,16 +161,16 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     earlier = folder.read("results.json") or {}
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
-    known = [runs.status(plan, one, folder) for one in everything]
-    others = [one.id for one, record in zip(everything, known) if record["status"] == "other"]
+    records = [runs.status(plan, one, folder) for one in everything]
+    others = [one.id for one, record in zip(everything, records) if record["status"] == "other"]
     if others:
         raise UsageError(
             f"{len(others)} finished runs in {folder.path} are of other flags, other content of the files that they"
             f" name, or other versions than now: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}. Give"
             f" another --out, or delete their folders under {folder.path / 'runs'} to have them repeated."
         )
-    waiting = [one for one, record in zip(everything, known) if record["status"] != "done"]
-    took = [record["seconds"] for record in known if record["status"] == "done"]
+    waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
+    took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
     view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
     if took:
@@ -199,18 +199,18 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Scree
     """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
     steps = []
     if plan.evaluation is not None:
-        words = runs.eval_words(plan, model, folder.path / "untrained")
-        steps.append(("untrained", "the untrained model", ["eval", *words]))
+        argv = runs.eval_argv(plan, model, folder.path / "untrained")
+        steps.append(("untrained", "the untrained model", ["eval", *argv]))
     if plan.diagnosis is not None:
         out = str(folder.path / "diagnosis")
         steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
-    for name, what, words in steps:
-        found = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
-        known = {row["name"] for row in (found or {}).get("strategies", [])}
-        if found is not None and (name == "untrained" or known >= {arm.perturbation for arm in plan.arms}):
+    for name, what, argv in steps:
+        document = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
+        strategies = {row["name"] for row in (document or {}).get("strategies", [])}
+        if document is not None and (name == "untrained" or strategies >= {arm.perturbation for arm in plan.arms}):
             continue
         view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
         try:
-            runs.command(words, folder.path / f"{name}.log", folder.lock)
+            runs.command(argv, folder.path / f"{name}.log", folder.lock)
         except runs.CommandFailed as failure:
             view.note(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)")

@@ -29,11 +29,11 @@ examples
 """
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Writes a dataset.
 
     Args:
-        words: everything after ``ngrpo data``.
+        argv: everything after ``ngrpo data``.
         report: called with each line for the user.
 
     Returns:
@@ -43,27 +43,27 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
         UsageError: for bad input, or a file that exists.
     """
     parser = _parser()
-    if not words or "-h" in words or "--help" in words:
+    if not argv or "-h" in argv or "--help" in argv:
         print(parser.format_help(), end="")
-        return 0 if words else 2
-    given = parser.read(words)
+        return 0 if argv else 2
+    args = parser.read(argv)
     from ngrpo.evaluate import load_problems
 
-    source = given.source or given.name
-    stem = Path(given.name).stem.lower().replace("-", "_")
-    out = Path(given.out or f"data/{stem}{'_plain' * given.plain}.jsonl").expanduser()
+    source = args.source or args.name
+    stem = Path(args.name).stem.lower().replace("-", "_")
+    out = Path(args.out or f"data/{stem}{'_plain' * args.plain}.jsonl").expanduser()
     if out.exists():
         raise UsageError(f"{out} exists. Remove it, or give another file with --out.")
     problems = load_problems(
         source,
-        limit=given.limit,
-        split=given.split,
-        instruction=given.instruction,
+        limit=args.limit,
+        split=args.split,
+        instruction=args.instruction,
         skip_unanswered=True,
         report=report,
     )
     rows = [
-        {"input": _text(p.messages) if given.plain else [dict(m) for m in p.messages], "label": p.answer}
+        {"input": _text(p.messages) if args.plain else [dict(m) for m in p.messages], "label": p.answer}
         for p in problems
     ]
     with writing(out):

@@ -37,11 +37,11 @@ What each number is: docs/compare.md."""
 _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Diagnoses.
 
     Args:
-        words: everything after ``ngrpo diagnose``.
+        argv: everything after ``ngrpo diagnose``.
         report: called with each line for the user that is not the result.
 
     Returns:
@@ -50,7 +50,7 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(_parser().format_help(), end="")
         return 0
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
@@ -58,13 +58,13 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     from ngrpo.config.preflight import check_model
     from ngrpo.models import packaged
 
-    given, sampling, strategies = _read(words)
-    if given.model:
-        packaged.check_available(given.model)  # before problems are asked for, which may come from the hub as well
-    problems, dataset = problems_of(given, given.prompts, report)
+    args, sampling, strategies = _read(argv)
+    if args.model:
+        packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
+    problems, dataset = problems_of(args, args.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
-    path = packaged.resolve(checked_model(given), report=report)
+    path = packaged.resolve(checked_model(args), report=report)
     for strategy in strategies:
         if strategy.spec is not None:
             check_model(path, registry.create(**strategy.spec))
@@ -73,22 +73,22 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     from ngrpo.diagnose.diagnosis_folder import REPORT
     from ngrpo.diagnose.screen_table import differences, table
 
-    if len(problems) < given.prompts:
-        report(f"{dataset} has {len(problems)} prompts, fewer than the {given.prompts} of --prompts")
-    out = folder_for(given.out, "diagnose")
-    with telling_what_is_kept("diagnose", words, out, report):
+    if len(problems) < args.prompts:
+        report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
+    out = folder_for(args.out, "diagnose")
+    with telling_what_is_kept("diagnose", argv, out, report):
         result = diagnose(
-            given.model,
+            args.model,
             problems,
             strategies,
             out=out,
             sampling=sampling,
             dataset=dataset,
-            policies=[policy_of(strategy, given.at_step, given.of_steps) for strategy in strategies],
-            with_map=given.embedding_map,
-            map_words=given.tokens,
-            hardware=given.hardware,
-            dtype=given.dtype,
+            policies=[policy_of(strategy, args.at_step, args.of_steps) for strategy in strategies],
+            with_map=args.embedding_map,
+            map_words=args.tokens,
+            hardware=args.hardware,
+            dtype=args.dtype,
             report=report,
         )
     print("", table(result), differences(result), sep="\n\n", end="\n\n", flush=True)
@@ -98,32 +98,32 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def check(words: Sequence[str]) -> None:
+def check(argv: Sequence[str]) -> None:
     """Reads words and problems as :func:`run` would, and samples nothing.
 
     Raises:
         UsageError: for bad input.
     """
-    given, _, _ = _read(words)
-    problems_of(given, given.prompts, lambda line: None)
-    checked_model(given)
+    args, _, _ = _read(argv)
+    problems_of(args, args.prompts, lambda line: None)
+    checked_model(args)
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
     """The options, how to sample, and the strategies, all checked."""
     from ngrpo.diagnose.sample import GroupSampling
     from ngrpo.hardware import profile_for
 
-    given = _parser().read(words)
-    if given.tokens and not given.embedding_map:
+    args = _parser().read(argv)
+    if args.tokens and not args.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
-    profile_for(given.hardware)
-    sampling = GroupSampling(given.temperature, given.top_p, given.max_tokens, given.seed, given.group)
-    named = _DEFAULT if given.perturbations is None and not given.strategy else given.perturbations
-    strategies = parse_arms(named, given.sweep, given.strategy, rollouts=True)
+    profile_for(args.hardware)
+    sampling = GroupSampling(args.temperature, args.top_p, args.max_tokens, args.seed, args.group)
+    perturbations = _DEFAULT if args.perturbations is None and not args.strategy else args.perturbations
+    strategies = parse_arms(perturbations, args.sweep, args.strategy, rollouts=True)
     for strategy in strategies:
-        policy_of(strategy, given.at_step, given.of_steps).check_temperature(given.temperature)
-    return given, sampling, strategies
+        policy_of(strategy, args.at_step, args.of_steps).check_temperature(args.temperature)
+    return args, sampling, strategies
 
 
 def _parser() -> CommandParser:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.hardware import attention, profile_for
+from ngrpo.hardware import attention, processes, profile_for
 from ngrpo.models import model_support, packaged
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -56,20 +57,20 @@ class Finding:
 
     Attributes:
         subject: what it is.
-        told: its state in a line.
+        state: its state in a line.
         fix: what to do where it is wrong; None where all is well.
     """
 
     subject: str
-    told: str
+    state: str
     fix: str | None = None
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Prints the findings as they come, and a block for a bug report.
 
     Args:
-        words: everything after ``ngrpo doctor``.
+        argv: everything after ``ngrpo doctor``.
         report: called with a line for the user beside the result.
 
     Returns:
@@ -78,19 +79,19 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for words that are not its own.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(__doc__, end="")
         return 0
     parser = CommandParser("doctor", "", "")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
-    given = parser.read(words)
-    named = None if given.model is None else packaged.check_name(given.model)
-    model = None if given.no_self_test else named or "smollm2-135m"
+    args = parser.read(argv)
+    named = None if args.model is None else packaged.check_name(args.model)
+    model = None if args.no_self_test else named or "smollm2-135m"
     findings = []
     for finding in examine(model, report, named):
         findings.append(finding)
-        print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.told}", flush=True)
+        print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.state}", flush=True)
         if finding.fix is not None:
             print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
     wrong = [finding for finding in findings if finding.fix is not None]
@@ -119,9 +120,9 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield _plugin()
     yield from _model_runner(profile.name)
     if named is not None:
-        told = _model(named)
-        yield told
-        if told.fix is not None:
+        finding = _model(named)
+        yield finding
+        if finding.fix is not None:
             return
     if model is not None:
         report("self-test: a rollout and its replay, half a minute")
@@ -135,19 +136,19 @@ def _python() -> Finding:
 
 
 def _model(name: str) -> Finding:
-    found, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
-    if found is None:
+    support, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
+    if support is None:
         return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
-    return Finding(subject, found.told(), "; ".join(found.refused) or None)
+    return Finding(subject, support.told(), "; ".join(support.refused) or None)
 
 
-def _judged(subject: str, told: Callable[[], str], check: Callable[[], None]) -> Finding:
+def _judged(subject: str, state: Callable[[], str], check: Callable[[], None]) -> Finding:
     """What a check of the preflight says: its errors hold the fix."""
     try:
         check()
     except UsageError as error:
-        return Finding(subject, told() if subject == "releases" else "not ready", str(error))
-    return Finding(subject, told())
+        return Finding(subject, state() if subject == "releases" else "not ready", str(error))
+    return Finding(subject, state())
 
 
 def _releases() -> str:
@@ -165,23 +166,23 @@ def _device(hardware: str) -> Finding:
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         compiled = f"toolkit {release or 'missing'} ({home})"
         return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
-    told = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
+    state = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
     if driver is None:
-        return Finding("hardware", told)
+        return Finding("hardware", state)
     newer = (
         f"install a driver for CUDA {built}" if built else "install the extra cuda and a torch that is built for CUDA"
     )
-    return Finding("hardware", f"{told}, but there is a GPU with driver {driver}", f"{newer}: docs/install.md")
+    return Finding("hardware", f"{state}, but there is a GPU with driver {driver}", f"{newer}: docs/install.md")
 
 
 def _driver() -> str | None:
     """The driver's version, or None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.splitlines()[0] if told else None
+    return output.splitlines()[0] if output else None
 
 
 def _flash_attn(hardware: str) -> str:
@@ -222,12 +223,12 @@ def _model_runner(hardware: str) -> Iterator[Finding]:
     if not points or chosen is not None:
         return
     names = ", ".join(f"{point.name} of {point.dist.name}" if point.dist else point.name for point in points)
-    told = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
+    state = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
     fix = (
         "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA; or set"
         " VLLM_USE_V2_MODEL_RUNNER=0, so that V1 is what was asked for"
     )
-    yield Finding("model runner", told, fix if hardware == "cuda" else None)
+    yield Finding("model runner", state, fix if hardware == "cuda" else None)
 
 
 def _self_test(model: str) -> Finding:
@@ -236,34 +237,47 @@ def _self_test(model: str) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
+        status, output = _ended(command)
+        if status is None:
             return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
         if not target.exists():
-            lines = [line for line in done.stdout.splitlines() if line.strip()]
+            lines = [line for line in output.splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
             causes = [number for number, line in enumerate(lines) if _PROBE_FAILURE in line]
             lines = lines[causes[0] :][:10] if causes else lines[-15:]
-            told = f"ended with status {done.returncode}"
-            return Finding(subject, told, "read the lines that it ended with:\n" + "\n".join(lines))
-        found = json.loads(target.read_text())
-    told = (
-        f"{found['runner']} model runner, {found['edits']} perturbed inputs among {found['tokens']} tokens, |Δ log p|"
-        f" {found['gap']:.1e} with the replay, {found['unreplayed']:.1e} without,"
-        f" {found['plain']:.1e} where nothing is perturbed"
+            state = f"ended with status {status}"
+            return Finding(subject, state, "read the lines that it ended with:\n" + "\n".join(lines))
+        measures = json.loads(target.read_text())
+    state = (
+        f"{measures['runner']} model runner, {measures['edits']} perturbed inputs among {measures['tokens']} tokens,"
+        f" |Δ log p| {measures['gap']:.1e} with the replay, {measures['unreplayed']:.1e} without,"
+        f" {measures['plain']:.1e} where nothing is perturbed"
     )
     # A GPU rounds float32 in ways of its own, which the unperturbed requests show.
-    allowed = max(_LARGEST_GAP, 3.0 * found["plain"])
-    if found["edits"] == 0 or found["unreplayed"] <= allowed:
-        return Finding(subject, told, "the rollout was not perturbed: install the project anew, then report it")
-    return Finding(subject, told, None if found["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
+    allowed = max(_LARGEST_GAP, 3.0 * measures["plain"])
+    if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
+        return Finding(subject, state, "the rollout was not perturbed: install the project anew, then report it")
+    return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
+
+
+def _ended(command: Sequence[str]) -> tuple[int | None, str]:
+    """The exit status of a command, None where it took too long, and what it printed; what it started ends with it."""
+    # vLLM's engine is a process of its own, which outlives the one that started it.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_SECONDS)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return None, ""
+        return process.returncode, output
 
 
 def _for_a_report(findings: Sequence[Finding]) -> str:
-    lines = [f"- {'ok' if f.fix is None else 'WRONG'} {f.subject}: {f.told}" for f in findings]
+    lines = [f"- {'ok' if f.fix is None else 'WRONG'} {f.subject}: {f.state}" for f in findings]
     machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
     return "\n".join(["--- for a bug report ---", f"- {machine}", *lines, "---"])
 
@@ -296,15 +310,15 @@ def self_test(model: str) -> dict[str, Any]:
     arguments = [{"seed": 0}, {"seed": 1}, {"seed": 2, "enabled": False}]
     params = [SamplingParams(max_tokens=16, ignore_eos=True, extra_args={"perturbation": a}) for a in arguments]
     outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
-    taken = take_trajectories(llm)
-    rollouts = [(list(output.outputs[0].token_ids), *taken[output.request_id]) for output in outputs]
+    trajectories = take_trajectories(llm)
+    rollouts = [(list(output.outputs[0].token_ids), *trajectories[output.request_id]) for output in outputs]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
 
     @torch.no_grad()
     def of_texts(texts: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
         texts = texts.to(reference.device)
-        found = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
-        return found[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
+        log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
+        return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
 
     prove(reference, of_texts)
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
@@ -339,4 +353,5 @@ if __name__ == "__main__":
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    processes.end_children()  # an engine whose rollout failed still runs, and holds our output open
     os._exit(status)  # The interpreter would take triton's bindings apart in a bad order (vLLM 0.29).

@@ -24,11 +24,11 @@ Check = tuple[str, Callable[[], str | None]]
 _WIDTH = 78
 
 
-def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
+def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
     """Prints what a run would be.
 
     Args:
-        words: OpenRLHF's flags, complete with what is added for the run and the hardware.
+        argv: OpenRLHF's flags, complete with what is added for the run and the hardware.
         run: what is asked for.
         gpu_gib: memory of one GPU in GiB; None for that of this machine, or 80 where it has none.
         checks: all that is checked before a run starts, by what is told of it.
@@ -36,7 +36,7 @@ def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks:
     Returns:
         0, or 1 where a check fails.
     """
-    args, hardware = openrlhf_parser.resolved(words), profile_for(run.hardware).name
+    args, hardware = openrlhf_parser.resolved(argv), profile_for(run.hardware).name
     print("configuration")
     print(_indented(configuration(args, run)))
     print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")
@@ -57,16 +57,16 @@ def show(words: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks:
 def run_checks(checks: Sequence[Check]) -> int:
     """Prints a line for each check, how to fix what is wrong and why something is open; 1 where anything is wrong."""
     wrong = 0
-    for told, check in checks:
+    for label, check in checks:
         try:
             unchecked = check()
         except UsageError as error:
             wrong += 1
-            print(textwrap.fill(told, _WIDTH, initial_indent="  WRONG  ", subsequent_indent=" " * 9))
+            print(textwrap.fill(label, _WIDTH, initial_indent="  WRONG  ", subsequent_indent=" " * 9))
             print(textwrap.fill(str(error), _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
         else:
             state = "ok  " if unchecked is None else "open"
-            print(textwrap.fill(told, _WIDTH, initial_indent=f"  {state}   ", subsequent_indent=" " * 9))
+            print(textwrap.fill(label, _WIDTH, initial_indent=f"  {state}   ", subsequent_indent=" " * 9))
             if unchecked is not None:
                 print(textwrap.fill(unchecked, _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
     return int(wrong > 0)
@@ -98,9 +98,9 @@ def configuration(args: Mapping[str, Any], run: RunConfig) -> list[str]:
 
 def placed(args: Mapping[str, Any]) -> list[str]:
     """The GPUs and what each holds, and what kind of placement that is."""
-    found = placement.groups(args)
+    groups = placement.groups(args)
     lines = []
-    for group in found:
+    for group in groups:
         names = []
         for model in group.models:
             if model == placement.ENGINES:
@@ -117,7 +117,7 @@ def placed(args: Mapping[str, Any]) -> list[str]:
         kind = "asynchronous: engines roll out while the trainer trains"
     else:
         kind = "engines have GPUs of their own, which wait while the trainer trains, and the other way round"
-    total = sum(group.gpus for group in found)
+    total = sum(group.gpus for group in groups)
     nodes = args["actor.num_nodes"]
     return [*lines, f"{total} GPU{'s' * (total > 1)}; actor on {nodes} node{'s' * (nodes > 1)}", *_wrapped(kind)]
 

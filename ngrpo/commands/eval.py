@@ -43,11 +43,11 @@ examples
 """
 
 
-def run(words: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again.
 
     Args:
-        words: everything after ``ngrpo eval``.
+        argv: everything after ``ngrpo eval``.
         report: called with each line for the user that is not the result.
 
     Returns:
@@ -56,47 +56,47 @@ def run(words: list[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(_parser().format_help(), end="")
         return 0
     from ngrpo.evaluate.evaluation import rescore
     from ngrpo.evaluate.outcome import table
 
-    given, command, engine_options = _read(words)
+    args, command, engine_options = _read(argv)
     for note in command.notes:
         report(f"warning: {note}")
-    if given.rescore is not None:
-        folder = Path(given.rescore).expanduser()
-        result = rescore(folder, scorer=given.scorer, k=given.k, report=report)
+    if args.rescore is not None:
+        folder = Path(args.rescore).expanduser()
+        result = rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
     else:
-        folder = folder_for(given.out, "eval")
-        with telling_what_is_kept("eval", words, folder, report):
-            result = _evaluate(given, command, folder, engine_options, report)
+        folder = folder_for(args.out, "eval")
+        with telling_what_is_kept("eval", argv, folder, report):
+            result = _evaluate(args, command, folder, engine_options, report)
     print(table(result, folder), flush=True)
     return 0
 
 
-def check(words: Sequence[str]) -> None:
+def check(argv: Sequence[str]) -> None:
     """Reads words and problems as :func:`run` would, and samples nothing.
 
     Raises:
         UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
     """
-    given, command, _ = _read(words)
-    _sampling(given)
-    _policy(given, command)
-    problems_of(given, given.limit, lambda line: None)
+    args, command, _ = _read(argv)
+    _sampling(args)
+    _policy(args, command)
+    problems_of(args, args.limit, lambda line: None)
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
     from ngrpo.config import parse
     from ngrpo.config.kinds import KINDS
     from ngrpo.hardware import profile_for
 
-    command = parse.run_config(words)
+    command = parse.run_config(argv)
     rest, engine_options = _engine_options(command.openrlhf)
     kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
     refused = {
@@ -112,13 +112,13 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]
         if value:
             raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
     profile_for(command.hardware)
-    given = _parser().read(rest)
-    given.task = command.task
-    return given, command, engine_options
+    args = _parser().read(rest)
+    args.task = command.task
+    return args, command, engine_options
 
 
 def _evaluate(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     command: RunConfig,
     folder: Path,
     engine_options: dict[str, Any],
@@ -127,12 +127,12 @@ def _evaluate(
     from ngrpo.evaluate.evaluation import evaluate
     from ngrpo.models import packaged
 
-    sampling, policy = _sampling(given), _policy(given, command)
+    sampling, policy = _sampling(args), _policy(args, command)
     for note in policy.notes:
         report(f"warning: {note}")
-    packaged.check_available(given.model)  # before problems are asked for, which may come from the hub as well
-    problems, dataset = problems_of(given, given.limit, report)
-    model = packaged.resolve(given.model, report=report)
+    packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
+    problems, dataset = problems_of(args, args.limit, report)
+    model = packaged.resolve(args.model, report=report)
     if command.spec is not None:
         from ngrpo.config.preflight import check_model
 
@@ -141,8 +141,8 @@ def _evaluate(
         model,
         problems,
         out=folder,
-        n=given.n,
-        k=given.k,
+        n=args.n,
+        k=args.k,
         sampling=sampling,
         perturbation=command.spec,
         policy=policy,
@@ -153,21 +153,21 @@ def _evaluate(
     )
 
 
-def _sampling(given: argparse.Namespace) -> Sampling:
+def _sampling(args: argparse.Namespace) -> Sampling:
     """How to draw, with every setting checked, and the model's name with it."""
     from ngrpo.evaluate.engine import Sampling
     from ngrpo.evaluate.outcome import checked_ks
 
-    checked_model(given)
-    checked_ks(given.k, given.n)
-    return Sampling(given.temperature, given.top_p, given.max_tokens, given.seed)
+    checked_model(args)
+    checked_ks(args.k, args.n)
+    return Sampling(args.temperature, args.top_p, args.max_tokens, args.seed)
 
 
-def _policy(given: argparse.Namespace, command: RunConfig) -> RolloutPolicy:
+def _policy(args: argparse.Namespace, command: RunConfig) -> RolloutPolicy:
     from ngrpo.evaluate.rollout_policy import RolloutPolicy
 
-    policy = RolloutPolicy.of(command, given.at_step, given.of_steps)
-    policy.check_temperature(given.temperature)
+    policy = RolloutPolicy.of(command, args.at_step, args.of_steps)
+    policy.check_temperature(args.temperature)
     return policy
 
 
@@ -198,13 +198,13 @@ def _ks(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers with commas, such as 1,4,8") from None
 
 
-def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def _engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Takes ``--vllm.<option> VALUE`` out of the words; a switch may stand alone."""
     import yaml
 
     rest: list[str] = []
     options: dict[str, Any] = {}
-    for flag in Flags(words):
+    for flag in Flags(argv):
         if flag.name.startswith("--vllm."):
             value, *more = flag.values or ("true",)
             try:
@@ -213,5 +213,5 @@ def _engine_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 raise UsageError(f"{flag.name} {value!r}: must be a number, true, false, a word or YAML.") from None
             rest += more
         else:
-            rest += flag.words
+            rest += flag.argv
     return rest, options

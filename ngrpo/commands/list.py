@@ -21,11 +21,11 @@ from ngrpo.console.catalogue import described, listing
 from perturbations.errors import UsageError
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Prints the table, or one entry in full.
 
     Args:
-        words: everything after ``ngrpo list``.
+        argv: everything after ``ngrpo list``.
         report: not used.
 
     Returns:
@@ -34,11 +34,11 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for an unknown name, or more than one.
     """
-    if "-h" in words or "--help" in words:
+    if "-h" in argv or "--help" in argv:
         print(__doc__, end="")
         return 0
-    if len(words) > 1:
-        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(words)!r}.")
+    if len(argv) > 1:
+        raise UsageError(f"ngrpo list takes one name at most, got {' '.join(argv)!r}.")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(described(words[0]) if words else listing(width))
+    print(described(argv[0]) if argv else listing(width))
     return 0

@@ -20,11 +20,11 @@ from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Makes the model where it is not there yet, and prints its folder.
 
     Args:
-        words: everything after ``ngrpo model``.
+        argv: everything after ``ngrpo model``.
         report: called with each line for the user.
 
     Returns:
@@ -33,12 +33,12 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for an unknown model.
     """
-    known = ", ".join(packaged.PACKAGED)
-    if len(words) != 1 or words[0].startswith("-"):
-        print((__doc__ or "").replace("{models}", known), end="")
-        return 0 if list(words) in (["-h"], ["--help"]) else 2
-    if words[0] not in packaged.PACKAGED:
-        hint = nearest(words[0], packaged.PACKAGED)
-        raise UsageError(f"unknown packaged model {words[0]!r}.{hint} Available: {known}.")
-    print(packaged.resolve(words[0], report=report))
+    names = ", ".join(packaged.PACKAGED)
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print((__doc__ or "").replace("{models}", names), end="")
+        return 0 if list(argv) in (["-h"], ["--help"]) else 2
+    if argv[0] not in packaged.PACKAGED:
+        hint = nearest(argv[0], packaged.PACKAGED)
+        raise UsageError(f"unknown packaged model {argv[0]!r}.{hint} Available: {names}.")
+    print(packaged.resolve(argv[0], report=report))
     return 0

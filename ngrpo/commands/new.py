@@ -29,11 +29,11 @@ from perturbations.options import nearest
 from perturbations.registry import Registry
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Writes the two files.
 
     Args:
-        words: everything after ``ngrpo new``.
+        argv: everything after ``ngrpo new``.
         report: called with each line for the user.
 
     Returns:
@@ -42,11 +42,11 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for an unknown kind, a name that cannot be one, or a file that exists.
     """
-    if not words or "-h" in words or "--help" in words:
+    if not argv or "-h" in argv or "--help" in argv:
         lines = (line for kind in KINDS.values() for line in defined(f"  {kind.name}", kind.about, column=21))
         print((__doc__ or "").replace("{kinds}", "\n".join(lines)), end="")
-        return 0 if words else 2
-    word, *rest = words
+        return 0 if argv else 2
+    word, *rest = argv
     if word not in KINDS:
         raise UsageError(f"ngrpo new {word}: unknown kind.{nearest(word, KINDS)} Kinds: {', '.join(KINDS)}.")
     kind = KINDS[word]
@@ -54,15 +54,15 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
         raise UsageError(f"ngrpo new {word} takes a name and at most a folder, got {' '.join(rest)!r}.")
     name, folder = rest[0], Path(rest[1] if len(rest) == 2 else ".").expanduser()
     _check_name(kind.registry, name)
-    made = {folder / f"{name}.py": kind.template(), folder / f"test_{name}.py": kind.template("test_")}
-    for path in made:
+    templates = {folder / f"{name}.py": kind.template(), folder / f"test_{name}.py": kind.template("test_")}
+    for path in templates:
         if path.exists():
             raise UsageError(f"ngrpo new {word} {name}: {path} exists. Give another name or folder, or remove it.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for path, template in made.items():
+        for path, template in templates.items():
             path.write_text(_filled(template, name), encoding="utf-8")
-    file, test = made
+    file, test = templates
     report(f"wrote {file} and {test}")
     address = f"./{file}" if not file.is_absolute() else str(file)
     if kind.suite:

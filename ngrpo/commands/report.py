@@ -28,11 +28,11 @@ examples
 """
 
 
-def run(words: list[str], report: Callable[[str], None]) -> int:
+def run(argv: list[str], report: Callable[[str], None]) -> int:
     """Runs the command.
 
     Args:
-        words: what follows ``ngrpo report``.
+        argv: what follows ``ngrpo report``.
         report: takes lines for the screen.
 
     Returns:
@@ -48,34 +48,34 @@ def run(words: list[str], report: Callable[[str], None]) -> int:
     parser.add_argument("--filter", metavar="NAME", help="of lm-evaluation-harness, where there are several")
     parser.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
     parser.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
-    if words in (["-h"], ["--help"]):
+    if argv in (["-h"], ["--help"]):
         print(parser.format_help(), end="")
         return 0
-    given = parser.read(words)
-    if not given.results:
+    args = parser.read(argv)
+    if not args.results:
         raise UsageError(
             "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."
         )
-    of_samples = {name: value for name in ("metric", "filter", "k", "tau") if (value := getattr(given, name))}
-    only = Path(given.results[0]).expanduser()
-    if len(given.results) > 1 or only.suffix == ".jsonl" or (only / "evaluation.json").is_file():
+    of_samples = {name: value for name in ("metric", "filter", "k", "tau") if (value := getattr(args, name))}
+    only = Path(args.results[0]).expanduser()
+    if len(args.results) > 1 or only.suffix == ".jsonl" or (only / "evaluation.json").is_file():
         from ngrpo.report import of_samples as samples
 
-        if given.out:
+        if args.out:
             raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
-        print("\n".join(samples.lines(given.results, **of_samples)))
+        print("\n".join(samples.lines(args.results, **of_samples)))
         return 0
     if of_samples:
-        raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {given.results[0]} is none.")
+        raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")
     from ngrpo.report.load import load
     from ngrpo.report.page import write_diagnosis, write_report, write_training
 
-    kind, data, file = load(Path(given.results[0]).expanduser())
-    target = Path(given.out).expanduser() if given.out else file.parent / "report.html"
+    kind, data, file = load(Path(args.results[0]).expanduser())
+    target = Path(args.out).expanduser() if args.out else file.parent / "report.html"
     if target.is_dir():
         target = target / "report.html"
     if target.resolve() == file.resolve():
-        raise UsageError(f"--out {given.out} is the result itself. Name another file.")
+        raise UsageError(f"--out {args.out} is the result itself. Name another file.")
     {"comparison": write_report, "diagnosis": write_diagnosis, "training run": write_training}[kind](data, target)
     report(f"report of {file}: {target}")
     return 0

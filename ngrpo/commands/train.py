@@ -110,11 +110,11 @@ from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
-def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Trains.
 
     Args:
-        words: everything after ``ngrpo train``.
+        argv: everything after ``ngrpo train``.
         report: called with each line for the user that is not the summary.
 
     Returns:
@@ -123,32 +123,32 @@ def run(words: Sequence[str], *, report: Callable[[str], None]) -> int:
     Raises:
         UsageError: for bad input, before any model loads.
     """
-    if "-h" in words or "--help" in words:
-        print(catalogue.train_help(__doc__ or "", words))
+    if "-h" in argv or "--help" in argv:
+        print(catalogue.train_help(__doc__ or "", argv))
         return 0
-    if "--openrlhf-help" in words:
+    if "--openrlhf-help" in argv:
         preflight.check_stack()
         openrlhf_parser.print_help()
         return 0
-    words = parse.with_files(words)
-    asked = parse.run_config(words)
-    if Flags(words).has(parse.PRINT):
-        return print_for(Flags(words).value(parse.PRINT), asked)
-    gib = Flags(words).value(parse.DRY_RUN)
+    argv = parse.with_files(argv)
+    config = parse.run_config(argv)
+    if Flags(argv).has(parse.PRINT):
+        return print_for(Flags(argv).value(parse.PRINT), config)
+    gib = Flags(argv).value(parse.DRY_RUN)
     if gib is not None:
-        return dry_run(asked, gib or "true")
-    hardware = profile_for(asked.hardware).name
-    for note in (*asked.notes, *_hardware_notes(hardware)):
+        return dry_run(config, gib or "true")
+    hardware = profile_for(config.hardware).name
+    for note in (*config.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
-    folder = folder_for(asked.run_dir, "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2])
-    asked = replace(asked, run_dir=str(folder))
-    complete = _prepare(asked, folder, report)
-    asked.write(folder / FILE)
+    folder = folder_for(config.run_dir, "none" if config.spec is None else config.spec["name"].rpartition(":")[2])
+    config = replace(config, run_dir=str(folder))
+    complete = _prepare(config, folder, report)
+    config.write(folder / FILE)
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
-    started = replace(asked, openrlhf=tuple(complete.words), hardware=hardware, run_dir=str(folder.absolute()))
+    started = replace(config, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
     try:
-        with progress.into_file(Path(asked.log_file).expanduser()) if asked.log_file else nullcontext():
+        with progress.into_file(Path(config.log_file).expanduser()) if config.log_file else nullcontext():
             launch.launch(started)
     except launch.TrainingFailed as error:
         report(f"training failed: {error}")
@@ -192,23 +192,23 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
 
     run = replace(run, run_dir=run.run_dir or "runs/dry")
     flags = rules.unstarted(run)
-    openrlhf_parser.check(flags.words)
+    openrlhf_parser.check(flags.argv)
     for note in (*run.notes, *_notes(flags, run)):
         print(f"warning: {note}")
     checks = rules.outcomes(flags, run)
-    return run_checks(checks) if checks_only else show(rules.shown(flags, run), run, gpu_gib=_gib(gib), checks=checks)
+    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, gpu_gib=_gib(gib), checks=checks)
 
 
-def _gib(given: str) -> float | None:
+def _gib(text: str) -> float | None:
     """The GiB of ``--dry-run``; None where it stood alone."""
-    if given.lower() == "true":
+    if text.lower() == "true":
         return None
     try:
-        gib = float(given)
+        gib = float(text)
     except ValueError:
         gib = 0.0
     if not 0.0 < gib < float("inf"):
-        raise UsageError(f"{parse.DRY_RUN} {given}: GiB of one GPU, a number greater than 0, or the flag alone.")
+        raise UsageError(f"{parse.DRY_RUN} {text}: GiB of one GPU, a number greater than 0, or the flag alone.")
     return gib
 
 
@@ -239,9 +239,9 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
 
 def _notes(complete: Flags, run: RunConfig) -> list[str]:
     """What the advantage, the sampling, the datasets' labels and the perturbation's entry in the loss warn of."""
-    given = Flags(run.openrlhf)
-    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(given)]
-    return [*notes, *preflight.dataset_notes(given), *entry_check.notes(complete, run)]
+    flags = Flags(run.openrlhf)
+    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(flags)]
+    return [*notes, *preflight.dataset_notes(flags), *entry_check.notes(complete, run)]
 
 
 def _hardware_notes(hardware: str) -> list[str]:

@@ -43,11 +43,11 @@ _GROUPS = {
 _DEFAULT_N, _DEFAULT_PROMPTS = "8", "8"
 
 
-def parse(words: Sequence[str]) -> tuple[Plan, Path]:
+def parse(argv: Sequence[str]) -> tuple[Plan, Path]:
     """Reads the command line.
 
     Args:
-        words: everything after ``ngrpo compare``.
+        argv: everything after ``ngrpo compare``.
 
     Returns:
         The plan and the comparison's folder. Perturbations have been loaded and their options checked; nothing else.
@@ -55,13 +55,13 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     Raises:
         UsageError: for anything that could not be run.
     """
-    given, groups, train = _sorted(words)
+    options, groups, train = _sorted(argv)
     rest = Flags(train)
     model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
     # Of the comparison, so that the diagnosis draws with them too.
     rest = rest.with_defaults(packaged.training_flags(model))
-    single = {name: values[-1] for name, values in given.items() if name not in _REPEATED}
-    sweeps, lines = given.get("sweep", []), given.get("strategy", [])
+    single = {name: values[-1] for name, values in options.items() if name not in _REPEATED}
+    sweeps, lines = options.get("sweep", []), options.get("strategy", [])
     if not (single.get("perturbations") or sweeps or lines):
         raise UsageError("nothing to compare: name strategies with --perturbations none,neighbor (see: ngrpo list).")
     bases = _listed(single, "base")
@@ -76,7 +76,7 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
         arms=tuple(arms),
         seeds=_seeds(_listed(single, "seeds") or ["0"]),
         baseline=_baseline(single.get("baseline"), arms),
-        shared=tuple(_evaluated_while_training(rest, Flags(evaluation or ())).words),
+        shared=tuple(_evaluated_while_training(rest, Flags(evaluation or ())).argv),
         model=model,
         task=rest.value("--task") or rest.value("--data.prompt_dataset") or "",
         reproducible=single.get("stock", "false") == "false",
@@ -88,16 +88,16 @@ def parse(words: Sequence[str]) -> tuple[Plan, Path]:
     return plan, Path(single.get("out", "runs/compare")).expanduser()
 
 
-def _sorted(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
+def _sorted(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
     """Our own flags with all their values, the words for the other commands, and the rest for ``ngrpo train``.
 
     The words of the file stand before those of the command line, so that the last value of a flag is the user's.
     """
-    file = Flags(words).value("--config")
+    file = Flags(argv).value("--config")
     ours: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {name: [] for name in _GROUPS}
     rest: list[str] = []
-    for flag in (*Flags(_file_words(file) if file else ()), *Flags(words)):
+    for flag in (*Flags(_file_argv(file) if file else ()), *Flags(argv)):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
         group = next((g for g in _GROUPS if name.startswith(f"{g}.") and not flag.name.startswith(_GROUPS[g])), None)
         if name in _OURS:
@@ -112,10 +112,10 @@ def _sorted(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[
             groups[group] += [f"--{name[len(group) + 1 :]}", *flag.values]
         elif flag.name != DRY_RUN:  # what to do with the plan, and no part of it
             if not flag.name:
-                raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'. See: ngrpo compare --help")
+                raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
             _refuse_set_by_us(flag.name)
             _refuse_near_miss(flag.name)
-            rest += flag.words
+            rest += flag.argv
     return ours, groups, rest
 
 
@@ -134,28 +134,28 @@ def _refuse_near_miss(name: str) -> None:
         raise UsageError(f"unknown flag {name!r}.{hint} See: ngrpo compare --help")
 
 
-def _file_words(path: str) -> list[str]:
+def _file_argv(path: str) -> list[str]:
     """The file as words, so that both ways mean the same."""
-    known = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
-    words: list[str] = []
+    keys = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
+    argv: list[str] = []
     for key, value in yaml_file.read(path, flag="--config", example="'perturbations: none,neighbor'").items():
-        if key not in known:
-            raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, known)} Keys: {', '.join(known)}.")
+        if key not in keys:
+            raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, keys)} Keys: {', '.join(keys)}.")
         if key == "strategies":
-            words += [word for line in yaml_file.texts(value) for word in ("--strategy", line)]
+            argv += [word for line in yaml_file.texts(value) for word in ("--strategy", line)]
         elif key not in ("sweep", "flags", *_GROUPS):
-            words += [f"--{key}", ",".join(yaml_file.texts(value))]
+            argv += [f"--{key}", ",".join(yaml_file.texts(value))]
         elif not isinstance(value, dict):
             raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
         elif key == "sweep":
-            words += [
+            argv += [
                 word
                 for name, values in value.items()
                 for word in ("--sweep", f"{name}={','.join(yaml_file.texts(values))}")
             ]
         else:
-            words += yaml_file.words(value, prefix="" if key == "flags" else f"{key}.")
-    return words
+            argv += yaml_file.words(value, prefix="" if key == "flags" else f"{key}.")
+    return argv
 
 
 def _listed(single: Mapping[str, str], name: str) -> list[str]:
@@ -167,23 +167,23 @@ def _listed(single: Mapping[str, str], name: str) -> list[str]:
 
 
 def _seeds(parts: Sequence[str]) -> tuple[int, ...]:
-    given = f"--seeds {','.join(parts)!r}"
+    flag = f"--seeds {','.join(parts)!r}"
     for part in parts:
         if not part.isdecimal():
-            raise UsageError(f"{given}: {part!r} must be a whole number of at least 0, for example 0,1,2.")
+            raise UsageError(f"{flag}: {part!r} must be a whole number of at least 0, for example 0,1,2.")
     seeds = tuple(map(int, parts))
     if len(set(seeds)) < len(seeds):
-        raise UsageError(f"{given}: a seed is given twice; give different ones.")
+        raise UsageError(f"{flag}: a seed is given twice; give different ones.")
     return seeds
 
 
-def _baseline(wanted: str | None, arms: Sequence[Arm]) -> str:
+def _baseline(name: str | None, arms: Sequence[Arm]) -> str:
     ids = [arm.id for arm in arms]
-    if wanted is None:
+    if name is None:
         return next((arm.id for arm in arms if arm.name == BASELINE), ids[0])
-    if wanted not in ids:
-        raise UsageError(f"--baseline {wanted!r} is none of the strategies.{nearest(wanted, ids)} They are: {ids}.")
-    return wanted
+    if name not in ids:
+        raise UsageError(f"--baseline {name!r} is none of the strategies.{nearest(name, ids)} They are: {ids}.")
+    return name
 
 
 def _threshold(text: str | None, evaluation: Sequence[str] | None) -> float | None:
@@ -208,7 +208,7 @@ def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
         if not options.added:
             return None
     model = rest.value("--model") or rest.value("--actor.model_name_or_path")
-    return tuple(options.with_defaults({"--n": _DEFAULT_N, **packaged.evaluation_flags(model)}).words)
+    return tuple(options.with_defaults({"--n": _DEFAULT_N, **packaged.evaluation_flags(model)}).argv)
 
 
 def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
@@ -222,26 +222,26 @@ def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
     return rest.with_defaults({**_values_of(evaluation, alike), "--ckpt.best_metric_key": "none"})
 
 
-def _values_of(given: Flags, alike: Mapping[str, str]) -> dict[str, str]:
+def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
     """What flags are given as, under the names that the same settings have elsewhere: ``{there: here}``."""
-    return {there: value for there, here in alike.items() if (value := given.value(here)) is not None}
+    return {there: value for there, here in alike.items() if (value := flags.value(here)) is not None}
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     if not options.has("--data", "--task"):
         options = options.with_defaults(_source(rest, "--data.prompt_dataset"))
     # As the rollouts of the training are drawn.
-    drawn = {
+    alike = {
         "--max-tokens": "--rollout.max_new_tokens",
         "--temperature": "--rollout.temperature",
         "--top-p": "--rollout.top_p",
     }
-    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **_values_of(rest, drawn)})
+    options = options.with_defaults({"--prompts": _DEFAULT_PROMPTS, **_values_of(rest, alike)})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
     lines = dict.fromkeys(_drawn_line(arm) for arm in arms)
-    return (*options.words, *(word for line in lines for word in ("--strategy", line))) if int(prompts) else None
+    return (*options.argv, *(word for line in lines for word in ("--strategy", line))) if int(prompts) else None
 
 
 def _drawn_line(arm: Arm) -> str:

@@ -31,14 +31,14 @@ class ComparisonFolder(ResultFolder):
             The content of ``run.json``. ``{"status": "pending"}`` where the run has not ended, or a file of its results
             is missing; ``{"status": "other"}`` where another one has finished under the same name.
         """
-        found = self.read(f"runs/{run.id}/run.json") or {}
-        done = found.get("status") == "done"
-        if found.get("identity") != identity:
+        record = self.read(f"runs/{run.id}/run.json") or {}
+        done = record.get("status") == "done"
+        if record.get("identity") != identity:
             return {"status": "other" if done else "pending"}
         needed = ["summary.json", *(["evaluation/evaluation.json"] if evaluated else [])]
         if done and not all((self.run_folder(run) / name).is_file() for name in needed):
             return {"status": "pending"}
-        return found
+        return record
 
     def finish(self, run: Run, record: Mapping[str, Any]) -> None:
         """Writes how a run ended."""

@@ -155,7 +155,7 @@ def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, A
     for arm in arms:
         others = arm.training.keys() - arm.rollouts.keys()
         if not any(key.startswith(("rollout.", "sampling.")) for key in others):
-            names.setdefault(arm.drawn, []).append(arm.id)
+            names.setdefault(arm.rollout_id, []).append(arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
         return [{**row, key: names.get(row[key], [row[key]])[0]} for row in rows]
@@ -207,12 +207,12 @@ def _row(
 
 def _evaluations(scalars: Mapping[str, Mapping[str, float]]) -> list[dict[str, float]]:
     """OpenRLHF's evaluations while training (``--eval.steps``), by step; of several datasets their mean."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for tag, values in scalars.items():
         if tag.endswith("_pass1"):
             for step, value in values.items():
-                found.setdefault(int(step), []).append(value)
-    return [{"step": step, "mean_at_n": float(np.mean(values))} for step, values in sorted(found.items())]
+                by_step.setdefault(int(step), []).append(value)
+    return [{"step": step, "mean_at_n": float(np.mean(values))} for step, values in sorted(by_step.items())]
 
 
 def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -227,12 +227,12 @@ def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def _scores(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """What a run is judged by: Mean@n and each Pass@k of its evaluation, for each problem."""
     evaluation = run["evaluation"] or {"problems": [], "pass_at_k": {}}
-    found: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, float]] = {}
     if evaluation["problems"]:
-        found["mean_at_n"] = {p["id"]: p["correct"] / p["n"] for p in evaluation["problems"]}
+        scores["mean_at_n"] = {p["id"]: p["correct"] / p["n"] for p in evaluation["problems"]}
         for k in evaluation["pass_at_k"]:
-            found[k] = {p["id"]: pass_at_k(p["n"], p["correct"], int(k)) for p in evaluation["problems"]}
-    return found
+            scores[k] = {p["id"]: pass_at_k(p["n"], p["correct"], int(k)) for p in evaluation["problems"]}
+    return scores
 
 
 def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
@@ -272,5 +272,5 @@ def _spent(run: Mapping[str, Any], key: str) -> float | None:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return float(np.median(known)) if known else None
+    numbers = [v for v in values if v is not None]
+    return float(np.median(numbers)) if numbers else None

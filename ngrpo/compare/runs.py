@@ -44,14 +44,14 @@ def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
     """
     own = Flags(run.arm.training_flags)
     shared = Flags(plan.shared).without(*(flag.name for flag in own))
-    both = Flags(["--perturbation", "none", *shared.words, *own.words])
+    both = Flags(["--perturbation", "none", *shared.argv, *own.argv])
     both = both.with_defaults({"--reproducible": "true"} if plan.reproducible else {})
-    common = parse.run_config([*both.words, "--train.seed", str(run.seed), "--run-dir", str(folder)])
+    common = parse.run_config([*both.argv, "--train.seed", str(run.seed), "--run-dir", str(folder)])
     perturbed = {} if run.arm.spec is None else {"perturbation": run.arm.spec}
     return replace(common, specs={**perturbed, **common.specs}, notes=run.arm.notes)
 
 
-def eval_words(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
+def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
     """The words of ``ngrpo eval``. All models are sampled with the same draws.
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
@@ -105,12 +105,12 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     peak: int | None = None
     try:
         run_config(plan, run, run_folder).write(run_folder / FILE)
-        words = ["train", "--config", str(run_folder / FILE), "--run-dir", str(run_folder)]
-        peak = command(words, log, folder.lock, on_step)
+        argv = ["train", "--config", str(run_folder / FILE), "--run-dir", str(run_folder)]
+        peak = command(argv, log, folder.lock, on_step)
         if plan.evaluation is not None:
             log = run_folder / "eval.log"
-            words = eval_words(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
-            command(["eval", *words], log, folder.lock)
+            argv = eval_argv(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
+            command(["eval", *argv], log, folder.lock)
         record["status"] = "done"
         if not plan.keep_models:
             shutil.rmtree(run_folder / "model", ignore_errors=True)
@@ -130,7 +130,7 @@ class CommandFailed(RuntimeError):
     """A command of a run failed; the message is the end of its log."""
 
 
-def command(words: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda step, prompts: None) -> int | None:
+def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda step, prompts: None) -> int | None:
     """Runs an ``ngrpo`` command with its output in a file.
 
     Returns:
@@ -144,7 +144,7 @@ def command(words: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda
         output = log.open("wb")
     with output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ngrpo.cli", *words],
+            [sys.executable, "-m", "ngrpo.cli", *argv],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -75,15 +75,15 @@ def table(results: Mapping[str, Any]) -> str:
     """The outcome in a few lines."""
     n = next((row["n"] for row in results["summary"] if row["n"]), None)
     ks = list(next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {}))
-    shown = [k for k in ks if k != "1"]
-    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in shown[-1:])]
+    further_ks = [k for k in ks if k != "1"]
+    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in further_ks[-1:])]
     head = ["strategy", "seeds", *evaluated, "reward of own rollouts"]
     rows = [[*head, "tokens/s", "s/step"]]
     for row in results["summary"]:
         cells = [row["strategy"], str(len(row["seeds"]))]
         if n:
             cells.append(_number(row["mean_at_n"]))
-        cells += [_number(row["pass_at_k"].get(k)) for k in shown[-1:]]
+        cells += [_number(row["pass_at_k"].get(k)) for k in further_ks[-1:]]
         first, last = (_number(row[key], bounds=False) for key in ("reward_first", "reward_last"))
         cells.append("–" if row["reward_last"] is None else f"{first} → {last}")
         rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])

@@ -43,18 +43,18 @@ def add(rows: Sequence[dict[str, Any]], scores: Mapping[str, Mapping[int, float]
         baseline: the strategy that the others are held against.
         above: the threshold.
     """
-    counted = {name: (sum(score > above for score in of.values()), len(of)) for name, of in scores.items()}
+    counts = {name: (sum(score > above for score in of.values()), len(of)) for name, of in scores.items()}
     tested = [row for row in rows if row["strategy"] != baseline]
-    p_values = [fisher(*counted[row["strategy"]], *counted[baseline]) for row in tested]
+    p_values = [fisher(*counts[row["strategy"]], *counts[baseline]) for row in tested]
     corrected = significance.holm(p_values)
     for row in rows:
-        runs, of = counted[row["strategy"]]
+        runs, of = counts[row["strategy"]]
         row["above"] = {"threshold": above, "runs": runs, "of": of}
         row["verdict"] += f"; {runs} of {of} runs end above {above:g}"
     for row, p, holm in zip(tested, p_values, corrected):
         row["above"] |= {"p": p, "p_corrected": holm}
         more = "" if len(tested) == 1 else f", {holm:.2g} corrected for {len(tested)} comparisons"
-        row["verdict"] += f", of {baseline} {'{} of {}'.format(*counted[baseline])} (Fisher's exact p {p:.2g}{more})"
+        row["verdict"] += f", of {baseline} {'{} of {}'.format(*counts[baseline])} (Fisher's exact p {p:.2g}{more})"
 
 
 def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:

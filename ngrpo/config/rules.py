@@ -68,7 +68,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
     if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
         _prepared(run.task)  # it could not be
     preflight.check_files(flags)
-    reward_files.check_rewards(flags.words)
+    reward_files.check_rewards(flags.argv)
     name = "--data.prompt_dataset"
     value = flags.value(name) or ""
     if is_checked(name, value):
@@ -121,7 +121,7 @@ RULES = (
     Rule("start", _attention, lambda *_: "attention and packing"),
     Rule(
         "start",
-        lambda flags, run: openrlhf_parser.check(flags.words),
+        lambda flags, run: openrlhf_parser.check(flags.argv),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
     Rule(
@@ -163,16 +163,16 @@ def completed(run: RunConfig) -> Flags:
     Raises:
         UsageError: for flags that make no run, whatever the machine and the data.
     """
-    given = Flags(run.openrlhf)
-    check("given", given, run)
-    given = parse.replace_model_names(given, packaged.check_name)
-    given = given.with_defaults(packaged.training_flags(given.value("--actor.model_name_or_path")))
-    given = given.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
+    flags = Flags(run.openrlhf)
+    check("given", flags, run)
+    flags = parse.replace_model_names(flags, packaged.check_name)
+    flags = flags.with_defaults(packaged.training_flags(flags.value("--actor.model_name_or_path")))
+    flags = flags.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
     for kind in beside_perturbation():
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
-            given = given.with_defaults(part.flags(given))
-    complete = presets.applied(given, run.preset, run.advantage)
+            flags = flags.with_defaults(part.flags(flags))
+    complete = presets.applied(flags, run.preset, run.advantage)
     check("complete", complete, run)
     return complete
 
@@ -214,10 +214,10 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
     return folder, tasks.prepare(task, Path(folder.name))
 
 
-def shown(flags: Flags, run: RunConfig) -> list[str]:
+def preview(flags: Flags, run: RunConfig) -> list[str]:
     """The words of :func:`unstarted` with a task's files where a start would have them."""
-    made = None
+    folder = None
     if run.task is not None:
         with suppress(UsageError):
-            made = _prepared(run.task)[0].name
-    return [word if made is None else word.replace(made, f"{run.run_dir}/task") for word in flags.words]
+            folder = _prepared(run.task)[0].name
+    return [word if folder is None else word.replace(folder, f"{run.run_dir}/task") for word in flags.argv]

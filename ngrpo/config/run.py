@@ -133,7 +133,7 @@ class RunConfig:
     @property
     def conditions(self) -> tuple[str, ...]:
         """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
-        held = {
+        conditions = {
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
             "sampling": bool(self.sampling.given()),
@@ -142,7 +142,7 @@ class RunConfig:
             "eval_at_start": self.eval_at_start,
             "report_groups": self.report_groups > 0,
         }
-        return tuple(name for name, holds in held.items() if holds)
+        return tuple(name for name, holds in conditions.items() if holds)
 
     def flags(self) -> dict[str, Any]:
         """The run as flags without dashes, as a file of ``--config`` has them; its folder and its log stay out."""
@@ -151,9 +151,9 @@ class RunConfig:
             root = KINDS[name].flag.removeprefix("--")
             lines |= {f"{root}.{key}" if key != "name" else root: _value(value) for key, value in spec.items()}
         lines |= {f"sampling.{name}": _value(value) for name, value in self.sampling.given().items()}
-        for known in dataclasses.fields(self):
-            if known.name in SETTINGS and (value := getattr(self, known.name)) != known.default:
-                lines[SETTINGS[known.name]] = _value(value)
+        for entry in dataclasses.fields(self):
+            if entry.name in SETTINGS and (value := getattr(self, entry.name)) != entry.default:
+                lines[SETTINGS[entry.name]] = _value(value)
         return lines | {flag.name[2:]: shlex.join(flag.values) or True for flag in Flags(self.openrlhf)}
 
     def write(self, path: Path) -> None:
@@ -167,7 +167,7 @@ class RunConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled by its specs: any process makes the objects itself, those of a user's own class as well."""
-        return {known.name: getattr(self, known.name) for known in dataclasses.fields(self)}
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
 
 def _value(value: object) -> Any:

@@ -65,12 +65,12 @@ def create(**options: Any) -> Sampling:
     Raises:
         UsageError: for an unknown option or a value out of range.
     """
-    known = [field.name for field in dataclasses.fields(Sampling)]
+    option_names = [field.name for field in dataclasses.fields(Sampling)]
     for name in options:
         if name in _OPENRLHF:
             raise UsageError(f"--sampling.{name}: that is OpenRLHF's own flag; give {_OPENRLHF[name]}.")
-        if name not in known:
-            flags = [*known, "schedule"]
+        if name not in option_names:
+            flags = [*option_names, "schedule"]
             raise UsageError(
                 f"unknown flag '--sampling.{name}'.{nearest(name, flags)} Available:"
                 f" {', '.join('--sampling.' + k for k in flags)}; OpenRLHF's own: {', '.join(_OPENRLHF.values())}."
@@ -80,8 +80,8 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, flags: Flags) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not cut."""
-    drawn = {name: value for name, value in sampling.spec().items() if name != "mask_gib"}
-    return {**_openrlhf(flags), **drawn}
+    spec = {name: value for name, value in sampling.spec().items() if name != "mask_gib"}
+    return {**_openrlhf(flags), **spec}
 
 
 def _openrlhf(flags: Flags) -> dict[str, float]:

@@ -63,25 +63,25 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
             raise UsageError(f"--print verl: --{part} is of OpenRLHF's trainer. Leave it out.")
     if run.sampling.correct_mask:
         raise UsageError("--print verl: --sampling.correct_mask is of OpenRLHF's trainer. Leave it out.")
-    found: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
-    found["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
+    overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
+    overrides["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
     loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
     if loss != "vanilla":
-        found[f"{_ACTOR}.policy_loss.loss_mode"] = loss
+        overrides[f"{_ACTOR}.policy_loss.loss_mode"] = loss
     if flags.has("--train.batch_size"):  # OpenRLHF counts answers, verl prompts
         answers, each = (int(flags.value(f) or 1) for f in ("--train.batch_size", "--rollout.n_samples_per_prompt"))
-        found[f"{_ACTOR}.ppo_mini_batch_size"] = max(answers // each, 1)
+        overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(answers // each, 1)
     low, high = _clip(flags)
     if low is not None:
-        found |= {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
+        overrides |= {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
     coefficient = float(flags.value("--algo.kl.init_coef") or 0.0)
     if coefficient:
         kind = _one_of(flags, "--algo.kl.estimator", _KL, "kl")
         as_loss = flags.has("--algo.kl.use_loss")
         keys = (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")
         in_reward = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
-        found |= dict(zip(keys if as_loss else in_reward, (True, coefficient, kind)))
-    lines = [f"{key}={hydra(value)}" for key, value in found.items()]
+        overrides |= dict(zip(keys if as_loss else in_reward, (True, coefficient, kind)))
+    lines = [f"{key}={hydra(value)}" for key, value in overrides.items()]
     if run.advantage is not None:
         spec = dict(run.specs["advantage"])
         lines = [line for line in lines if not line.startswith("algorithm.adv_estimator=")]
@@ -93,7 +93,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         settings = {"gap_limit": (run.gap_limit, RunConfig.gap_limit), "strict": (run.strict, RunConfig.strict)}
         own |= {name: value for name, (value, default) in settings.items() if value != default}
         lines += of_perturbation(own)
-    left = [" ".join(flag.words) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
+    left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
     return [f"{_ROLLOUT}.name=vllm", *lines], left
 
 

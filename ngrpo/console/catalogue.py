@@ -32,21 +32,21 @@ def listing(width: int | None = None) -> str:
     rows: list[tuple[str, ...]] = []
     about: list[str] = []
     heads: list[int] = []
-    for kept in FLAGS:
+    for kind_registry in FLAGS:
         heads.append(len(rows))
-        paper = "paper" if hasattr(kept.base_class(), "paper") else ""
-        rate = "rate" if kept is registry.perturbations else ""
-        rows.append((kept.kind, rate, "source", paper))
+        paper = "paper" if hasattr(kind_registry.base_class(), "paper") else ""
+        rate = "rate" if kind_registry is registry.perturbations else ""
+        rows.append((kind_registry.kind, rate, "source", paper))
         about.append("")
-        for name, address in kept.available().items():
-            source = _source(kept, name, address)
+        for name, address in kind_registry.available().items():
+            source = _source(kind_registry, name, address)
             try:
-                cls = kept.get(name)
+                cls = kind_registry.get(name)
             except UsageError as error:
                 rows.append((name, "", source, "cannot be loaded"))
                 about.append(str(error))
                 continue
-            rate = f"{cls.rate:g}" if kept is registry.perturbations else ""
+            rate = f"{cls.rate:g}" if kind_registry is registry.perturbations else ""
             rows.append((name, rate, source, getattr(cls, "paper", "")))
             about.append(_first_line(cls))
     lines = aligned([(*row, text) for row, text in zip(rows, about)], left=5)
@@ -67,39 +67,44 @@ def described(name: str) -> str:
     Raises:
         UsageError: where no kind has the name, or it cannot be loaded.
     """
-    homes = [kept for kept in FLAGS if name in kept.available()]
+    homes = [kind_registry for kind_registry in FLAGS if name in kind_registry.available()]
     if not homes and ":" not in name and not name.endswith(".py"):
-        known = [each for kept in FLAGS for each in kept.available()]
-        raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, known)} All of them: ngrpo list.")
-    return "\n\n".join(_described(kept, name) for kept in homes or _homes_of_own(name))
+        names = [each for kind_registry in FLAGS for each in kind_registry.available()]
+        raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, names)} All of them: ngrpo list.")
+    return "\n\n".join(_described(kind_registry, name) for kind_registry in homes or _homes_of_own(name))
 
 
 def _homes_of_own(name: str) -> list[Registry]:
     """The registry that takes a user's file or module."""
     refusals = []
-    for kept in FLAGS:
+    for kind_registry in FLAGS:
         try:
-            kept.get(name)
+            kind_registry.get(name)
         except UsageError as error:
             refusals.append(error)
         else:
-            return [kept]
+            return [kind_registry]
     raise refusals[0]
 
 
-def _described(kept: Registry, name: str) -> str:
-    cls = kept.get(name)
-    address = kept.available().get(name, name)
-    shared = dataclasses.fields(Perturbation) if kept is registry.perturbations else ()
-    own = own_options(kept, cls)
-    about = "; ".join([kept.kind, *([cls.paper] if hasattr(cls, "paper") else []), _source(kept, name, address)])
-    parts = [f"{name}  ({about})\n{inspect.cleandoc(cls.__doc__ or '')}", _table(cls, own, FLAGS[kept]).rstrip()]
+def _described(kind_registry: Registry, name: str) -> str:
+    cls = kind_registry.get(name)
+    address = kind_registry.available().get(name, name)
+    shared = dataclasses.fields(Perturbation) if kind_registry is registry.perturbations else ()
+    own = own_options(kind_registry, cls)
+    about = "; ".join(
+        [kind_registry.kind, *([cls.paper] if hasattr(cls, "paper") else []), _source(kind_registry, name, address)]
+    )
+    parts = [
+        f"{name}  ({about})\n{inspect.cleandoc(cls.__doc__ or '')}",
+        _table(cls, own, FLAGS[kind_registry]).rstrip(),
+    ]
     if shared:
         rest = ", ".join(each.name for each in shared if each.name not in {f.name for f in own})
         parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
-        kept.check_complete(cls, name)
+        kind_registry.check_complete(cls, name)
         parts.append(_mean_of_score(cls))
-    parts.append("\n".join(picture(kept, cls)))
+    parts.append("\n".join(picture(kind_registry, cls)))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -112,36 +117,36 @@ def _mean_of_score(cls: type[Perturbation]) -> str:
         warnings.simplefilter("ignore", UserWarning)
         for density in densities:
             with suppress(UsageError):  # a density that needs another option than its default
-                made = make(density=density) if len(densities) > 1 else cls()
-                centred[made.zero_mean_score].append(density)
-    told = {True: "0 with density", False: "not 0 with density"}
-    found = [f"{told[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
-    return f"mean of the score of its entry in the loss (docs/loss.md): {'; '.join(found)}"
+                perturbation = make(density=density) if len(densities) > 1 else cls()
+                centred[perturbation.zero_mean_score].append(density)
+    phrases = {True: "0 with density", False: "not 0 with density"}
+    parts = [f"{phrases[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
+    return f"mean of the score of its entry in the loss (docs/loss.md): {'; '.join(parts)}"
 
 
-def own_options(kept: Registry, cls: type) -> list[dataclasses.Field]:
+def own_options(kind_registry: Registry, cls: type) -> list[dataclasses.Field]:
     """The options of a class that its kind does not share, or for which it has another default."""
-    shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kept is registry.perturbations else {}
+    shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kind_registry is registry.perturbations else {}
     return [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
 
 
-def picture(kept: Registry, cls: type) -> list[str]:
+def picture(kind_registry: Registry, cls: type) -> list[str]:
     """Lines of text that show what a class does with its defaults, computed by the class; none for a replay buffer."""
-    drawing = of_registry(kept).picture
+    drawing = of_registry(kind_registry).picture
     if not drawing:
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        kept.check_complete(cls, cls.name)
+        kind_registry.check_complete(cls, cls.name)
         return pkgutil.resolve_name(drawing)(cls())
 
 
-def train_help(usage: str, words: Sequence[str] = ()) -> str:
+def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     """The help of ``ngrpo train``: our flags, then everything that is registered, with its options.
 
     Args:
         usage: what stands above them; ``{kinds}`` in it becomes the flags of each kind.
-        words: the rest of the command line; a perturbation or gate that it names by file or module is listed too.
+        argv: the rest of the command line; a perturbation or gate that it names by file or module is listed too.
 
     Raises:
         UsageError: where that cannot be loaded.
@@ -149,37 +154,40 @@ def train_help(usage: str, words: Sequence[str] = ()) -> str:
     beside = (line for kind in beside_perturbation() for line in _of_kind(kind))
     parts = [usage.replace("{kinds}", "\n".join(beside))]
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, dataclasses.fields(Perturbation)))
-    for kept, root in FLAGS.items():
-        for name, address in _with_named(kept, Flags(words).value(root)).items():
+    for kind_registry, root in FLAGS.items():
+        for name, address in _with_named(kind_registry, Flags(argv).value(root)).items():
             try:
-                cls = kept.get(name)
+                cls = kind_registry.get(name)
             except UsageError as error:
                 parts.append(f"{name}: cannot be loaded: {error}\n")
                 continue
-            own = own_options(kept, cls)
-            notes = [] if kept is registry.perturbations else [kept.kind]
+            own = own_options(kind_registry, cls)
+            notes = [] if kind_registry is registry.perturbations else [kind_registry.kind]
             notes += [cls.paper] if hasattr(cls, "paper") else []
-            head = f"{name}  ({'; '.join([*notes, _source(kept, name, address)])})"
-            told = [textwrap.fill(head, 80, subsequent_indent="    ")]
-            told.append(textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  "))
-            parts.append("\n".join([*told, _table(cls, own, root)]))
+            head = f"{name}  ({'; '.join([*notes, _source(kind_registry, name, address)])})"
+            lines = [textwrap.fill(head, 80, subsequent_indent="    ")]
+            lines.append(textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  "))
+            parts.append("\n".join([*lines, _table(cls, own, root)]))
     return "\n".join(parts)
 
 
 def _of_kind(kind: Kind) -> list[str]:
     """The flags of one kind, as a help has them."""
     about = f"{kind.about}, see below [none]"
-    named = defined(f"  {kind.flag} NAME", about, column=28)
-    return [*named, *defined(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)]
+    lines = defined(f"  {kind.flag} NAME", about, column=28)
+    return [*lines, *defined(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)]
 
 
-def _with_named(kept: Registry, given: str | None) -> dict[str, str]:
+def _with_named(kind_registry: Registry, value: str | None) -> dict[str, str]:
     """All that is registered; what the user names by file or module stands last, next to the prompt."""
-    known = kept.available()
-    if not given or given in known or given.lower() == "none":
-        return known
-    cls = kept.get(given)
-    return {**{name: address for name, address in known.items() if name != cls.name}, given: kept.address(cls)}
+    addresses = kind_registry.available()
+    if not value or value in addresses or value.lower() == "none":
+        return addresses
+    cls = kind_registry.get(value)
+    return {
+        **{name: address for name, address in addresses.items() if name != cls.name},
+        value: kind_registry.address(cls),
+    }
 
 
 def option_row(cls: type, field: dataclasses.Field) -> tuple[str, str, str, str]:
@@ -202,10 +210,10 @@ def _table(cls: type, fields: Sequence[dataclasses.Field], root: str = "--pertur
     return "".join(f"{line}\n" for each in lines for line in each)
 
 
-def _source(kept: Registry, name: str, address: str) -> str:
-    if address.startswith(kept.tree + "."):
+def _source(kind_registry: Registry, name: str, address: str) -> str:
+    if address.startswith(kind_registry.tree + "."):
         return "in-tree"
-    for point in entry_points(group=kept.group):
+    for point in entry_points(group=kind_registry.group):
         if point.name == name and point.dist is not None:
             return f"package {point.dist.name}"
     return address

@@ -35,15 +35,15 @@ def of_perturbation(perturbation: Perturbation) -> list[str]:
     if perturbation.reads_hidden:
         step = dataclasses.replace(step, hidden=torch.zeros(1, _DIMENSION), module=module)
     shares = ", ".join(f"{word} {share:.2f}" for word, share in zip(_WORDS, _SHARES))
-    drawn = _word(int(step.sampled))
+    sampled_word = _word(int(step.sampled))
     proposal = perturbation.propose(step)
     edit = proposal.edit
     weights: dict[int, float] = {}
     for token, weight in zip(edit.ids[0].tolist(), edit.weights[0].tolist()):
         weights[token] = weights.get(token, 0.0) + weight
-    shown = sorted((pair for pair in weights.items() if abs(pair[1]) >= 5e-3), key=lambda pair: -abs(pair[1]))[:8]
-    lines = [f"one position: the policy has {shares}; sampling draws {drawn!r}. Fed is"]
-    lines += [f"  {_word(token):<12}{weight:6.2f}  {_bar(weight)}".rstrip() for token, weight in shown]
+    largest = sorted((pair for pair in weights.items() if abs(pair[1]) >= 5e-3), key=lambda pair: -abs(pair[1]))[:8]
+    lines = [f"one position: the policy has {shares}; sampling draws {sampled_word!r}. Fed is"]
+    lines += [f"  {_word(token):<12}{weight:6.2f}  {_bar(weight)}".rstrip() for token, weight in largest]
     if edit.sigma is not None:
         lines.append(f"  + noise of {float(edit.sigma):.2f} in each element (the embeddings' own is 1)")
     if edit.vectors is not None:
@@ -76,8 +76,8 @@ def of_advantage(advantage: Advantage) -> list[str]:
     note = "".join(f", with {name}={value}" for name, value in fitting.items())
     note += ", the first answer new and the others seen three times before" if advantage.counted else ""
     lines = [f"rewards of four answers, and their advantages{note}:"]
-    for row, found in zip(rewards.tolist(), values.tolist()):
-        lines.append("  " + " ".join(f"{r:.0f}" for r in row) + "   →  " + " ".join(f"{a:6.2f}" for a in found))
+    for row, advantages in zip(rewards.tolist(), values.tolist()):
+        lines.append("  " + " ".join(f"{r:.0f}" for r in row) + "   →  " + " ".join(f"{a:6.2f}" for a in advantages))
     return lines
 
 
@@ -101,18 +101,18 @@ def _in_loss(credit: Credit) -> list[str]:
     probabilities = torch.tensor([[0.97, 0.01, 0.01, 0.01]] * 4 + [[0.4, 0.3, 0.2, 0.1]])
     lines = ["an answer's only token at which the policy wavers; what its advantage moves, by token:"]
     lines.append("  p        " + " ".join(f"{p:7.3f}" for p in probabilities[-1].tolist()))
-    for advantage, drawn in ((1.0, 3), (-1.0, 0)):
+    for advantage, token in ((1.0, 3), (-1.0, 0)):
         logits = probabilities.log().requires_grad_()
-        tokens = torch.tensor([0, 0, 0, 0, drawn])
+        tokens = torch.tensor([0, 0, 0, 0, token])
         log_probs = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-        number, given = torch.arange(5), torch.full((5,), advantage)
+        number, advantages = torch.arange(5), torch.full((5,), advantage)
         changed, term = present(
-            credit.in_loss(LossTokens(logits, number, tokens, log_probs, given, 0 * number)),
+            credit.in_loss(LossTokens(logits, number, tokens, log_probs, advantages, 0 * number)),
             "what a credit does in the loss",
         )
         (gradient,) = torch.autograd.grad(term.sum() + 0.0 * logits.sum(), logits)
         moved = changed[-1] * (torch.nn.functional.one_hot(tokens[-1], 4) + gradient[-1])
-        lines.append(f"  A = {advantage:<4.0f} " + " ".join(f"{m:7.3f}" for m in moved.tolist()) + f"   token {drawn}")
+        lines.append(f"  A = {advantage:<4.0f} " + " ".join(f"{m:7.3f}" for m in moved.tolist()) + f"   token {token}")
     return lines
 
 
@@ -138,15 +138,15 @@ def of_sampling_schedule(schedule: SamplingSchedule) -> list[str]:
         lines = ["temperature in a run of 100 steps whose entropy falls by 0.006 a step at temperature 1:"]
         return [*lines, *_curve("step", {step: past[step].factor for step in range(0, 100, 10)})]
     rows, one = torch.arange(1000), torch.ones(1000)
-    found = schedule.factor(NextTokens(_step(1).logits.expand(1000, -1), one, rows, torch.zeros_like(rows)))
-    if found is None:
+    factors = schedule.factor(NextTokens(_step(1).logits.expand(1000, -1), one, rows, torch.zeros_like(rows)))
+    if factors is None:
         eight, none = torch.arange(8), torch.zeros(8, dtype=torch.int64)
         at = NextTokens(_step(1).logits.expand(8, -1), torch.ones(8), none, none, eight, torch.full_like(eight, 8))
         lines = ["temperature of each of eight answers to a prompt, where 1 is asked for:"]
         return [*lines, *_curve("answer", dict(enumerate(present(schedule.factor(at), "factor").tolist())))]
-    if found.min() < found.max():
+    if factors.min() < factors.max():
         lines = ["temperature of an answer's tokens in the first training step, where 1 is asked for:"]
-        return [*lines, *_curve("token", {t: float(found[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]
+        return [*lines, *_curve("token", {t: float(factors[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]
     sureness = torch.logspace(-1, 1, 8).unsqueeze(-1)
     same = torch.zeros(8, dtype=torch.int64)
     tokens = NextTokens(_step(1).logits * sureness, torch.ones(8), same, same)
@@ -173,10 +173,10 @@ def _step(rows: int) -> Step:
 
 def _embeddings() -> ModelEmbeddings:
     """Random ones, with words that mean nearly the same near each other."""
-    drawn = torch.randn(_VOCABULARY, _DIMENSION, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randn(_VOCABULARY, _DIMENSION, generator=torch.Generator().manual_seed(0))
     for word in ("thus", "hence", "therefore"):
-        drawn[_WORDS.index(word)] = drawn[0] + 0.5 * drawn[_WORDS.index(word)]
-    return matrix_embeddings(drawn, texts=[_word(token) for token in range(_VOCABULARY)])
+        matrix[_WORDS.index(word)] = matrix[0] + 0.5 * matrix[_WORDS.index(word)]
+    return matrix_embeddings(matrix, texts=[_word(token) for token in range(_VOCABULARY)])
 
 
 def _word(token: int) -> str:

@@ -52,17 +52,17 @@ class StepLine:
 
 def read_step(line: str) -> StepLine | None:
     """The training step that a line of the log reports, if it does."""
-    found = _STEP.search(line)
-    if found is None:
+    match = _STEP.search(line)
+    if match is None:
         return None
     seconds = _SECONDS.search(line)
-    return StepLine(int(found[1]), float(found[2]), float(seconds[1]) if seconds else None)
+    return StepLine(int(match[1]), float(match[2]), float(seconds[1]) if seconds else None)
 
 
 def read_total(line: str) -> int | None:
     """The number of prompts of all episodes, from OpenRLHF's progress bar."""
-    found = _TOTAL.search(line)
-    return int(found[1]) * int(found[2]) if found else None
+    match = _TOTAL.search(line)
+    return int(match[1]) * int(match[2]) if match else None
 
 
 def span(seconds: float) -> str:
@@ -90,8 +90,8 @@ def into_file(path: Path) -> Iterator[None]:
     for stream in kept_streams:
         stream.flush()
     # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
-    kept = [os.dup(1), os.dup(2)]
-    with path.open("wb") as log, os.fdopen(os.dup(kept[0]), "w") as screen:
+    descriptors = [os.dup(1), os.dup(2)]
+    with path.open("wb") as log, os.fdopen(os.dup(descriptors[0]), "w") as screen:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
@@ -107,7 +107,7 @@ def into_file(path: Path) -> Iterator[None]:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             sys.stdout, sys.stderr = kept_streams
-            for number, descriptor in enumerate(kept, start=1):
+            for number, descriptor in enumerate(descriptors, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
             done.set()

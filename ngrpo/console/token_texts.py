@@ -37,7 +37,7 @@ def fed(record: ReplayRecord, row: int, tokenizer: TokenizerLike) -> dict[str, A
         tokenizer: of the model.
     """
     pairs = zip(record.ids[row].tolist(), record.weights[row].tolist())
-    found: dict[str, Any] = {"candidates": [[tokenizer.decode([c]), round(w, _DIGITS)] for c, w in pairs if w > 0.0]}
+    entry: dict[str, Any] = {"candidates": [[tokenizer.decode([c]), round(w, _DIGITS)] for c, w in pairs if w > 0.0]}
     if record.sigma is not None:
-        found["sigma"] = round(float(record.sigma[row]), _DIGITS + 2)
-    return found
+        entry["sigma"] = round(float(record.sigma[row]), _DIGITS + 2)
+    return entry

@@ -62,5 +62,5 @@ def quantiles(values: Tensor, answers: Tensor, q: float) -> Tensor:
         (N,).
     """
     counts = torch.bincount(answers).tolist() if len(answers) else []
-    found = [torch.quantile(part, q).expand(len(part)) for part in values.split(counts) if len(part)]
-    return torch.cat(found) if found else values
+    parts = [torch.quantile(part, q).expand(len(part)) for part in values.split(counts) if len(part)]
+    return torch.cat(parts) if parts else values

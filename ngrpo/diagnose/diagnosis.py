@@ -92,8 +92,8 @@ def diagnose(
         folder.claim(settings)
         policy = {s.id: p for s, p in zip(strategies, policies or [RolloutPolicy()] * len(strategies))}
         missing = [strategy for strategy in strategies if not folder.has(strategy, policy[strategy.id].described())]
-        asked = {"words": map_words, "specs": [s.spec for s in strategies]}
-        map_missing = with_map and (folder.read(MAP) or {}).get("asked") != asked
+        map_settings = {"words": map_words, "specs": [s.spec for s in strategies]}
+        map_missing = with_map and (folder.read(MAP) or {}).get("asked") != map_settings
         if missing or map_missing:
             tokens = embedding_map.choose_tokens(tokenizer, map_words) if with_map else []
             if llm is None:
@@ -106,20 +106,20 @@ def diagnose(
                 _add(folder, llm, path, strategy, policy[strategy.id], problems, sampling, report)
             if map_missing:
                 report("embedding map")
-                made = embedding_map.make(llm, strategies, tokens, sampling.seed)
-                folder.write(MAP, {"asked": asked, "map": made})
+                map_data = embedding_map.make(llm, strategies, tokens, sampling.seed)
+                folder.write(MAP, {"asked": map_settings, "map": map_data})
         samples = folder.samples()
         groups = {s.id: groups_of(samples[s.id]) for s in strategies}
         rows = strategy_rows(strategies, groups, problems, folder.finished, sampling.seed)
         runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
-        drawn = {name: value for name, value in asdict(sampling).items() if name != "group"}
+        sampling_settings = {name: value for name, value in asdict(sampling).items() if name != "group"}
         result = {
             "format": 1,
             "model": model,
             "dataset": dataset,
             "group": sampling.group,
             "prompts": len(problems),
-            "sampling": {**drawn, "dtype": dtype},
+            "sampling": {**sampling_settings, "dtype": dtype},
             "versions": versions(", ".join(runners)),
             "machine": machine(),
             "seconds": round(time.time() - began, 1),

@@ -33,9 +33,9 @@ class DiagnosisFolder(ResultFolder):
         counts = Counter(line["strategy"] for line in lines)
         rows = self.lines(FINISHED, "strategy", "samples", "perturbation")
         self.finished = {row.pop("strategy"): row for row in rows if row["samples"] == counts[row["strategy"]]}
-        kept = [line for line in lines if line["strategy"] in self.finished]
-        if len(kept) < len(lines):
-            self.write_lines(SAMPLES, kept)
+        remaining = [line for line in lines if line["strategy"] in self.finished]
+        if len(remaining) < len(lines):
+            self.write_lines(SAMPLES, remaining)
 
     def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
         """Whether a strategy is finished here, its rollouts being drawn as described beside its perturbation.
@@ -43,26 +43,26 @@ class DiagnosisFolder(ResultFolder):
         Raises:
             UsageError: where it was sampled with other options.
         """
-        kept = self.finished.get(strategy.id)
-        if kept is None:
+        row = self.finished.get(strategy.id)
+        if row is None:
             return False
-        before, now = (kept["perturbation"], kept.get("rollouts", {})), (strategy.spec, dict(rollouts))
+        before, now = (row["perturbation"], row.get("rollouts", {})), (strategy.spec, dict(rollouts))
         if before != now:
             raise UsageError(
                 f"--out {self.path}: {strategy.id!r} was sampled there with other options"
-                f" ({_told(*before)}, now {_told(*now)}). Give a new folder."
+                f" ({_description(*before)}, now {_description(*now)}). Give a new folder."
             )
         return True
 
     def samples(self) -> dict[str, list[Sample]]:
         """The samples of each finished strategy, by its id."""
-        found: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
+        samples: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
         for number, line in enumerate(self.lines(SAMPLES, "strategy", "tokens"), start=1):
             try:
-                found[line["strategy"]].append(Sample.from_json(line))
+                samples[line["strategy"]].append(Sample.from_json(line))
             except (KeyError, TypeError, ValueError) as error:
                 raise UsageError(f"{self.path / SAMPLES}: line {number} is no sample ({error}). Delete it.") from None
-        return found
+        return samples
 
     def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
         """Adds a finished strategy."""
@@ -71,5 +71,5 @@ class DiagnosisFolder(ResultFolder):
         self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
 
 
-def _told(perturbation: object, rollouts: Mapping[str, Any]) -> str:
+def _description(perturbation: object, rollouts: Mapping[str, Any]) -> str:
     return f"{perturbation} and {dict(rollouts)}" if rollouts else str(perturbation)

@@ -58,17 +58,17 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
     Raises:
         UsageError: for a word that is more than one token.
     """
-    asked = [word.strip() for word in words.split(",")] if words else list(WORDS)
-    found = []
-    for word in asked:
+    candidates = [word.strip() for word in words.split(",")] if words else list(WORDS)
+    tokens = []
+    for word in candidates:
         singles = [ids[0] for text in (f" {word}", word) if len(ids := _encode(tokenizer, text)) == 1]
         if singles:
-            found.append((singles[0], tokenizer.decode([singles[0]])))
+            tokens.append((singles[0], tokenizer.decode([singles[0]])))
         elif words:
             raise UsageError(f"--tokens: {word!r} is not one token of this model. Give common whole words.")
-    if not found:
+    if not tokens:
         raise UsageError("--embedding-map: none of the usual words is one token here. Name some with --tokens.")
-    return found if words else found[:TOKENS]
+    return tokens if words else tokens[:TOKENS]
 
 
 def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
                 f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
                 " alone. Leave it out of the perturbations, or leave the map out."
             )
-    found = contexts(llm, tokens, seed)
-    tokens = [token for token in tokens if found[token[0]]]
+    occurrences = contexts(llm, tokens, seed)
+    tokens = [token for token in tokens if occurrences[token[0]]]
     if not tokens:
         raise UsageError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
     ids = torch.tensor([token for token, _ in tokens])
@@ -107,12 +107,12 @@ def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
     perturbations = []
     for strategy in _different(strategies):
         put(llm, strategy)
-        perturbations.append(_copies(attached(llm), strategy, tokens, found, related, plane, tokenizer, seed))
+        perturbations.append(_copies(attached(llm), strategy, tokens, occurrences, related, plane, tokenizer, seed))
     return {
         "metric": "cosine",
         "copies": COPIES,
         "tokens": [
-            {"id": token, "text": text, **point, "contexts": len(found[token])}
+            {"id": token, "text": text, **point, "contexts": len(occurrences[token])}
             for (token, text), point in zip(tokens, plane.coordinates(matrix[ids]))
         ],
         "neighbors": [
@@ -141,8 +141,8 @@ class Plane:
 
     def coordinates(self, vectors: Tensor) -> list[dict[str, float]]:
         """(N, D) to N points with ``x`` and ``y``."""
-        found = ((vectors.double().cpu() - self._mean) @ self._axes.T).tolist()
-        return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in found]
+        pairs = ((vectors.double().cpu() - self._mean) @ self._axes.T).tolist()
+        return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in pairs]
 
 
 def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int, list[tuple[Tensor, int]]]:
@@ -156,8 +156,8 @@ def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
         sentences = {token: _sentences(tokenizer, text) for token, text in tokens}
         # Any model goes on with a word that stands there again and again; of last resort, since it is so sure of it.
         repeated = {token: [token] * _REPEATED for token, _ in tokens}
-        for asked, length in ((sentences, _LENGTH), (repeated, _MORE)):
-            prompts = [prompt for token, prompt in asked.items() if len(COLLECTION.rows[token]) < _FEW]
+        for texts, length in ((sentences, _LENGTH), (repeated, _MORE)):
+            prompts = [prompt for token, prompt in texts.items() if len(COLLECTION.rows[token]) < _FEW]
             jobs = [
                 (prompt, seeds.of_listed_prompt(seed, "map", i), member)
                 for i, prompt in enumerate(prompts)
@@ -165,8 +165,8 @@ def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
             ]
             list(generate(llm, jobs, GroupSampling(max_tokens=length), perturbed=True, reproducible=True))
     finally:
-        found = COLLECTION.stop()
-    return found
+        occurrences = COLLECTION.stop()
+    return occurrences
 
 
 def _sentences(tokenizer: TokenizerLike, word: str) -> list[int]:
@@ -183,19 +183,19 @@ def _encode(tokenizer: TokenizerLike, text: str) -> list[int]:
 
 def _different(strategies: Sequence[Arm]) -> list[Arm]:
     gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # what all perturbations share
-    kept: dict[str, Arm] = {}
+    by_spec: dict[str, Arm] = {}
     for strategy in strategies:
         if strategy.spec is not None:
             spec = {name: value for name, value in strategy.spec.items() if name not in gate}
-            kept.setdefault(json.dumps(spec, sort_keys=True), strategy)
-    return list(kept.values())
+            by_spec.setdefault(json.dumps(spec, sort_keys=True), strategy)
+    return list(by_spec.values())
 
 
 def _copies(
     here: AttachedPerturbation,
     strategy: Arm,
     tokens: Sequence[tuple[int, str]],
-    found: dict[int, list[tuple[Tensor, int]]],
+    occurrences: dict[int, list[tuple[Tensor, int]]],
     related: Tensor,
     plane: Plane,
     tokenizer: TokenizerLike,
@@ -204,9 +204,9 @@ def _copies(
     matrix = here.embeddings.matrix()
     perturbation = registry.create(**present(strategy.spec, "the spec"))
     points: list[dict[str, Any]] = []
-    drawn = 0
+    others = 0
     for row, (token, text) in enumerate(tokens):
-        steps = list(itertools.islice(itertools.cycle(found[token]), COPIES))
+        steps = list(itertools.islice(itertools.cycle(occurrences[token]), COPIES))
         drawn_from = [seeds.of_drawn_copy(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
         own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
         step = Step(
@@ -221,7 +221,7 @@ def _copies(
             proposal = perturbation.propose(step)
             keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
             vectors = realise(proposal.edit, here.embeddings.lookup, keys, here.module)
-        drawn += int((proposal.tokens != own).sum())
+        others += int((proposal.tokens != own).sum())
         nearest = nearest_tokens(vectors, matrix, own).tolist()
         near = {token, *related[row].tolist()}
         for point, other in zip(plane.coordinates(vectors), nearest):
@@ -240,5 +240,5 @@ def _copies(
         "points": points,
         "unrelated_share": sum(not point["related"] for point in points) / len(points),
         "changed_share": sum(point["changed"] for point in points) / len(points),
-        "other_token_drawn": drawn / len(points),
+        "other_token_drawn": others / len(points),
     }

@@ -112,8 +112,8 @@ def loops(tokens: Tokens) -> bool:
 
     True where, among the 4-grams of the last 128 tokens, more than half have occurred before among them.
     """
-    found = ngrams(list(tokens)[-LOOP_TOKENS:], LOOP_NGRAM)
-    return bool(found) and 1.0 - len(set(found)) / len(found) > LOOP_SHARE
+    grams = ngrams(list(tokens)[-LOOP_TOKENS:], LOOP_NGRAM)
+    return bool(grams) and 1.0 - len(set(grams)) / len(grams) > LOOP_SHARE
 
 
 def intermediate_results(text: str, question: str, final: str | None) -> set[str]:
@@ -127,8 +127,8 @@ def intermediate_results(text: str, question: str, final: str | None) -> set[str
     Returns:
         Numbers in one form each: ``1,200.50`` is ``1200.5``.
     """
-    mine, asked, said = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
-    return mine - asked - said
+    mine, in_question, said = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
+    return mine - in_question - said
 
 
 def distinct_share(sets: Sequence[set[str]]) -> float | None:

@@ -101,21 +101,21 @@ def sample_strategy(
     put(llm, strategy, policy.schedule)
     tokenizer, group = llm.get_tokenizer(), sampling.group
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
-    shown = [render(tokenizer, problem) for problem in problems]
+    texts = [render(tokenizer, problem) for problem in problems]
     jobs = [(prompt, of_listed_prompt(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
     with noisy_engine(llm, model, policy):
         # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
         _all(llm, jobs, replace(sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens)), policy.step)
         began = time.perf_counter()
-        found = _all(llm, jobs, sampling, policy.step)
+        outputs = _all(llm, jobs, sampling, policy.step)
         seconds = time.perf_counter() - began
-    answers = [answer.tokens for answer in found]
-    records = [answer.record for answer in found]
+    answers = [answer.tokens for answer in outputs]
+    records = [answer.record for answer in outputs]
     here = attached(llm)
     fed = inputs.measured(records, answers, here.embeddings, here.module)
     losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)
     samples = []
-    for answer, loss in zip(found, losses):
+    for answer, loss in zip(outputs, losses):
         prompt, member = divmod(answer.job, group)
         samples.append(
             Sample(
@@ -126,7 +126,7 @@ def sample_strategy(
                 text=answer.text,
                 tokens=answer.tokens,
                 ended=answer.finish == "stop",
-                **vars(score(problems[prompt], answer.text, prompt=shown[prompt])),
+                **vars(score(problems[prompt], answer.text, prompt=texts[prompt])),
                 nll=loss,
                 record=answer.record if strategy.spec is not None else None,
             )
@@ -161,6 +161,6 @@ def losses_of(llm: LLM, prompts: Sequence[list[int]], answers: Sequence[list[int
     take_trajectories(llm)
     losses = []
     for prompt, text, output in zip(prompts, texts, outputs):
-        scored = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
-        losses.append(-sum(each[token].logprob for token, each in scored if each))
+        pairs = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
+        losses.append(-sum(each[token].logprob for token, each in pairs if each))
     return losses

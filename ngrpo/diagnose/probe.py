@@ -18,20 +18,20 @@ class Collection:
     """What the probe keeps, in this process: rows of real steps, by token.
 
     Attributes:
-        wanted: token to the most rows that are kept of it; empty: nothing is kept.
+        limits: token to the most rows that are kept of it; empty: nothing is kept.
         rows: token to its rows: z̃ (V,) float32 on the host, and the position.
     """
 
-    wanted: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, int] = field(default_factory=dict)
     rows: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)
 
     def start(self, tokens: list[int], most: int) -> None:
         """Forgets what was kept and waits for these tokens."""
-        self.wanted, self.rows = dict.fromkeys(tokens, most), {token: [] for token in tokens}
+        self.limits, self.rows = dict.fromkeys(tokens, most), {token: [] for token in tokens}
 
     def stop(self) -> dict[int, list[tuple[Tensor, int]]]:
         """Hands over the rows and keeps no more."""
-        rows, self.wanted, self.rows = self.rows, {}, {}
+        rows, self.limits, self.rows = self.rows, {}, {}
         return rows
 
 
@@ -48,9 +48,9 @@ class Probe(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         """The sampled tokens, unchanged."""
-        if COLLECTION.wanted:
+        if COLLECTION.limits:
             for row, token in enumerate(step.logits.argmax(dim=-1).tolist()):
-                kept = COLLECTION.rows.get(token)
-                if kept is not None and len(kept) < COLLECTION.wanted[token]:
-                    kept.append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
+                rows = COLLECTION.rows.get(token)
+                if rows is not None and len(rows) < COLLECTION.limits[token]:
+                    rows.append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
         return Proposal(one_hot(step.sampled), step.sampled)

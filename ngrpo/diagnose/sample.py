@@ -82,7 +82,7 @@ class Sample:
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Sample:
         """Reads what :meth:`to_json` wrote."""
-        known: dict[str, Any] = {field.name: line[field.name] for field in fields(cls)}
-        packed = known["record"]
-        known["record"] = packed and ReplayRecord.from_bytes(base64.b64decode(packed))
-        return cls(**known)
+        values: dict[str, Any] = {field.name: line[field.name] for field in fields(cls)}
+        packed = values["record"]
+        values["record"] = packed and ReplayRecord.from_bytes(base64.b64decode(packed))
+        return cls(**values)

@@ -40,8 +40,8 @@ def table(diagnosis: dict[str, Any]) -> str:
     head = ["", *(heading.format(group=group) for heading, _, _ in _COLUMNS)]
     rows = [head]
     for strategy in diagnosis["strategies"]:
-        found = (dig(strategy, *(key.format(group=group) for key in path)) for _, path, _ in _COLUMNS)
-        rows.append([strategy["name"], *(figure(value, digits) for value, (_, _, digits) in zip(found, _COLUMNS))])
+        values = (dig(strategy, *(key.format(group=group) for key in path)) for _, path, _ in _COLUMNS)
+        rows.append([strategy["name"], *(figure(value, digits) for value, (_, _, digits) in zip(values, _COLUMNS))])
     return "\n".join(aligned(rows))
 
 
@@ -50,9 +50,11 @@ def differences(diagnosis: dict[str, Any]) -> str:
     lines = []
     for strategy in diagnosis["strategies"]:
         parts = []
-        for name, found in (strategy["difference"] or {}).items():
-            noise = ", within noise" if found["within_noise"] else ""
-            parts.append(f"{name} {found['value']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}{noise})")
+        for name, difference in (strategy["difference"] or {}).items():
+            noise = ", within noise" if difference["within_noise"] else ""
+            parts.append(
+                f"{name} {difference['value']:+.3f} ({difference['low']:+.3f} to {difference['high']:+.3f}{noise})"
+            )
         if parts:
             lines.append(f"{strategy['name']} against {diagnosis['baseline']}: {'; '.join(parts)}")
     return "\n".join(lines)
@@ -65,22 +67,24 @@ def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> li
         rows: ``strategies`` of diagnosis.json.
         strategies: in the same order.
     """
-    found = []
+    warnings = []
     for row, strategy in zip(rows, strategies):
         if row["single_trajectory_groups"] == 1.0:
             why = f" ({strategy.notes[0]})" if strategy.notes else ""
-            found.append(f"{strategy.id}: every group is one trajectory, so there is nothing to learn from{why}")
+            warnings.append(f"{strategy.id}: every group is one trajectory, so there is nothing to learn from{why}")
             continue
-        found.extend(f"{strategy.id}: {note}" for note in strategy.notes)
+        warnings.extend(f"{strategy.id}: {note}" for note in strategy.notes)
         if row["learnable_groups"] == 0.0:
             what = "wrong" if row["reward"] == 0.0 else "right" if row["pass_at_k"]["1"] == 1.0 else "rewarded alike"
-            found.append(f"{strategy.id}: in every group all answers are {what}; GRPO's advantages are all zero")
+            warnings.append(f"{strategy.id}: in every group all answers are {what}; GRPO's advantages are all zero")
         if row["validity"]["parseable"] < _MOSTLY:
-            found.append(f"{strategy.id}: {1 - row['validity']['parseable']:.0%} of the answers have no final answer")
+            warnings.append(
+                f"{strategy.id}: {1 - row['validity']['parseable']:.0%} of the answers have no final answer"
+            )
         if row["validity"]["repetition"] > _MOSTLY:
-            found.append(f"{strategy.id}: {row['validity']['repetition']:.0%} of the answers end in a loop")
+            warnings.append(f"{strategy.id}: {row['validity']['repetition']:.0%} of the answers end in a loop")
         if row["truncated"] > _MOSTLY:
-            found.append(
+            warnings.append(
                 f"{strategy.id}: {row['truncated']:.0%} of the answers reach the length limit; raise --max-tokens"
             )
-    return found
+    return warnings

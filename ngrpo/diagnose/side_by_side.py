@@ -32,8 +32,12 @@ def side_by_side(
             "problem": problem.messages[-1]["content"],
             "answer": problem.answer,
             "by_strategy": [
-                {"strategy": name, "reward": found[i][0].reward, "tokens": _tokens(found[i][0], tokenizer)}
-                for name, found in groups.items()
+                {
+                    "strategy": name,
+                    "reward": strategy_groups[i][0].reward,
+                    "tokens": _tokens(strategy_groups[i][0], tokenizer),
+                }
+                for name, strategy_groups in groups.items()
             ],
         }
         for i, problem in enumerate(problems[:QUESTIONS])

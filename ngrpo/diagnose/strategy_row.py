@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples of one strategy by prompt, members in order."""
-    found: dict[int, list[Sample]] = {}
+    groups: dict[int, list[Sample]] = {}
     for sample in sorted(samples, key=lambda s: (s.group, s.member)):
-        found.setdefault(sample.group, []).append(sample)
-    return list(found.values())
+        groups.setdefault(sample.group, []).append(sample)
+    return list(groups.values())
 
 
 def prompt_statistics(groups: Sequence[Sequence[Sample]]) -> PromptStatistics:
@@ -84,13 +84,13 @@ def strategy_row(
     # Each axis and the reward as a function of prompts drawn: for all prompts, and for bootstrap draws.
     curves = {
         "diversity": axes.diversity,
-        "validity": lambda s, drawn: axes.validity(s, baseline, drawn),
-        "reward": lambda s, drawn: s.reward[drawn].mean(axis=1),
+        "validity": lambda s, prompts: axes.validity(s, baseline, prompts),
+        "reward": lambda s, prompts: s.reward[prompts].mean(axis=1),
     }
     difference = None
     if several and baseline is not None and baseline is not stats:
         difference = {
-            name: _difference(*(curve(stats, drawn) - curve(baseline, drawn) for drawn in (whole, draws)))
+            name: _difference(*(curve(stats, prompts) - curve(baseline, prompts) for prompts in (whole, draws)))
             for name, curve in curves.items()
         }
     generated = sum(len(s.tokens) for s in samples)
@@ -153,5 +153,5 @@ def _distinct_intermediate(groups: Sequence[Sequence[Sample]], problems: Sequenc
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """Over the groups that have the value; None where none has."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None

@@ -56,12 +56,12 @@ def text_messages(prompt: object) -> list[Message]:
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise Unfit("a problem has no prompt; environments whose user opens the conversation are not served")
-    found = []
+    messages = []
     for message in prompt:
         content = message.get("content")
         if isinstance(content, list) and all(part.get("type") == "text" for part in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or message.get("tool_calls"):
             raise Unfit("a prompt holds pictures or calls of tools; prompts of text alone are served")
-        found.append({"role": message["role"], "content": content})
-    return found
+        messages.append({"role": message["role"], "content": content})
+    return messages

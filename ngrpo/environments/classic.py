@@ -52,8 +52,8 @@ class ClassicEnvironment:
         train = list(map(_row, environment.get_dataset())) if has[0] else []
         if has[1]:
             return train, list(map(_row, environment.get_eval_dataset()))
-        kept = min(HELD_OUT_ROWS, len(train) // 8)
-        return train[: len(train) - kept], train[len(train) - kept :]
+        held_out_count = min(HELD_OUT_ROWS, len(train) // 8)
+        return train[: len(train) - held_out_count], train[len(train) - held_out_count :]
 
     async def score(self, data: dict[str, Any], answer: str) -> Scored:
         """What the environment's rubric says.

@@ -40,10 +40,10 @@ def check(environment: str) -> None:
         raise UsageError(f"--task verifiers:{environment}: the package verifiers is not installed. Run: {INSTALL}")
     module, name = module_of(environment)
     try:
-        found = all(part.isidentifier() for part in module.split(".")) and find_spec(module) is not None
+        exists = all(part.isidentifier() for part in module.split(".")) and find_spec(module) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise UsageError(
             f"--task verifiers:{environment}: there is no installed module {module!r}. Install the environment's"
             " package, or put the folder of your own file into PYTHONPATH."
@@ -139,9 +139,9 @@ class EnvironmentProcess:
         """Hands replies to those who wait for them, until the process is gone."""
         try:
             while True:
-                number, scored, fault = self._channel.recv()
+                number, score, fault = self._channel.recv()
                 future = self._waiting.pop(number)
-                future.set_exception(RuntimeError(fault)) if fault else future.set_result(scored)
+                future.set_exception(RuntimeError(fault)) if fault else future.set_result(score)
         except (EOFError, OSError):
             with self._lock:
                 self._channel.close()

@@ -45,8 +45,8 @@ class TasksetEnvironment:
         for task in tasks[:1]:
             _check(task)
         rows = [Row(_messages(task.data), task.data.model_dump(mode="json")) for task in tasks]
-        kept = min(HELD_OUT_ROWS, len(rows) // 8)
-        return rows[: len(rows) - kept], rows[len(rows) - kept :]
+        held_out_count = min(HELD_OUT_ROWS, len(rows) // 8)
+        return rows[: len(rows) - held_out_count], rows[len(rows) - held_out_count :]
 
     async def score(self, data: dict[str, Any], answer: str) -> Scored:
         """As :meth:`ngrpo.environments.classic.ClassicEnvironment.score`; an error of a reward is an error here too."""
@@ -56,10 +56,10 @@ class TasksetEnvironment:
 
         task = self._task(self._task.data_type().model_validate(data), self._taskset.config.task)
         roles = {"system": SystemMessage, "user": UserMessage, "assistant": AssistantMessage}
-        asked = [roles[message["role"]](content=message["content"]) for message in _messages(task.data)]
+        prompt = [roles[message["role"]](content=message["content"]) for message in _messages(task.data)]
         nodes = [
-            MessageNode(parent=number - 1 if number else None, message=message, sampled=number == len(asked))
-            for number, message in enumerate([*asked, AssistantMessage(content=answer)])
+            MessageNode(parent=number - 1 if number else None, message=message, sampled=number == len(prompt))
+            for number, message in enumerate([*prompt, AssistantMessage(content=answer)])
         ]
         trace = Trace(
             task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),

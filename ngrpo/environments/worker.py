@@ -34,10 +34,10 @@ def load(module_name: str, name: str) -> Any:
     module = import_module(module_name)
     if name and not hasattr(module, name):
         raise Unfit(f"the module {module_name} has no {name}")
-    found = getattr(module, name or _LOADER, None)
-    if found is None or inspect.isclass(found):
-        return TasksetEnvironment(_taskset(module, found), module_name)
-    return ClassicEnvironment(found)
+    member = getattr(module, name or _LOADER, None)
+    if member is None or inspect.isclass(member):
+        return TasksetEnvironment(_taskset(module, member), module_name)
+    return ClassicEnvironment(member)
 
 
 def _taskset(module: ModuleType, named: type[Any] | None) -> type[Any]:
@@ -50,10 +50,10 @@ def _taskset(module: ModuleType, named: type[Any] | None) -> type[Any]:
     classes = [each for each in exported if inspect.isclass(each)]
     if any(issubclass(each, (Env, Harness)) for each in classes):
         raise Unfit("it brings a harness or an environment of its own; plain tasksets are served")
-    found = [named] if named is not None else [each for each in classes if issubclass(each, Taskset)]
-    if len(found) != 1 or not issubclass(found[0], Taskset):
+    tasksets = [named] if named is not None else [each for each in classes if issubclass(each, Taskset)]
+    if len(tasksets) != 1 or not issubclass(tasksets[0], Taskset):
         raise Unfit(f"the module {module.__name__} has neither a function {_LOADER} nor one Taskset in its __all__")
-    return found[0]
+    return tasksets[0]
 
 
 async def answer(environment: Any, parent: Connection) -> None:

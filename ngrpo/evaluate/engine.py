@@ -211,11 +211,11 @@ def generate(
             if not done:
                 continue
             records = take_records(llm, [output.request_id for output in done]) if reproducible else {}
-            found = []
+            batch = []
             for output in done:
                 job, answer, record = live.pop(output.request_id), output.outputs[0], records.get(output.request_id)
-                found.append(Generated(job, answer.text, list(answer.token_ids), str(answer.finish_reason), record))
-            yield found
+                batch.append(Generated(job, answer.text, list(answer.token_ids), str(answer.finish_reason), record))
+            yield batch
     finally:
         if live:
             engine.abort_request(list(live))
@@ -229,9 +229,9 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, s
     _, seed, sample = job
     settings: dict[str, Any] = {}
     if reproducible:
-        given = {"enabled": perturbed, "seed": seed, "sample": sample, **({"training_step": step} if step else {})}
-        given |= {"answer": sample, "answers": answers} if answers > 1 else {}
-        settings["extra_args"] = {"perturbation": given}
+        arguments = {"enabled": perturbed, "seed": seed, "sample": sample, **({"training_step": step} if step else {})}
+        arguments |= {"answer": sample, "answers": answers} if answers > 1 else {}
+        settings["extra_args"] = {"perturbation": arguments}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = of_sampler(seed, sample)
     return SamplingParams(

@@ -103,16 +103,16 @@ def evaluate(
         if not (folder.path / PROBLEMS).exists():
             folder.write_lines(PROBLEMS, map(asdict, problems))
         samples = _samples(folder)
-        kept = {(sample["problem"], sample["sample"]) for sample in samples}
-        missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in kept]
+        existing = {(sample["problem"], sample["sample"]) for sample in samples}
+        missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in existing]
         seconds, runner = _known(folder)
         if missing:
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
             progress = _Progress(len(samples), len(samples) + len(missing), report)
-            found = _generate(model, missing, n, sampling, perturbation, policy, hardware, engine_options, progress)
-            with closing(found):
-                for rows in found:
+            batches = _generate(model, missing, n, sampling, perturbation, policy, hardware, engine_options, progress)
+            with closing(batches):
+                for rows in batches:
                     folder.append(SAMPLES, rows)
                     samples += rows
                     progress.tell(samples)
@@ -178,10 +178,10 @@ def rescore(
 
 def _samples(folder: ResultFolder) -> list[Sample]:
     """The samples so far; of two with the same number the first counts."""
-    found: dict[tuple[str, int], Sample] = {}
+    samples: dict[tuple[str, int], Sample] = {}
     for row in folder.lines(SAMPLES, "problem", "sample", "text"):
-        found.setdefault((row["problem"], row["sample"]), row)
-    return list(found.values())
+        samples.setdefault((row["problem"], row["sample"]), row)
+    return list(samples.values())
 
 
 def _generate(
@@ -224,9 +224,9 @@ def _generate(
     kinds = {"perturbed": perturbed, "reproducible": reproducible, "step": step, "answers": answers}
     stream = engines.generate(llm, jobs, sampling, **kinds)
     with closing(stream):
-        for found in stream:
+        for batch in stream:
             rows = []
-            for answer in found:
+            for answer in batch:
                 problem, index = missing[answer.job]
                 row = {
                     "problem": problem.id,
@@ -260,7 +260,7 @@ class _Progress:
 
     def start(self) -> None:
         """The engine has been loaded: from here on time counts."""
-        self._began = self._told = time.monotonic()
+        self._began = self._last_report = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -270,9 +270,9 @@ class _Progress:
     def tell(self, samples: Sequence[Sample]) -> None:
         """Some samples have been added."""
         now, done = time.monotonic(), len(samples)
-        if now - self._told < _REPORT_SECONDS and done < self._total:
+        if now - self._last_report < _REPORT_SECONDS and done < self._total:
             return
-        self._told = now
+        self._last_report = now
         mean = sum(sample["reward"] for sample in samples) / done
         left = self.seconds / (done - self._before) * (self._total - done)
         self.report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {span(left)} left")

@@ -52,9 +52,9 @@ class RolloutPolicy:
             UsageError: for a schedule that follows a training, a σ that depends on a run's length which is not given,
                 or a step that no run has.
         """
-        made = cls(run, step, steps)
-        made.check()
-        return made
+        policy = cls(run, step, steps)
+        policy.check()
+        return policy
 
     @property
     def specs(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read(path: Path, *, metric: str | None = None, chosen_filter: str | None = N
         of_problem: dict[str, dict[Any, float]] = defaultdict(dict)
         for row in rows:  # of two with the same number the first counts
             of_problem[str(row["problem"])].setdefault(row.get("sample"), float(bool(row["correct"])))
-        scores = {problem: tuple(found.values()) for problem, found in of_problem.items()}
+        scores = {problem: tuple(entries.values()) for problem, entries in of_problem.items()}
         return SampleFile(name, "correct", scores)
     if not all("doc_id" in row for row in rows):
         raise UsageError(
@@ -68,7 +68,7 @@ def read(path: Path, *, metric: str | None = None, chosen_filter: str | None = N
     answers: dict[str, list[float]] = defaultdict(list)
     for row, problem in zip(rows, _problems(rows)):
         answers[problem].append(_score(file, row, metric))
-    return SampleFile(name, metric, {problem: tuple(found) for problem, found in answers.items()})
+    return SampleFile(name, metric, {problem: tuple(entries) for problem, entries in answers.items()})
 
 
 def _in_folder(folder: Path) -> Path:
@@ -114,11 +114,11 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_filter(file: Path, rows: Sequence[dict[str, Any]], chosen: str | None) -> list[dict[str, Any]]:
+def _of_filter(file: Path, rows: Sequence[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
     filters = sorted({str(row.get("filter", "none")) for row in rows})
-    if (chosen is None and len(filters) > 1) or (chosen is not None and chosen not in filters):
+    if (name is None and len(filters) > 1) or (name is not None and name not in filters):
         raise UsageError(f"{file} has the filters {', '.join(filters)}: choose with --filter {filters[0]}.")
-    return [row for row in rows if chosen is None or str(row.get("filter", "none")) == chosen]
+    return [row for row in rows if name is None or str(row.get("filter", "none")) == name]
 
 
 def _metric(file: Path, rows: Sequence[Mapping[str, Any]], chosen: str | None) -> str:

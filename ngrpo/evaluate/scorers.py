@@ -91,11 +91,11 @@ def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
     label = problem.meta.get("label", problem.answer)
     try:
         result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
-        found = result if isinstance(result, dict) else {"rewards": result}
-        reward, value = (_number(found.get(key, found["rewards"])) for key in ("rewards", "scores"))
+        outcome = result if isinstance(result, dict) else {"rewards": result}
+        reward, value = (_number(outcome.get(key, outcome["rewards"])) for key in ("rewards", "scores"))
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({told}).") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
     extracted = last_statement(text)
     return Verdict(reward, value >= _FULL, extracted, extracted is not None)
 

@@ -65,19 +65,19 @@ def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def get_strategy(args: argparse.Namespace) -> Any:
-        given = Flags(sys.argv[1:]).value("--ds.attn_implementation")
-        if given is not None:
-            args.ds.attn_implementation = given
+        implementation = Flags(sys.argv[1:]).value("--ds.attn_implementation")
+        if implementation is not None:
+            args.ds.attn_implementation = implementation
         return original(args)
 
     return get_strategy
 
 
 def _refuse(name: str, value: str, hardware: str, reason: str, instead: str) -> None:
-    given = f"{name} {value}".rstrip()
+    flag = f"{name} {value}".rstrip()
     if hardware == "cpu":
-        raise UsageError(f"{given} cannot be used with --hardware cpu: {reason}, and that needs CUDA. Fix: {instead}.")
+        raise UsageError(f"{flag} cannot be used with --hardware cpu: {reason}, and that needs CUDA. Fix: {instead}.")
     raise UsageError(
-        f"{given} cannot be used here: {reason}, and that is not installed where the run starts. Fix: {instead}, or"
+        f"{flag} cannot be used here: {reason}, and that is not installed where the run starts. Fix: {instead}, or"
         f" {_INSTALL}."
     )

@@ -27,16 +27,16 @@ def toolkit() -> tuple[Path | None, str | None]:
 
     None for the folder where there is none, and for the release where the folder has no nvcc that runs.
     """
-    named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
-    home = Path(named) if named else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
-    if not (named or home.is_dir()):
+    variable, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    home = Path(variable) if variable else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
+    if not (variable or home.is_dir()):
         return None, None
     try:
-        told = subprocess.run([home / "bin" / "nvcc", "-V"], capture_output=True, text=True, timeout=60, check=True)
+        process = subprocess.run([home / "bin" / "nvcc", "-V"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return home, None
-    found = re.search(r"release (\d+\.\d+)", told.stdout)
-    return home, found and found[1]
+    match = re.search(r"release (\d+\.\d+)", process.stdout)
+    return home, match and match[1]
 
 
 def check(flags: Flags) -> None:
@@ -51,14 +51,14 @@ def check(flags: Flags) -> None:
     """
     import torch
 
-    wanted, offload = torch.version.cuda, flags.has("--ds.adam_offload")
-    if wanted is None or os.environ.get("RAY_ADDRESS") or flags.has("--help"):
+    torch_release, offload = torch.version.cuda, flags.has("--ds.adam_offload")
+    if torch_release is None or os.environ.get("RAY_ADDRESS") or flags.has("--help"):
         return
     subject = "--ds.adam_offload" if offload else "DeepSpeed's fused Adam"
     if _compiled_before("cpu_adam" if offload else "fused_adam"):
         return
     home, release = toolkit()
-    install = f"Fix: install the CUDA toolkit {_minor(wanted)}, the release of this torch, {_AFTERWARDS}"
+    install = f"Fix: install the CUDA toolkit {_minor(torch_release)}, the release of this torch, {_AFTERWARDS}"
     why = f"{subject} is compiled on first use, for which DeepSpeed needs the CUDA toolkit"
     if home is None:
         raise UsageError(
@@ -67,10 +67,14 @@ def check(flags: Flags) -> None:
     if release is None:
         raise UsageError(f"{why}: {home} has no bin/nvcc that runs. {install}.")
     skipped = offload and os.environ.get("DS_SKIP_CUDA_CHECK") == "1"
-    fits = release == _minor(wanted) if offload and not skipped else release.split(".")[0] == wanted.split(".")[0]
+    fits = (
+        release == _minor(torch_release)
+        if offload and not skipped
+        else release.split(".")[0] == torch_release.split(".")[0]
+    )
     if not fits:
         instead = f", or set DS_SKIP_CUDA_CHECK=1 if {release} will do" if offload and not skipped else ""
-        raise UsageError(f"{why} of torch's own release {wanted}: {home} is {release}. {install}{instead}.")
+        raise UsageError(f"{why} of torch's own release {torch_release}: {home} is {release}. {install}{instead}.")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise UsageError(

@@ -77,11 +77,11 @@ def _activations(role: str, size: ModelSize, args: Mapping[str, Any]) -> Part:
     """What the backward pass needs of the forward pass, at the longest that samples can be."""
     tokens, layer = _tokens("train", args), size.saved_bytes_per_token
     if args["actor.gradient_checkpointing_enable"]:
-        kept, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
+        terms, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
     else:
-        kept, of_layers = f"{size.layers} × {layer}", size.layers * layer
+        terms, of_layers = f"{size.layers} × {layer}", size.layers * layer
     logits = 0 if role == "critic" else _LOGIT_WITH_GRADIENT * size.vocabulary
-    formula = f"{tokens} tokens × ({kept}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
+    formula = f"{tokens} tokens × ({terms}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
     return Part(f"{role}: activations", formula, (0, 0, tokens * (of_layers + logits), 0))
 
 
@@ -121,17 +121,17 @@ def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:
         args: OpenRLHF's arguments.
         gpu: memory of one GPU, in bytes.
     """
-    used = args["vllm.gpu_memory_utilization"] * gpu
+    gib = args["vllm.gpu_memory_utilization"] * gpu
     weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
     formula = f"{args['vllm.gpu_memory_utilization']:g} of the GPU, of which weights {weights / 2**30:.1f} GiB"
     if args["vllm.enable_sleep"]:
-        return Part("vLLM engine", f"{formula}; asleep from then on", (used, 0, 0, 0), host=weights)
-    return Part("vLLM engine", formula, _always(used))
+        return Part("vLLM engine", f"{formula}; asleep from then on", (gib, 0, 0, 0), host=weights)
+    return Part("vLLM engine", formula, _always(gib))
 
 
 def kv_cache_tokens(size: ModelSize, args: Mapping[str, Any], gpu: float) -> int:
     """Tokens that an engine's KV cache holds at most: what its share leaves beside the weights."""
     tensor = args["vllm.tensor_parallel_size"]
-    left = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor
+    free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor
     per_token = size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2
-    return max(0, int(left // per_token))
+    return max(0, int(free // per_token))

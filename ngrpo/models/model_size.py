@@ -74,13 +74,13 @@ def find(name: str) -> ModelSize | None:
     path = Path(name).expanduser()
     if path.is_dir():
         return of_config(_read(path / "config.json"), str(path / "config.json"))
-    if name in packaged.PACKAGED and (made := packaged.folder_of(name)).is_dir():
-        return of_config(_read(made / "config.json"), str(made / "config.json"))
+    if name in packaged.PACKAGED and (folder := packaged.folder_of(name)).is_dir():
+        return of_config(_read(folder / "config.json"), str(folder / "config.json"))
     cached = _cached(name)
     if cached is not None:
         return of_config(_read(Path(cached)), "config.json in the hub's cache")
-    known = json.loads(files("ngrpo.models").joinpath("models.json").read_text(encoding="utf-8"))
-    return of_config(known[name], "the table of this project") if name in known else None
+    configs = json.loads(files("ngrpo.models").joinpath("models.json").read_text(encoding="utf-8"))
+    return of_config(configs[name], "the table of this project") if name in configs else None
 
 
 def of_config(config: dict[str, Any], source: str) -> ModelSize | None:
@@ -137,7 +137,7 @@ def _cached(name: str) -> str | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return found if isinstance(found, str) else None
+    return path if isinstance(path, str) else None

@@ -111,8 +111,8 @@ def of_config(config: Mapping[str, Any]) -> Support:
     Args:
         config: its content.
     """
-    named = config.get("architectures") or [""]
-    architecture, model_type = str(named[0]), str(config.get("model_type") or "")
+    architectures = config.get("architectures") or [""]
+    architecture, model_type = str(architectures[0]), str(config.get("model_type") or "")
     remote = bool(config.get("auto_map"))
     refused, unknown, notes = [], [], []
     trainer = _trainer(config, model_type)
@@ -138,13 +138,13 @@ def of_config(config: Mapping[str, Any]) -> Support:
     if _is_recurrent(text):
         notes.append("it has recurrent layers")
     _compare_formulas(model_type, text, refused, unknown)
-    verdict, told = _measured(model_type)
+    verdict, sentence = _measured(model_type)
     if verdict == "unknown" and not refused:
-        unknown.append(f"the gap of this type: {told}")
+        unknown.append(f"the gap of this type: {sentence}")
     elif verdict == "wrong":
-        refused.append(f"on a tiny model of this type {told} (docs/models.md)")
+        refused.append(f"on a tiny model of this type {sentence} (docs/models.md)")
     elif verdict != "unknown":
-        notes.append(f"a tiny model of this type: {told}" + " (docs/models.md)" * (verdict == "doubtful"))
+        notes.append(f"a tiny model of this type: {sentence}" + " (docs/models.md)" * (verdict == "doubtful"))
     return Support(model_type, architecture, engine, trainer or "", tuple(refused), tuple(unknown), tuple(notes))
 
 
@@ -163,9 +163,9 @@ def _compare_formulas(model_type: str, text: Mapping[str, Any], refused: list[st
 
 def check(name: str) -> None:
     """Raises ``UsageError`` for a model that cannot be used, by its config.json; one that is not here passes."""
-    found = of_model(name)
-    if found is not None and found.refused:
-        raise UsageError(f"model {name!r}, {found.architecture or 'no architecture'}: {'; '.join(found.refused)}.")
+    support = of_model(name)
+    if support is not None and support.refused:
+        raise UsageError(f"model {name!r}, {support.architecture or 'no architecture'}: {'; '.join(support.refused)}.")
 
 
 def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> None:
@@ -213,19 +213,19 @@ def _vllm_tables() -> dict[str, dict[str, str]] | None:
     if spec is None or spec.origin is None:
         return None
     source = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    found: dict[str, dict[str, str]] = {}
+    tables: dict[str, dict[str, str]] = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
         table = getattr(node, "value", None)
         if isinstance(target, ast.Name) and isinstance(table, ast.Dict):
             pairs = zip(table.keys, table.values)
             # Tables that are merged of others have entries without a key.
-            found[target.id] = {
+            tables[target.id] = {
                 str(ast.literal_eval(key)): str(ast.literal_eval(value)[1])
                 for key, value in pairs
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
             }
-    return found
+    return tables
 
 
 def _trainer(config: Mapping[str, Any], model_type: str) -> str | None:
@@ -259,5 +259,5 @@ def _measured(model_type: str) -> tuple[str, str]:
     """The verdict on a tiny model of this type, as `make models` found it, and words for it."""
     table = json.loads(files("ngrpo.models").joinpath("measured_models.json").read_text(encoding="utf-8"))
     unlisted = ("unknown", "docs/models.md does not list it; python -m benchmarks.models measures it")
-    verdict, told = table.get(model_type, unlisted)
-    return verdict, told
+    verdict, text = table.get(model_type, unlisted)
+    return verdict, text

@@ -138,7 +138,7 @@ def check_name(name_or_path: str) -> str:
         UsageError: for anything else, with the nearest match.
     """
     path = Path(name_or_path).expanduser()
-    known = ", ".join(PACKAGED)
+    names = ", ".join(PACKAGED)
     if name_or_path in PACKAGED:
         return name_or_path
     if path.is_dir():
@@ -146,7 +146,7 @@ def check_name(name_or_path: str) -> str:
             raise UsageError(
                 f"model folder {name_or_path!r} has no config.json. Give a Hugging Face model folder"
                 f" (config.json, weights, tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged"
-                f" model: {known}."
+                f" model: {names}."
             )
         return name_or_path
     if path.exists():
@@ -156,7 +156,7 @@ def check_name(name_or_path: str) -> str:
         return name_or_path
     raise UsageError(
         f"model folder {name_or_path!r} does not exist.{hint} Give an existing folder,"
-        f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {known}."
+        f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {names}."
     )
 
 
@@ -180,14 +180,14 @@ def fingerprint(model: str) -> str | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".json")):
         size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
+        digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
             content.seek(max(0, size - _FINGERPRINT) // 2)
-            found.update(content.read(_FINGERPRINT))
-    return found.hexdigest()[:16]
+            digest.update(content.read(_FINGERPRINT))
+    return digest.hexdigest()[:16]
 
 
 def training_flags(name: str | None) -> Mapping[str, str]:

@@ -53,7 +53,7 @@ class PolicyNoise(Options, ABC):
         """Whether :meth:`scale` needs the divergence, and so the rollouts' log-probabilities."""
         return False
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         return {}
 
@@ -73,9 +73,9 @@ class PolicyNoise(Options, ABC):
         """
         chosen = {name: parameter for name, parameter in parameters.items() if self.selects(name)}
         if not chosen:
-            shown = ", ".join(list(parameters)[:4])
+            names = ", ".join(list(parameters)[:4])
             raise UsageError(
-                f"--policy_noise {self.name}: none of the model's parameters ({shown}, …) is one that it is made for."
+                f"--policy_noise {self.name}: none of the model's parameters ({names}, …) is one that it is made for."
             )
         if scale == 0.0:
             yield
@@ -83,12 +83,12 @@ class PolicyNoise(Options, ABC):
         clean = {name: parameter.detach().clone() for name, parameter in chosen.items()}
         try:
             for name, parameter in chosen.items():
-                parameter.data.copy_(clean[name].float() + scale * self._drawn(name, sync, parameter))
+                parameter.data.copy_(clean[name].float() + scale * self._noise(name, sync, parameter))
             yield
         finally:
             for name, parameter in chosen.items():
                 parameter.data.copy_(clean[name])
 
-    def _drawn(self, name: str, sync: int, like: Tensor) -> Tensor:
+    def _noise(self, name: str, sync: int, like: Tensor) -> Tensor:
         generator = torch.Generator(like.device).manual_seed(seeds.of_policy_noise(self.seed, sync, name))
         return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

@@ -45,10 +45,10 @@ class PSN(PolicyNoise):
                 "--policy_noise.adaptive needs the rollout's log-probabilities: leave"
                 f" {_LEVEL} at token, which --policy_noise psn sets."
             )
-        changed = last * self.factor if divergence < self.target else last / self.factor
-        return min(max(changed, _LEAST), _MOST)
+        sigma = last * self.factor if divergence < self.target else last / self.factor
+        return min(max(sigma, _LEAST), _MOST)
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """The loss is weighted by min(π / π_rollout, 10)."""
         return {
             _LEVEL: "token",

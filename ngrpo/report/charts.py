@@ -185,34 +185,34 @@ def scatter(name: str, points: Sequence[Point], *, title: str, x_title: str, y_t
         return None
     xs = spread([v for p in points for v in (p.x, *(p.x_interval or ()))], *size.across)
     ys = spread([v for p in points for v in (p.y, *(p.y_interval or ()))], *size.upward)
-    groups, data, taken, drawn = [], [], [], []
+    groups, data, boxes, marks = [], [], [], []
     for point in points:  # Labels keep off markers and whiskers.
         x, y = xs(point.x), ys(point.y)
-        taken.append((x - 6, y - 6, x + 6, y + 6))
+        boxes.append((x - 6, y - 6, x + 6, y + 6))
         whiskers = []
         if point.x_interval:
             left, right = map(xs, point.x_interval)
-            taken.append((left, y - 1, right, y + 1))
+            boxes.append((left, y - 1, right, y + 1))
             whiskers.append(("whisker", f"M{left:g} {y:g}H{right:g}"))
         if point.y_interval:
             low, high = map(ys, point.y_interval)
-            taken.append((x - 1, high, x + 1, low))
+            boxes.append((x - 1, high, x + 1, low))
             whiskers.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
-        drawn.append((point.series, x, y, whiskers))
+        marks.append((point.series, x, y, whiskers))
         data.append([x, y, point.series.index, [point.series.name, *point.notes]])
-    for one, x, y, whiskers in drawn:
-        labels = place_label(one.name, x, y, size, taken)
+    for one, x, y, whiskers in marks:
+        labels = place_label(one.name, x, y, size, boxes)
         groups.append(Group(f"{one.classes} big", whiskers, one, [(x, y)], labels))
-    told = "; ".join(f"{p.series.name}: {x_title} {figure(p.x)}, {y_title} {figure(p.y)}" for p in points)
-    return Chart(name, title, f"{told}.", size, xs, ys, x_title, y_title, groups, {"kind": "points", "points": data})
+    text = "; ".join(f"{p.series.name}: {x_title} {figure(p.x)}, {y_title} {figure(p.y)}" for p in points)
+    return Chart(name, title, f"{text}.", size, xs, ys, x_title, y_title, groups, {"kind": "points", "points": data})
 
 
 def place_label(
-    text: str, x: float, y: float, size: Size, taken: list[tuple[float, float, float, float]], *, force: bool = False
+    text: str, x: float, y: float, size: Size, boxes: list[tuple[float, float, float, float]], *, force: bool = False
 ) -> list[Label]:
     """A label beside a point where nothing else is, or none where there is no room (unless forced)."""
-    shown = text if len(text) <= 28 else text[:27] + "…"
-    wide, high = 7.6 * len(shown), 13.0  # At the largest size of type; see style.css.
+    short = text if len(text) <= 28 else text[:27] + "…"
+    wide, high = 7.6 * len(short), 13.0  # At the largest size of type; see style.css.
     right = size.width - 2
     spots = [(x + 9, y, "start"), (x - 9, y, "end"), (x, y - 14, "middle"), (x, y + 14, "middle")]
     spots += [(x + 8, y - 12, "start"), (x - 8, y - 12, "end"), (x + 8, y + 12, "start"), (x - 8, y + 12, "end")]
@@ -220,15 +220,15 @@ def place_label(
         begin = at - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
         box = (begin, level - high / 2, begin + wide, level + high / 2)
         inside = box[0] >= 2 and box[2] <= right and box[1] >= _TOP - 10 and box[3] <= size.upward[0]
-        if inside and not any(_overlap(box, other) for other in taken):
+        if inside and not any(_overlap(box, other) for other in boxes):
             break
     else:
         if not force:
             return []
         at, level, anchor = (x + 9, y, "start") if x < size.width / 2 else (x - 9, y, "end")
         box = (x, y, x, y)
-    taken.append(box)
-    return [Label(shown, at, level, anchor)]
+    boxes.append(box)
+    return [Label(short, at, level, anchor)]
 
 
 def _path(pixels: Sequence[tuple[float, float | None]]) -> str:

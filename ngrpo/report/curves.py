@@ -64,8 +64,8 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         notes.append("Bands run from the lowest to the highest seed.")
     if width > 1:
         notes.append(f"Each point is the mean of {width} steps.")
-    known = [row.get("id") for row in rows(results, "strategies")]
-    absent = [one.name for one in series.values() if one.name in known and one.name not in runs]
+    ids = [row.get("id") for row in rows(results, "strategies")]
+    absent = [one.name for one in series.values() if one.name in ids and one.name not in runs]
     if absent:
         notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
     small = [made for key, title, digits in _SMALL if (made := chart(key, title, digits, True))]
@@ -81,8 +81,8 @@ def _by_step(
     for run in rows(results, "runs"):
         name = str(run.get("strategy"))
         if run.get("status") == "done" and name in series:
-            known = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
-            runs.setdefault(name, []).append(known)
+            by_step = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
+            runs.setdefault(name, []).append(by_step)
     return runs
 
 
@@ -101,7 +101,7 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, traine
         series: the look of each strategy.
         trained: whether the source is results.
     """
-    found: dict[str, dict[int, tuple[float, float | None, float | None]]] = {}
+    by_strategy: dict[str, dict[int, tuple[float, float | None, float | None]]] = {}
     for row in rows(source, "summary" if trained else "strategies"):
         name = str(row.get("strategy" if trained else "name"))
         by_k = row.get("pass_at_k")
@@ -109,14 +109,14 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, traine
             centre = number(dig(value, "value") if trained else value)
             if str(k).isdigit() and int(k) > 0 and centre is not None and name in series:
                 interval = (number(dig(value, "low")), number(dig(value, "high")))
-                found.setdefault(name, {})[int(k)] = (centre, *interval)
-    ks = sorted({k for by_k in found.values() for k in by_k})
+                by_strategy.setdefault(name, {})[int(k)] = (centre, *interval)
+    ks = sorted({k for by_k in by_strategy.values() for k in by_k})
     if not ks:
         return None
     lines = [
-        Line(one, [_at(math.log2(k), found[one.name].get(k)) for k in ks])
+        Line(one, [_at(math.log2(k), by_strategy[one.name].get(k)) for k in ks])
         for one in series.values()
-        if one.name in found
+        if one.name in by_strategy
     ]
     over = [dig(row, "mean_at_n", "over") for row in rows(source, "summary")]
     banded = " or ".join(what for what in ("seeds", "problems") if what in over)

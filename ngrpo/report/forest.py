@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         series: the strategy.
-        told: its difference, interval and test in words; its verdict where there is no difference.
+        text: its difference, interval and test in words; its verdict where there is no difference.
         hint: the lines that a pointer, a tap or the keyboard shows, its whole verdict among them.
         at: where the difference stands, no difference being at 100 of 200; None where there is none.
         ends: the ends of its interval there.
@@ -32,7 +32,7 @@ class Row:
     """
 
     series: Series
-    told: str
+    text: str
     hint: Sequence[str]
     at: float | None = None
     ends: tuple[float, float] | None = None
@@ -51,23 +51,23 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
     def beside(value: float) -> float:
         return round(_MIDDLE + _HALF * value / reach, 1)
 
-    found = []
+    rows = []
     for name, change in changes.items():
         verdict = summary[name].get("verdict") or MISSING
         value, low, high, least = (number(dig(change, key)) for key in ("value", "low", "high", "detectable"))
         if value is None:
-            found.append(Row(series[name], str(verdict), (name, str(verdict))))
+            rows.append(Row(series[name], str(verdict), (name, str(verdict))))
             continue
-        told = f"{signed(value)} ({between(low, high, sign=True)}), {noise(change) or MISSING}"
-        hint = [name, f"{measure} {told}", str(verdict)]
+        text = f"{signed(value)} ({between(low, high, sign=True)}), {noise(change) or MISSING}"
+        hint = [name, f"{measure} {text}", str(verdict)]
         if least is not None:
             hint.append(f"a difference below about {figure(least)} would often have been missed")
         ends = None if low is None or high is None else (beside(low), beside(high))
         band = None if least is None else (beside(-least), beside(least))
-        found.append(Row(series[name], told, hint, beside(value), ends, band))
+        rows.append(Row(series[name], text, hint, beside(value), ends, band))
     values = {name: number(dig(change, "value")) for name, change in changes.items()}
-    found.sort(key=lambda row: (row.at is None, -(values[row.series.name] or 0.0)))
-    return found
+    rows.sort(key=lambda row: (row.at is None, -(values[row.series.name] or 0.0)))
+    return rows
 
 
 def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
@@ -93,28 +93,28 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
         return f"One seed each: no strategy can be called better or worse than {against}."
     better, worse = _beyond(summary, names, first)
     if better:
-        found = f"Better than {against} beyond noise: {', '.join(better)}"
+        text = f"Better than {against} beyond noise: {', '.join(better)}"
     elif len(names) == 1:
-        found = f"{names[0]} is not better than {against} beyond noise"
+        text = f"{names[0]} is not better than {against} beyond noise"
     else:
-        found = f"None of {len(names)} strategies is better than {against} beyond noise"
+        text = f"None of {len(names)} strategies is better than {against} beyond noise"
     if worse:
-        found += f"; worse: {', '.join(worse)}"
+        text += f"; worse: {', '.join(worse)}"
     for metric in metrics[1:]:
         others = _beyond(summary, names, metric)
         for word, known, more in zip(("better", "worse"), (better, worse), others):
             new = [name for name in more if name not in known]
-            found += f"; {word} in {metric[0]}: {', '.join(new)}" if new else ""
+            text += f"; {word} in {metric[0]}: {', '.join(new)}" if new else ""
     missing = len(names) - len(tested)
-    found += f" ({plural(missing, 'strategy')} could not be compared)" if missing else ""
+    text += f" ({plural(missing, 'strategy')} could not be compared)" if missing else ""
     few = [dig(change, "seeds") for change in tested.values() if noise(change) == "beyond noise"]
     least = min((seeds for seeds in few if isinstance(seeds, int)), default=ENOUGH_SEEDS)
     few_seeds = f" Of {plural(least, 'seed')}: too few to tell a method from luck." if least < ENOUGH_SEEDS else ""
-    return f"{found}.{few_seeds}"
+    return f"{text}.{few_seeds}"
 
 
 def _beyond(summary: Summary, names: Iterable[str], metric: Metric) -> tuple[list[str], list[str]]:
     """The strategies that are better, and those that are worse, than the baseline beyond noise."""
-    found = {name: dig(summary[name], "difference", *metric[1]) for name in names}
-    judged = {name: number(dig(c, "value")) or 0.0 for name, c in found.items() if noise(c) == "beyond noise"}
+    differences = {name: dig(summary[name], "difference", *metric[1]) for name in names}
+    judged = {name: number(dig(c, "value")) or 0.0 for name, c in differences.items() if noise(c) == "beyond noise"}
     return [name for name in judged if judged[name] > 0], [name for name in judged if judged[name] < 0]

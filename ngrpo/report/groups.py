@@ -34,37 +34,37 @@ def groups(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> d
     if not having:
         return None
     room = MOST_BYTES // len(having)
-    found, left_out = [], 0
+    entries, left_out = [], 0
     for name, run in having.items():
-        kept = [line for line in rows(run, "groups") if rows(line, "groups")]
-        placed = fitting(kept, room)
-        left_out += len(kept) - len(placed)
+        lines = [line for line in rows(run, "groups") if rows(line, "groups")]
+        placed = fitting(lines, room)
+        left_out += len(lines) - len(placed)
         steps = [_step(line) for line in placed]
-        found.append({"name": name, "series": series.get(name), "seed": run.get("seed"), "steps": steps})
-    return {"runs": found, "left_out": left_out}
+        entries.append({"name": name, "series": series.get(name), "seed": run.get("seed"), "steps": steps})
+    return {"runs": entries, "left_out": left_out}
 
 
-def fitting(kept: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
+def fitting(lines: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
     """As many of the kept steps as there is room for, spread evenly, the first and the last among them.
 
     Args:
-        kept: of a run.
+        lines: of a run.
         room: bytes of their JSON.
     """
-    sizes = [len(json.dumps(line, default=str)) for line in kept]
-    for count in range(len(kept), 0, -1):
-        at = sorted({round(i * (len(kept) - 1) / max(count - 1, 1)) for i in range(count)})
+    sizes = [len(json.dumps(line, default=str)) for line in lines]
+    for count in range(len(lines), 0, -1):
+        at = sorted({round(i * (len(lines) - 1) / max(count - 1, 1)) for i in range(count)})
         if sum(sizes[i] for i in at) <= room:
-            return [kept[i] for i in at]
+            return [lines[i] for i in at]
     return []
 
 
 def _step(line: Mapping[str, Any]) -> dict[str, Any]:
-    given = line.get("rewards")
-    rewards = [value for each in (given if isinstance(given, list) else []) if (value := number(each)) is not None]
+    raw = line.get("rewards")
+    rewards = [value for each in (raw if isinstance(raw, list) else []) if (value := number(each)) is not None]
     edges = _edges(rewards)
-    found = [_group(group, edges) for group in rows(line, "groups")]
-    held = [answer["bar"] for group in found for answer in group["answers"]]
+    group_rows = [_group(group, edges) for group in rows(line, "groups")]
+    held = [answer["bar"] for group in group_rows for answer in group["answers"]]
     bars = []
     highest = max((sum(_bar(edges, r) == i for r in rewards) for i in range(len(edges))), default=0)
     for i, (low, high) in enumerate(edges):
@@ -83,7 +83,7 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
         "answers": len(rewards),
         "mean": figure(mean),
         "bars": bars,
-        "groups": found,
+        "groups": group_rows,
     }
 
 
@@ -115,22 +115,24 @@ def _group(group: Mapping[str, Any], edges: Sequence[tuple[float, float]]) -> di
     }
 
 
-def _diversity(found: object, answers: int) -> str:
-    different, distinct, common = (number(dig(found, key)) for key in ("different", "distinct_2", "common_prefix"))
+def _diversity(diversity: object, answers: int) -> str:
+    different, distinct, common = (number(dig(diversity, key)) for key in ("different", "distinct_2", "common_prefix"))
     if different is None:
         return plural(answers, "answer")
-    told = [f"all {answers} answers are the same" if different == 1 < answers else f"{different:.0f} different answers"]
-    told[0] += f" of {answers}" if not told[0].startswith("all") else ""
+    facts = [
+        f"all {answers} answers are the same" if different == 1 < answers else f"{different:.0f} different answers"
+    ]
+    facts[0] += f" of {answers}" if not facts[0].startswith("all") else ""
     if distinct is not None:
-        told.append(f"distinct-2 {figure(distinct, 2)}")
+        facts.append(f"distinct-2 {figure(distinct, 2)}")
     if common is not None and different != 1:
-        told.append(f"two answers part after {figure(common, 1)} tokens on average")
-    return " · ".join(told)
+        facts.append(f"two answers part after {figure(common, 1)} tokens on average")
+    return " · ".join(facts)
 
 
 def _answer(answer: Mapping[str, Any], place: int, edges: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    given = answer.get("tokens")
-    texts = [str(text) for text in given] if isinstance(given, list) else []
+    raw = answer.get("tokens")
+    texts = [str(text) for text in raw] if isinstance(raw, list) else []
     fed = {}
     pairs = answer.get("fed")
     for pair in pairs if isinstance(pairs, list) else []:

@@ -44,7 +44,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Task": results.get("task"),
             "Machine": _machine(results),
             "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
-            "Runs": ", ".join(f"{len(found)} {state}" for state, found in states.items() if found) or "none",
+            "Runs": ", ".join(f"{len(of_state)} {state}" for state, of_state in states.items() if of_state) or "none",
             "Made": _moment(results.get("created")),
         },
         "runs": len(runs),
@@ -72,9 +72,9 @@ def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of one run: machine, time, and each evaluated metric before and after."""
     evaluated = {}
     for tag, by_step in (summary.get("evaluation") or {}).items():
-        known = sorted((int(step), number(value)) for step, value in by_step.items() if str(step).isdigit())
-        if "_pass" in tag and known:
-            ends = [known[0], known[-1]] if len(known) > 1 else known
+        points = sorted((int(step), number(value)) for step, value in by_step.items() if str(step).isdigit())
+        if "_pass" in tag and points:
+            ends = [points[0], points[-1]] if len(points) > 1 else points
             evaluated[tag.rpartition("/")[2]] = " → ".join(f"{figure(value)} (step {step})" for step, value in ends)
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": duration(summary.get("seconds"))}
     return {"facts": {**facts, **evaluated}}
@@ -82,9 +82,11 @@ def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
-    found = rows(diagnosis, "strategies")
+    strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
-    plain = next((row for row in found if row.get("name") == diagnosis.get("baseline")), found[0] if found else {})
+    plain = next(
+        (row for row in strategies if row.get("name") == diagnosis.get("baseline")), strategies[0] if strategies else {}
+    )
     warnings = diagnosis.get("warnings")
     return {
         "facts": {
@@ -98,7 +100,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "beside": plain.get("name"),
         "verdicts": [
             (series[str(row.get("name"))], f"{_against(row, plain, 'diversity')}; {_against(row, plain, 'validity')}.")
-            for row in found
+            for row in strategies
             if row is not plain
         ],
     }
@@ -115,15 +117,15 @@ def _listed(names: Sequence[str]) -> str:
 
 def _machine(source: Mapping[str, Any]) -> str | None:
     cores = number(dig(source, "machine", "cores"))
-    known = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
-    parts = [*known, None if cores is None else f"{cores:.0f} cores"]
+    facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
+    parts = [*facts, None if cores is None else f"{cores:.0f} cores"]
     return ", ".join(str(part) for part in parts if part) or None
 
 
 def _moment(value: object) -> Any:
     """An ISO time without its fraction and its T; anything else as it is."""
-    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(:\d\d)?(\.\d+)?(Z|\+00:00)?(.*)", str(value))
-    return f"{found[1]} {found[2]}{' UTC' if found[5] else ''}{found[6]}" if found else value
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(:\d\d)?(\.\d+)?(Z|\+00:00)?(.*)", str(value))
+    return f"{match[1]} {match[2]}{' UTC' if match[5] else ''}{match[6]}" if match else value
 
 
 def _short(error: object) -> str:

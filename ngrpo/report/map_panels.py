@@ -22,10 +22,10 @@ _DIAMOND = ("nearby", "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z", "a neighbor of a token")
 
 def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One panel per perturbation; related and unrelated points differ in shape and colour."""
-    found = dig(diagnosis, "embedding_map")
-    tokens = {i: row for i, row in enumerate(rows(found, "tokens")) if _coordinates([row])}
-    neighbors = [row for row in rows(found, "neighbors") if _coordinates([row])]
-    perturbations = rows(found, "perturbations")
+    map_data = dig(diagnosis, "embedding_map")
+    tokens = {i: row for i, row in enumerate(rows(map_data, "tokens")) if _coordinates([row])}
+    neighbors = [row for row in rows(map_data, "neighbors") if _coordinates([row])]
+    perturbations = rows(map_data, "perturbations")
     if not tokens or not perturbations:
         return None
     copies = [row for perturbation in perturbations for row in rows(perturbation, "points")]
@@ -40,16 +40,16 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         return mark[0], "".join(mark[1].format(x, y) for x, y in points) or "M0 0"
 
     anchors, nearby = (pixels(points) for points in (list(tokens.values()), neighbors))
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
     bold, faint = (
         [
             label
             for row, (x, y) in zip(named, at)
-            for label in place_label(token(row.get("text")).strip(), x, y, SQUARE, taken, force=force)
+            for label in place_label(token(row.get("text")).strip(), x, y, SQUARE, boxes, force=force)
         ]
         for named, at, force in ((tokens.values(), anchors, True), (neighbors, nearby, False))
     )
-    variance = numbers(dig(found, "explained_variance"), 2) or (None, None)
+    variance = numbers(dig(map_data, "explained_variance"), 2) or (None, None)
     titles = [
         f"component {i + 1}" + ("" if v is None else f" ({100 * v:.0f}% of variance)") for i, v in enumerate(variance)
     ]
@@ -69,16 +69,16 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         title = f"{name}: perturbed embeddings and their nearest tokens"
         data = {"kind": "points", "points": read}
         chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, titles[0], titles[1], groups, data)
-        told = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
-        panels.append({**told, "stride": stride, "chart": chart})
-    shown = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
-    legend = [(kind, outline.format(6, 6), words) for kind, outline, words in shown]
-    return {"panels": panels, "legend": legend, "metric": dig(found, "metric")}
+        panel = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
+        panels.append({**panel, "stride": stride, "chart": chart})
+    shapes = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
+    legend = [(kind, outline.format(6, 6), words) for kind, outline, words in shapes]
+    return {"panels": panels, "legend": legend, "metric": dig(map_data, "metric")}
 
 
 def _coordinates(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    found = [(number(point.get("x")), number(point.get("y"))) for point in points]
-    return [(x, y) for x, y in found if x is not None and y is not None]
+    pairs = [(number(point.get("x")), number(point.get("y"))) for point in points]
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 
 def _nearest(name: str, index: int, points: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -89,5 +89,5 @@ def _nearest(name: str, index: int, points: Sequence[Mapping[str, Any]]) -> list
 
 
 def _percent(share: object) -> str:
-    known = number(share)
-    return f"{figure(100 * known, 1)}%" if known is not None else "–"
+    fraction = number(share)
+    return f"{figure(100 * fraction, 1)}%" if fraction is not None else "–"

@@ -43,24 +43,26 @@ def lines(
     Raises:
         UsageError: for a bad file or number, and files that share no problem.
     """
-    found = [_named(file, metric, filter) for file in files]
-    shared = [problem for problem in found[0].scores if all(problem in one.scores for one in found)]
+    sample_files = [_named(file, metric, filter) for file in files]
+    shared = [problem for problem in sample_files[0].scores if all(problem in one.scores for one in sample_files)]
     if not shared:
         raise UsageError(f"{' and '.join(files)} have no problem in common: are they of the same task?")
-    counts = {len(one.scores[problem]) for one in found for problem in shared}
+    counts = {len(one.scores[problem]) for one in sample_files for problem in shared}
     fewest = min(counts)
     lists = [f"{len(shared)} problems, {fewest if len(counts) == 1 else f'{fewest} to {max(counts)}'} answers to each"]
     lists += [
         f"{one.name}: {len(one.scores) - len(shared)} of its {len(one.scores)} problems are not in all files, left out"
-        for one in found
+        for one in sample_files
         if len(one.scores) > len(shared)
     ]
     rows = [["measure", "of", "value", "95%", "difference", "95%", "corrected p", "could be seen"]]
-    for measure, of_problem in _measures(found, shared, _numbers("k", k, int), _numbers("tau", tau, float), fewest):
-        tables = [np.array([of_problem(one.scores[problem]) for problem in shared])[:, None] for one in found]
+    for measure, of_problem in _measures(
+        sample_files, shared, _numbers("k", k, int), _numbers("tau", tau, float), fewest
+    ):
+        tables = [np.array([of_problem(one.scores[problem]) for problem in shared])[:, None] for one in sample_files]
         differences = [significance.paired(table, tables[0]) for table in tables[1:]]
         significance.correct(differences)
-        for one, table, difference in zip(found, tables, [None, *differences]):
+        for one, table, difference in zip(sample_files, tables, [None, *differences]):
             rows.append([measure, one.name, *_value(table), *_difference(difference)])
     notes = [
         "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm).",
@@ -73,8 +75,8 @@ def _named(file: str, metric: str | None, chosen_filter: str | None) -> SampleFi
     name, equals, path = file.partition("=")
     if not equals or Path(file).exists():
         name, path = "", file
-    found = read(Path(path).expanduser(), metric=metric, chosen_filter=chosen_filter)
-    return SampleFile(name, found.metric, found.scores) if name else found
+    sample_file = read(Path(path).expanduser(), metric=metric, chosen_filter=chosen_filter)
+    return SampleFile(name, sample_file.metric, sample_file.scores) if name else sample_file
 
 
 def _numbers(what: str, text: str | None, kind: type) -> list[float] | None:
@@ -90,10 +92,10 @@ _EXAMPLES = {"k": "1,8", "tau": "0.25,0.5"}
 
 
 def _measures(
-    found: Sequence[SampleFile], shared: Sequence[str], ks: list | None, taus: list | None, fewest: int
+    sample_files: Sequence[SampleFile], shared: Sequence[str], ks: list | None, taus: list | None, fewest: int
 ) -> list[tuple[str, Callable[[tuple[float, ...]], float]]]:
     """Names with what they are of one problem's scores."""
-    whole = all(score in (0.0, 1.0) for one in found for problem in shared for score in one.scores[problem])
+    whole = all(score in (0.0, 1.0) for one in sample_files for problem in shared for score in one.scores[problem])
     if not whole and (ks or taus):
         raise UsageError("Pass@k and Cover@τ are of answers that are right or wrong, and here are scores in between.")
     measures: list[tuple[str, Callable[[tuple[float, ...]], float]]] = [
@@ -112,25 +114,25 @@ def _measures(
 
 
 def _value(table: np.ndarray) -> list[str]:
-    found = significance.interval(table)
-    return [f"{found['value']:.3f}", _span(found)]
+    interval = significance.interval(table)
+    return [f"{interval['value']:.3f}", _span(interval)]
 
 
 def _difference(difference: significance.Interval | None) -> list[str]:
     if difference is None:
         return ["", "", "", ""]
     p, least = difference.get("p_corrected"), difference.get("detectable")
-    told = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
+    p_text = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
     mark = "" if difference["within_noise"] else " *"
     return [
         f"{difference['value']:+.3f}",
         _span(difference, "+"),
-        told + mark,
+        p_text + mark,
         "–" if least is None else f"{least:.3f}",
     ]
 
 
-def _span(found: significance.Interval, sign: str = "") -> str:
-    if found["low"] is None:
+def _span(interval: significance.Interval, sign: str = "") -> str:
+    if interval["low"] is None:
         return "–"
-    return f"[{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"
+    return f"[{interval['low']:{sign}.3f}, {interval['high']:{sign}.3f}]"

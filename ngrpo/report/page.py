@@ -82,8 +82,8 @@ def write_training(summary: Mapping[str, Any], path: Path) -> None:
     check(summary, "training run")
     name = str(values.dig(summary, "perturbation", "name") or "none")
     strategy = {"id": name, "perturbation": summary.get("perturbation")}
-    kept = {key: summary.get(key) for key in ("seed", "steps", "groups")}
-    run = {"strategy": name, "status": "done", **kept}
+    parts = {key: summary.get(key) for key in ("seed", "steps", "groups")}
+    run = {"strategy": name, "status": "done", **parts}
     results = {**summary, "strategies": [strategy], "runs": [run]}
     series = all_series(results)
     sections = [
@@ -116,19 +116,19 @@ def _write(path: Path, kind: str, title: str, summary: dict[str, Any], sections:
 @lru_cache
 def _templates() -> Environment:
     """Templates in which every value is text: made visible by `values.shown`, then escaped."""
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("ngrpo.report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else values.shown(value),
     )
-    found.filters["shown"] = values.shown
-    found.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["shown"] = values.shown
+    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     functions: tuple[Any, ...] = (
         *(values.between, values.dig, values.duration, values.figure, values.number, values.numbers, values.plural),
         *(values.rows, values.signed, values.size, values.noise),
     )
     for function in functions:
-        found.globals.update({function.__name__: function})
-    return found
+        environment.globals.update({function.__name__: function})
+    return environment

@@ -35,9 +35,9 @@ _COLUMNS = (
 
 def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One point per strategy, with whiskers: more valid to the right, more diverse upward; and all numbers."""
-    found = rows(diagnosis, "strategies")
+    strategies = rows(diagnosis, "strategies")
     points = []
-    for row in found:
+    for row in strategies:
         x, y = number(dig(row, "validity", "score")), number(dig(row, "diversity", "score"))
         if x is None or y is None:
             continue
@@ -53,16 +53,16 @@ def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "diversity-validity", points, title="Diversity against validity, one point per strategy",
         x_title="validity → more valid is better", y_title="↑ diversity: more diverse is better", size=SQUARE,
     )  # fmt: skip
-    columns = [column for column in _COLUMNS if any(number(dig(row, *column[1])) is not None for row in found)]
+    columns = [column for column in _COLUMNS if any(number(dig(row, *column[1])) is not None for row in strategies)]
     order = [point.series for point in points]
-    return {"chart": chart, "order": order, "columns": columns, **_listed(found, series)} if found else None
+    return {"chart": chart, "order": order, "columns": columns, **_listed(strategies, series)} if strategies else None
 
 
 def diagnosis_table(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """The two axes, the reward and what GRPO can learn from, per strategy."""
-    found = rows(diagnosis, "strategies")
-    return _listed(found, series) if found else None
+    strategies = rows(diagnosis, "strategies")
+    return _listed(strategies, series) if strategies else None
 
 
-def _listed(found: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> dict[str, Any]:
-    return {"listed": [(series[str(row.get("name"))], row) for row in found]}
+def _listed(strategies: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> dict[str, Any]:
+    return {"listed": [(series[str(row.get("name"))], row) for row in strategies]}

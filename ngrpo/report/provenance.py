@@ -18,9 +18,9 @@ def made(source: Mapping[str, Any]) -> dict[str, Any]:
     """Command, machine, versions, seeds and specs of a comparison or a diagnosis."""
     facts = []
     for key in _FACTS:
-        found = dig(source, key)
-        if isinstance(found, Mapping) and found:
-            facts.append((key.capitalize(), {str(name): _plain(value) for name, value in found.items()}))
+        section = dig(source, key)
+        if isinstance(section, Mapping) and section:
+            facts.append((key.capitalize(), {str(name): _plain(value) for name, value in section.items()}))
     strategies = {
         str(row.get("id", row.get("name"))): {key: row[key] for key in _STRATEGY if key in row}
         for row in rows(source, "strategies")

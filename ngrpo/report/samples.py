@@ -29,10 +29,10 @@ def samples(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[
 
 
 def _answer(answer: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    name, found = str(answer.get("strategy")), rows(answer, "tokens")
-    changed = sum(bool(one.get("perturbed")) for one in found)
-    facts = f"reward {figure(answer.get('reward'), 2)} · {changed} of {plural(len(found), 'token')} perturbed"
-    return {"name": name, "series": series.get(name), "facts": facts, "tokens": [marked(one) for one in found]}
+    name, tokens = str(answer.get("strategy")), rows(answer, "tokens")
+    changed = sum(bool(one.get("perturbed")) for one in tokens)
+    facts = f"reward {figure(answer.get('reward'), 2)} · {changed} of {plural(len(tokens), 'token')} perturbed"
+    return {"name": name, "series": series.get(name), "facts": facts, "tokens": [marked(one) for one in tokens]}
 
 
 def marked(one: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def spread(values: Iterable[float], start: float, end: float, *, count: int = 5,
         share: whether the values are shares or never negative; then zero is taken in where it is near, and
             the scale does not run past 1 where no value does.
     """
-    known = list(values) or [0.0, 1.0]
-    low, high = min(known), max(known)
+    amounts = list(values) or [0.0, 1.0]
+    low, high = min(amounts), max(amounts)
     if share and 0 <= low <= 0.35 * high:
         low = 0.0
     if high - low <= 1e-9 * max(abs(low), abs(high)):
@@ -59,10 +59,10 @@ def spread(values: Iterable[float], start: float, end: float, *, count: int = 5,
         low, high = (max(low - room, 0.0) if share and low >= 0 else low - room), high + room
     step = _step(low, high, count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    if share and max(known) <= 1 < last * step:
+    if share and max(amounts) <= 1 < last * step:
         last = max(first + 1, math.floor(1 / step + 1e-9))
     ticks = [round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)]
-    top = max(ticks[-1], max(known))
+    top = max(ticks[-1], max(amounts))
     return Scale(ticks[0], top, start, end, tuple(ticks), tuple(_label(tick, step) for tick in ticks))
 
 

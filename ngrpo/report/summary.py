@@ -73,7 +73,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
         "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(used_runner.found(folder / RUNNERS)),
+        "versions": versions(used_runner.read(folder / RUNNERS)),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),
@@ -175,8 +175,8 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _ends(values: Mapping[int, float]) -> list[tuple[int, float]]:
-    known = sorted(values.items())
-    return [known[0], known[-1]] if len(known) > 1 else known
+    points = sorted(values.items())
+    return [points[0], points[-1]] if len(points) > 1 else points
 
 
 def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -185,10 +185,10 @@ def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _grid(rows: list[dict[str, float]]) -> list[str]:
-    shown = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
-    cells = [["step", *(heading for heading, _, _ in shown)]]
+    columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    cells = [["step", *(heading for heading, _, _ in columns)]]
     for row in rows:
-        numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in shown)
+        numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in columns)
         cells.append([str(int(row["step"])), *numbers])
     return aligned(cells, left=0)
 

@@ -54,8 +54,8 @@ def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
 
 def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The rows of the summary, by the name of a strategy that was asked for."""
-    known = {str(row.get("id")) for row in rows(results, "strategies")}
-    return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in known}
+    ids = {str(row.get("id")) for row in rows(results, "strategies")}
+    return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in ids}
 
 
 def evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, Any]]) -> list[Metric]:
@@ -65,8 +65,8 @@ def evaluated(results: Mapping[str, Any], summary: Mapping[str, Mapping[str, Any
         counts = {number(dig(run, "evaluation", "n")) for run in rows(results, "runs")} - {None}
         n = f"{counts.pop():.0f}" if len(counts) == 1 else "n"
         columns.append((f"Mean@{n}", ("mean_at_n",)))
-    found = {k for row in summary.values() for k in (row.get("pass_at_k") or {}) if str(k).isdigit()}
-    ks = sorted(found, key=int)
+    keys = {k for row in summary.values() for k in (row.get("pass_at_k") or {}) if str(k).isdigit()}
+    ks = sorted(keys, key=int)
     if columns and "1" in ks:
         ks.remove("1")
     if len(ks) > _MOST_K:

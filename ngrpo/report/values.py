@@ -31,8 +31,8 @@ def dig(data: object, *keys: str) -> Any:
 
 def rows(data: object, *keys: str) -> list[Mapping[str, Any]]:
     """The mappings of a list under nested keys; an empty list where there is none."""
-    found = dig(data, *keys)
-    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list | tuple) else []
+    part = dig(data, *keys)
+    return [row for row in part if isinstance(row, Mapping)] if isinstance(part, list | tuple) else []
 
 
 def number(value: object) -> float | None:
@@ -46,25 +46,25 @@ def numbers(value: object, count: int) -> list[float] | None:
     """A list of exactly ``count`` finite numbers, else None."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
         return None
-    found = [number(part) for part in value]
-    return None if None in found else [part for part in found if part is not None]
+    parts = [number(part) for part in value]
+    return None if None in parts else [part for part in parts if part is not None]
 
 
 def figure(value: object, digits: int = 3) -> str:
     """A number with so many decimals, ``–`` where there is none."""
-    known = number(value)
-    if known is None:
+    amount = number(value)
+    if amount is None:
         return MISSING
-    if known and (abs(known) >= 1e9 or (digits > 3 and abs(known) < 0.1**digits * 5)):
-        return f"{known:.2g}".replace("-", "−")
-    return f"{known:,.{digits}f}".replace("-", "−")
+    if amount and (abs(amount) >= 1e9 or (digits > 3 and abs(amount) < 0.1**digits * 5)):
+        return f"{amount:.2g}".replace("-", "−")
+    return f"{amount:,.{digits}f}".replace("-", "−")
 
 
 def signed(value: object, digits: int = 3) -> str:
     """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
-    shown = figure(value, digits)
-    known = number(value)
-    return f"+{shown}" if known is not None and known > 0 else shown
+    text = figure(value, digits)
+    amount = number(value)
+    return f"+{text}" if amount is not None and amount > 0 else text
 
 
 def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
@@ -85,17 +85,17 @@ def noise(difference: object) -> str | None:
 
 def size(value: object) -> str:
     """Bytes for people: ``1.91 GiB``."""
-    known = number(value)
-    if known is None:
+    amount = number(value)
+    if amount is None:
         return MISSING
-    power = min(4, int(math.log2(max(abs(known), 1)) // 10))
-    return f"{known / 1024**power:.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    power = min(4, int(math.log2(max(abs(amount), 1)) // 10))
+    return f"{amount / 1024**power:.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def duration(value: object) -> str:
     """Seconds for people, as :func:`ngrpo.console.progress.span` says them."""
-    known = number(value)
-    return MISSING if known is None else span(known)
+    amount = number(value)
+    return MISSING if amount is None else span(amount)
 
 
 def visible(value: object) -> str:
@@ -104,7 +104,7 @@ def visible(value: object) -> str:
     if text.isascii() and text.isprintable():
         return text
     text = _SURROGATES.sub("\ufffd", text).translate(_CONTROLS)
-    return _DIRECTIONS.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
+    return _DIRECTIONS.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def shown(value: object) -> str:

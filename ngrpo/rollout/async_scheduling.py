@@ -165,10 +165,10 @@ class EndedRequests:
 
     def settled(self, written: int) -> list[str]:
         """The requests whose notes are in the stores once so many are; they are forgotten here."""
-        found = [name for name, noted in self._noted.items() if noted <= written]
-        for name in found:
+        names = [name for name, noted in self._noted.items() if noted <= written]
+        for name in names:
             del self._noted[name]
-        return found
+        return names
 
 
 def keep_length(original: Callable[..., None]) -> Callable[..., None]:

@@ -35,16 +35,16 @@ def engine_started(core: EngineCore) -> None:
     Raises:
         ProbeFailure: where an override does not land where it belongs.
     """
-    given: Any = core.vllm_config.additional_config
-    perturbation = read(given)
+    config: Any = core.vllm_config.additional_config
+    perturbation = read(config)
     if perturbation is None or not perturbation.active:
         return
     setattr(core, _DUE, True)
-    if not given.get(DEFERRED_PROBE):
+    if not config.get(DEFERRED_PROBE):
         before_request(core)
 
 
-def asked(core: EngineCore) -> None:
+def prove_when_idle(core: EngineCore) -> None:
     """Proves an engine with an override now, where it is idle, or else before the next request that finds it so.
 
     Raises:
@@ -97,7 +97,7 @@ def prove(core: EngineCore) -> float:
             judge(_comparisons(core, texts, partly), half_precision=half, where="vLLM's engine", model=_name(core))
         except ProbeFailure as error:
             failures.append(error)
-            if error.told:
+            if error.is_certain:
                 break
         else:
             setattr(core, _PASSED, True)
@@ -152,7 +152,7 @@ def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comp
 
     effect = _distance(at_row(plain), at_row(as_text))
     step_effect = _distance((plain.next_tokens[1],), (longer.next_tokens[0],))
-    found = [
+    comparisons = [
         Comparison("rows before the overridden one", _distance(before(replaced), before(plain)), effect),
         Comparison(
             "a row overridden with its own token's embedding", _distance(whole(own, row), whole(plain, row)), effect
@@ -168,10 +168,10 @@ def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comp
         here = _distance((plain.text[row : row + 1],), (as_text.text[row : row + 1],))
         changed = _distance((plain.text[row : row + 1],), (replaced.text[row : row + 1],))
         same = 1.0 - min(changed / here, 1.0) if here else 1.0
-        return [*found, Comparison("an overridden row, which must change", same * here, here, 0.9)]
+        return [*comparisons, Comparison("an overridden row, which must change", same * here, here, 0.9)]
     step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
     return [
-        *found,
+        *comparisons,
         Comparison("an overridden row of a prompt", _distance(at_row(replaced), at_row(as_text)), effect),
         Comparison("an overridden generated token", step, step_effect),
     ]
@@ -244,7 +244,7 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> EngineCore
         detokenize=False,
         extra_args={KEY: arguments},
     )
-    given: dict[str, Any] = {
+    request_arguments: dict[str, Any] = {
         "request_id": name,
         "prompt_token_ids": tokens,
         "sampling_params": params,
@@ -253,5 +253,5 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> EngineCore
     }
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    known: dict[str, Any] = {**dict.fromkeys(required), **{k: v for k, v in given.items() if k in fields}}
+    known: dict[str, Any] = {**dict.fromkeys(required), **{k: v for k, v in request_arguments.items() if k in fields}}
     return EngineCoreRequest(**known)

@@ -142,15 +142,15 @@ def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
         for name, module in model.named_modules()
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     }
-    found, why = list(tables), "and nothing in it says which one the text goes through"
+    names, why = list(tables), "and nothing in it says which one the text goes through"
     if len(tables) != 1 or hasattr(model, "embed_input_ids"):
-        found, why = _looked_up(model, tables) or (found, why)
-    if len(found) != 1:
+        names, why = _looked_up(model, tables) or (names, why)
+    if len(names) != 1:
         raise UsageError(
             f"perturbation: {type(model).__name__} has {len(tables)} input embeddings ({', '.join(tables) or 'none'}),"
             f" {why}; exactly one is needed. Use a causal language model with one table for its text."
         )
-    name = found[0]
+    name = names[0]
     method = tables[name].quant_method
     if not isinstance(method, UnquantizedEmbeddingMethod):
         raise UsageError(

@@ -78,12 +78,12 @@ class ProbeFailure(UsageError):
     """An override does not land where it belongs, or the model's output does not tell where it landed.
 
     Attributes:
-        told: False where it could not be told.
+        is_certain: False where it could not be told where an override landed.
     """
 
-    def __init__(self, message: str, told: bool) -> None:
+    def __init__(self, message: str, is_certain: bool) -> None:
         super().__init__(message)
-        self.told = told
+        self.is_certain = is_certain
 
 
 def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts:
@@ -103,10 +103,10 @@ def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts
     if length < 4:
         raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
     usual = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
-    drawn = np.random.default_rng(attempt).permutation(usual)
-    drawn = np.resize(drawn, 3 * length + 1).tolist()
-    first, text, last = (drawn[start : start + length] for start in (0, length, 2 * length))
-    row, other = length // 2, drawn[-1]
+    tokens = np.random.default_rng(attempt).permutation(usual)
+    tokens = np.resize(tokens, 3 * length + 1).tolist()
+    first, text, last = (tokens[start : start + length] for start in (0, length, 2 * length))
+    row, other = length // 2, tokens[-1]
     if other == text[row]:  # a vocabulary of fewer tokens than the texts have
         other = next(token for token in usual.tolist() if token != text[row])
     return ProbeTexts(first, text, last, row, other)
@@ -130,7 +130,7 @@ def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str
             f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
             f" {least:.1g} on average, and {_LEAST_EFFECT[half_precision]:g} is needed to see where an override lands."
             " Is it a trained model, and are its weights loaded?",
-            told=False,
+            is_certain=False,
         )
     rounding = _ROUNDING[half_precision]
     wrong = [c for c in comparisons if not c.apart <= (c.allowed or rounding) * c.effect]
@@ -143,5 +143,5 @@ def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str
             f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
             f" in the text changes it by {least:.2g}:\n{lines}\nNothing that this model is fed can be trusted, so that"
             " nothing was started. Use a model of docs/engines.md, or report this one with the lines above.",
-            told=True,
+            is_certain=True,
         )

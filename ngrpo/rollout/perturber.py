@@ -153,18 +153,18 @@ class RolloutPerturber:
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
         self._notes.drain_slot(slot)
-        found = self._store.edits(slot, start, start + count)
-        if not found:
+        edits = self._store.edits(slot, start, start + count)
+        if not edits:
             return
-        positions = found["positions"].astype(np.int64)
+        positions = edits["positions"].astype(np.int64)
         rows = last_row - (start + count - 1) + positions
         noise = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
         module = None if self._store.ahead[slot] else self._module
         # A chunk has many times the rows that vLLM measured its memory with. Noise takes as much as four candidates.
-        size = max(self._at_once // max(found["ids"].shape[1], 4), 1)
+        size = max(self._at_once // max(edits["ids"].shape[1], 4), 1)
         for block in (slice(first, first + size) for first in range(0, len(rows), size)):
-            ids, weights = self._upload(found["ids"][block].astype(np.int64)), self._upload(found["weights"][block])
-            others = {name: self._upload(found[name][block]) for name in ("sigma", "vectors") if name in found}
+            ids, weights = self._upload(edits["ids"][block].astype(np.int64)), self._upload(edits["weights"][block])
+            others = {name: self._upload(edits[name][block]) for name in ("sigma", "vectors") if name in edits}
             edit = InputEdit(ids, weights, **others)
             vectors = realise(edit, self._override.lookup, self._upload(noise[block]), module)
             self._override.put(self._upload(rows[block]), vectors)
@@ -272,18 +272,18 @@ class RolloutPerturber:
         keys, positions, sampled, *of_gated = self._upload_all(parts)
 
         filtered = None if drawable is scaled else drawable
-        drawn = self._kernels.draw(scaled, keys, filtered)
+        draw = self._kernels.draw(scaled, keys, filtered)
         if greedy is not None:
-            drawn = replace(drawn, tokens=torch.where(greedy >= 0, greedy, drawn.tokens))
+            draw = replace(draw, tokens=torch.where(greedy >= 0, greedy, draw.tokens))
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
-        tokens, self._edits, edits = drawn.tokens, None, {}
+        tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
             tokens, vectors, edits = self._kernels.edit(
-                of_gated[0], of_gated[1:], rows, drawn, scaled, temperature, filtered, greedy, hidden
+                of_gated[0], of_gated[1:], rows, draw, scaled, temperature, filtered, greedy, hidden
             )
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        log_probs = self._kernels.settle(rows, tokens, counted, drawn.log_total)
+        log_probs = self._kernels.settle(rows, tokens, counted, draw.log_total)
         left = None if self._masks is None else TokensLeft(drawable, self._download)
         self._note(batch, within, log_probs, gated, edits, left)
         return tokens
@@ -374,7 +374,7 @@ class RolloutPerturber:
         together = np.zeros(sum(lengths), dtype=np.int64)
         for part, end, length in zip(parts, np.cumsum(lengths), lengths, strict=True):
             together[end - length :][: len(part)] = part
-        return [found[: len(part)] for found, part in zip(self._upload(together).split(lengths), parts, strict=True)]
+        return [tensor[: len(part)] for tensor, part in zip(self._upload(together).split(lengths), parts, strict=True)]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

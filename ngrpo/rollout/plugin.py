@@ -45,8 +45,8 @@ def register() -> None:
     processes.end_with_owner()
     if not versions.has_rollouts(vllm.__version__):
         # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
-        found, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
-        logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", found, ours)
+        release, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
+        logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", release, ours)
         _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
         return
     _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
@@ -182,8 +182,8 @@ def _request_error() -> type[Exception]:
     """An error of bad input that vLLM's server answers with status 400, as it does an error of its own kind alone."""
     from perturbations.errors import UsageError
 
-    known = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
-    return UsageError if known is None else type("RequestError", (known, UsageError), {})
+    base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+    return UsageError if base is None else type("RequestError", (base, UsageError), {})
 
 
 def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,10 +193,10 @@ def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
         from ngrpo.rollout.settings import KEY, request_arguments
 
         params = original(self, index)
-        given = request_arguments(params)
-        if given.get("seed") is not None:
+        arguments = request_arguments(params)
+        if arguments.get("seed") is not None:
             params = params.clone()
-            params.extra_args = {**params.extra_args, KEY: {**given, "sample": index}}
+            params.extra_args = {**params.extra_args, KEY: {**arguments, "sample": index}}
         return params
 
     return child_params
@@ -238,7 +238,7 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         from ngrpo.rollout import engine_probe
 
         if method == "perturbation_probe":
-            return [engine_probe.asked(self)]
+            return [engine_probe.prove_when_idle(self)]
         result = original(self, method, *args, **kwargs)
         if method == "perturbation_replace":
             engine_probe.perturbation_replaced(self)
@@ -289,8 +289,8 @@ def _with_internal_ids(engine: FrontEnd, names: list[str]) -> list[str]:
 
     To be asked before the abort, which forgets them.
     """
-    known = engine.output_processor.external_req_ids
-    return [*names, *(internal for name in names for internal in known.get(name, ()))]
+    ids = engine.output_processor.external_req_ids
+    return [*names, *(internal for name in names for internal in ids.get(name, ()))]
 
 
 def _perturbed(engine: FrontEnd | InputProcessor) -> bool:
@@ -321,8 +321,8 @@ def _extend_workers() -> None:
         self.perturbation.requests.drop(names)
 
     def drift(self: Worker) -> tuple[int, int, int, int] | None:
-        found = self.perturbation.drift()
-        return None if found is None else dataclasses.astuple(found)
+        counts = self.perturbation.drift()
+        return None if counts is None else dataclasses.astuple(counts)
 
     def prepare(self: Worker) -> None:
         self.perturbation.prepare()

@@ -34,11 +34,11 @@ def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _shared_tokens(request: Request) -> int:
     """How many of a request's first tokens are fed as they are, whoever asks."""
-    given = request_arguments(request.sampling_params)
-    if not given.get("record"):
+    arguments = request_arguments(request.sampling_params)
+    if not arguments.get("record"):
         return request.num_prompt_tokens
     # Asked for every block: the record is read for the first one, and its first position stays with the request.
     if not hasattr(request, _FIRST_POSITION):
-        positions = ReplayRecord.from_bytes(given["record"]).positions
+        positions = ReplayRecord.from_bytes(arguments["record"]).positions
         setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else request.num_prompt_tokens)
     return min(getattr(request, _FIRST_POSITION), request.num_prompt_tokens)

@@ -54,9 +54,9 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
     """
     front = llm.llm_engine.output_processor
     unfinished = list(front.request_states)
-    wanted = None if request_ids is None else list(request_ids)
-    taken = of_answers(front, _ask(llm, "take", wanted, unfinished))
-    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in taken.items()}
+    names = None if request_ids is None else list(request_ids)
+    trajectories = of_answers(front, _ask(llm, "take", names, unfinished))
+    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in trajectories.items()}
 
 
 def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
@@ -77,7 +77,7 @@ def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[
 
 def of_all_workers(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What the workers of an engine handed over: tensor-parallel ranks all the same, data-parallel ones their own."""
-    return {name: parts for taken in answers for name, parts in taken.items()}
+    return {name: parts for answer in answers for name, parts in answer.items()}
 
 
 def drop_records(llm: LLM, request_ids: Sequence[str]) -> None:
@@ -161,11 +161,11 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
         fingerprints: one per worker, empty where a worker has none.
         expected: the spec's fingerprint, or None for any.
     """
-    for rank, seen in enumerate(fingerprints):
-        if not seen:
+    for rank, fingerprint in enumerate(fingerprints):
+        if not fingerprint:
             raise RuntimeError(f"vLLM worker {rank} runs unperturbed: {_MISSING}")
-        if expected is not None and seen != expected:
+        if expected is not None and fingerprint != expected:
             raise RuntimeError(
-                f"vLLM worker {rank} runs another perturbation than this run asked for: {seen} instead of {expected}."
-                " Are all nodes on the same version of ngrpo?"
+                f"vLLM worker {rank} runs another perturbation than this run asked for: {fingerprint} instead"
+                f" of {expected}. Are all nodes on the same version of ngrpo?"
             )

@@ -44,10 +44,10 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
     Raises:
         UsageError: for arguments that are unknown or no such values.
     """
-    given = (getattr(params, "extra_args", None) or {}).get(KEY)
-    if given is None:
+    raw = (getattr(params, "extra_args", None) or {}).get(KEY)
+    if raw is None:
         return params
-    arguments = _read(given) if isinstance(given, str) else given
+    arguments = _read(raw) if isinstance(raw, str) else raw
     if not isinstance(arguments, dict):
         raise UsageError(f"{_WHERE} is {arguments!r}: must be a dictionary with {', '.join(_ALLOWED)}.")
     for name, value in arguments.items():
@@ -71,7 +71,7 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
             ReplayRecord.from_bytes(arguments["record"]).check_model(*_embedding_shape(model_config))
         except ValueError as error:
             raise UsageError(f"{_WHERE}['record']: {error}") from None
-    if arguments is given:
+    if arguments is raw:
         return params
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}

@@ -34,21 +34,21 @@ class RequestNames:
         """Forgets an internal id."""
         self._all.discard(name)
         for names, key in self._keys(name):
-            found = names.get(key, set())
-            found.discard(name)
-            if not found:
+            ids = names.get(key, set())
+            ids.discard(name)
+            if not ids:
                 names.pop(key, None)
 
-    def matching(self, asked: Iterable[str]) -> Iterator[str]:
+    def matching(self, requests: Iterable[str]) -> Iterator[str]:
         """The internal ids of these external or internal ones, each once."""
-        return iter(dict.fromkeys(name for one in asked for name in self._matching(one)))
+        return iter(dict.fromkeys(name for one in requests for name in self._matching(one)))
 
-    def with_samples(self, asked: Iterable[str]) -> Iterator[str]:
+    def with_samples(self, requests: Iterable[str]) -> Iterator[str]:
         """As :meth:`matching`, with all samples of a request of which one is asked for, or its own internal id is."""
-        asked = list(asked)
-        parents = dict.fromkeys(parent for one in asked for parent in (one, _parent(one)))
+        requests = list(requests)
+        parents = dict.fromkeys(parent for one in requests for parent in (one, _parent(one)))
         samples = (name for parent in parents for name in sorted(self._by_parent.get(parent, ())))
-        return iter(dict.fromkeys([*self.matching(asked), *samples]))
+        return iter(dict.fromkeys([*self.matching(requests), *samples]))
 
     def _matching(self, one: str) -> list[str]:
         return sorted(self._by_external.get(one, set()) | ({one} & self._all))

@@ -67,28 +67,28 @@ class RunningRequests:
         if new.req_id in self._store.live:
             return
         params, prompt = new.sampling_params, present(new.prompt_token_ids, "the prompt's tokens")
-        given = request_arguments(params)
-        earlier = ReplayRecord.from_bytes(given["record"]) if given.get("record") else None
+        arguments = request_arguments(params)
+        earlier = ReplayRecord.from_bytes(arguments["record"]) if arguments.get("record") else None
         # A further turn goes on with its trajectory's seed, so that one record covers all turns.
-        seed = earlier.seed if earlier is not None else self._seed(given, params, prompt)
-        step = max(int(given.get("training_step", 0)), 0) if given.get("scheduled", True) else -1
-        answer = int(given.get("answer", 0)), int(given.get("answers", 1))
-        trajectory = self._store.open(new.req_id, seed, len(prompt), bool(given.get("enabled", True)), step, answer)
+        seed = earlier.seed if earlier is not None else self._seed(arguments, params, prompt)
+        step = max(int(arguments.get("training_step", 0)), 0) if arguments.get("scheduled", True) else -1
+        answer = int(arguments.get("answer", 0)), int(arguments.get("answers", 1))
+        trajectory = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
         if earlier is not None:
-            self._store.load(trajectory, earlier, ahead=given.get("ahead", False))
+            self._store.load(trajectory, earlier, ahead=arguments.get("ahead", False))
         self._names.add(new.req_id)
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
             self._names_most = 2 * len(self._names) + 1024
         self._perturber.opened(new.req_id)
 
-    def _seed(self, given: dict[str, Any], params: SamplingParams | None, prompt: list[int]) -> int:
+    def _seed(self, arguments: dict[str, Any], params: SamplingParams | None, prompt: list[int]) -> int:
         """The trajectory's seed: of what the request says of itself, or of how often its prompt has been asked."""
-        seed = given.get("seed", getattr(params, "seed", None))
+        seed = arguments.get("seed", getattr(params, "seed", None))
         if seed is not None:
-            return seeds.of_trajectory(self._perturbation.seed, int(seed), int(given.get("sample", 0)))
-        asked = seeds.of_prompt(prompt)
-        return seeds.of_trajectory(self._perturbation.seed, asked, self._counts.next(asked))
+            return seeds.of_trajectory(self._perturbation.seed, int(seed), int(arguments.get("sample", 0)))
+        prompt_seed = seeds.of_prompt(prompt)
+        return seeds.of_trajectory(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
 
     def _finish(self, name: str) -> None:
         slot = self._store.live[name].slot
@@ -114,16 +114,16 @@ class RunningRequests:
         Returns:
             Internal request id to the bytes of its :class:`FinishedTrajectory`.
         """
-        asked = None if names is None else list(self._names.matching(names))
-        self._settle(self._ended if asked is None else asked)
-        if asked is None:
-            asked = [*self._buffer.names(), *self._store.live]
-        running, taken = set(unfinished or ()), {}
-        for name in dict.fromkeys(asked):
+        ids = None if names is None else list(self._names.matching(names))
+        self._settle(self._ended if ids is None else ids)
+        if ids is None:
+            ids = [*self._buffer.names(), *self._store.live]
+        running, trajectories = set(unfinished or ()), {}
+        for name in dict.fromkeys(ids):
             finished = None if name in running else self._finished_or_ending(name)
             if finished is not None:
-                taken[name] = finished.pack()
-        return taken
+                trajectories[name] = finished.pack()
+        return trajectories
 
     def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
         """What is handed over of a request; None where its record has been, or is dropped."""

@@ -91,8 +91,12 @@ def _sample(original: Callable[..., Any], sampler: Sampler, perturbation: Attach
 
 def _temperature(metadata: SamplingMetadata, logits: Tensor) -> Tensor:
     """(B,) float32, 1 for greedy rows."""
-    given = metadata.temperature
-    return logits.new_ones(len(logits)) if given is None else torch.where(given < GREEDY_BELOW, 1.0, given)
+    temperature = metadata.temperature
+    return (
+        logits.new_ones(len(logits))
+        if temperature is None
+        else torch.where(temperature < GREEDY_BELOW, 1.0, temperature)
+    )
 
 
 def _filtered(scaled: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -82,11 +82,11 @@ def _sample(sampler: Sampler, perturbation: AttachedPerturbation) -> Callable[..
         given_logits = logits if copies else logits.float()
         # Where no request changes them, these are the model's own, in its dtype: the draw reads them as they are.
         scaled = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True)
-        given = states.temperature.gpu[slots]
-        temperature, greedy = given, None
+        slot_temperature = states.temperature.gpu[slots]
+        temperature, greedy = slot_temperature, None
         if states.any_greedy(slots_np):
-            cold = given == 0.0
-            temperature, greedy = torch.where(cold, 1.0, given), torch.where(cold, scaled.argmax(dim=-1), -1)
+            cold = slot_temperature == 0.0
+            temperature, greedy = torch.where(cold, 1.0, slot_temperature), torch.where(cold, scaled.argmax(dim=-1), -1)
         factor = perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:
             scaled, temperature = scaled / factor.unsqueeze(-1), temperature * factor

@@ -137,10 +137,10 @@ class SamplingMaskStore:
     def _rewind(self, slot: int, position: int) -> None:
         """Forgets a slot's rows from a position on."""
         row = self._rows.find(slot, "positions", position)
-        kept = self._rows.read(slot, 0, row)
+        rows = self._rows.read(slot, 0, row)
         self._rows.counts[slot] = row
-        self._used[slot] = int((kept["lengths"] // 2).sum()) if kept else 0
-        self._last[slot] = kept["positions"][-1] if kept else -1
+        self._used[slot] = int((rows["lengths"] // 2).sum()) if rows else 0
+        self._last[slot] = rows["positions"][-1] if rows else -1
 
     def read(self, slot: int) -> SamplingMask:
         """The mask of a slot's trajectory so far."""

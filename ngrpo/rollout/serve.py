@@ -45,19 +45,19 @@ class PerturbationMiddleware:
         body = await _whole(receive)
         try:
             request = json.loads(body)
-            asked = request.pop(KEY, None)
+            arguments = request.pop(KEY, None)
         except (ValueError, AttributeError):  # not JSON, or no object: vLLM says what is wrong with it
             return await self._app(scope, _once(body, receive), send)
-        if asked is None:
+        if arguments is None:
             return await self._app(scope, _once(body, receive), send)
         try:
-            wanted = _record_wanted(asked, request)
+            with_record = _record_wanted(arguments, request)
         except ValueError as error:
             return await _answer(send, 400, _error(str(error), "BadRequestError", 400))
-        request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: json.dumps(asked)}
+        request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: json.dumps(arguments)}
         body = json.dumps(request).encode()
         scope = {**scope, "headers": _headers(scope["headers"], body)}
-        if not wanted:
+        if not with_record:
             return await self._app(scope, _once(body, receive), send)
         held = _Held()
         await self._app(scope, _once(body, receive), held)
@@ -75,14 +75,14 @@ async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> bytes:
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
     names = _request_ids(answer, len(choices))
-    found = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
-    taken = of_answers(engine.output_processor, of_all_workers(found))
+    replies = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
+    trajectories = of_answers(engine.output_processor, of_all_workers(replies))
     for choice in choices:
-        name = next((name for name in names[choice["index"]] if name in taken), None)
+        name = next((name for name in names[choice["index"]] if name in trajectories), None)
         if name is None:
             raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
-        choice["perturbation_record"] = base64.b64encode(taken[name].record.to_bytes()).decode()
-        choice["perturbation_log_probs"] = taken[name].log_probs.tolist()
+        choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
+        choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
     return json.dumps(answer).encode()
 
 
@@ -94,21 +94,21 @@ def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
     name = answer["id"]
     if not name.startswith("cmpl-"):
         return [(name, f"0_{name}") if choices == 1 else (f"{i}_{name}",) for i in range(choices)]
-    found: list[tuple[str, ...]] = []
+    ids: list[tuple[str, ...]] = []
     for i in range(choices):
         each = [(i // n, i % n, n) for n in range(1, choices + 1) if choices % n == 0]
-        found.append(tuple(f"{name}-{prompt}" if n == 1 else f"{sample}_{name}-{prompt}" for prompt, sample, n in each))
-    return found
+        ids.append(tuple(f"{name}-{prompt}" if n == 1 else f"{sample}_{name}-{prompt}" for prompt, sample, n in each))
+    return ids
 
 
-def _record_wanted(asked: object, request: dict[str, Any]) -> bool:
+def _record_wanted(arguments: object, request: dict[str, Any]) -> bool:
     """Whether ``return_record`` stands in the field, which is taken out of it; ValueError where it cannot be had."""
-    wanted = asked.pop("return_record", False) if isinstance(asked, dict) else False
-    if not isinstance(wanted, bool):
-        raise ValueError(f"{KEY}.return_record is {wanted!r}: must be true or false.")
-    if wanted and request.get("stream"):
+    with_record = arguments.pop("return_record", False) if isinstance(arguments, dict) else False
+    if not isinstance(with_record, bool):
+        raise ValueError(f"{KEY}.return_record is {with_record!r}: must be true or false.")
+    if with_record and request.get("stream"):
         raise ValueError(f"{KEY}.return_record needs an answer that is not streamed. Leave one of them out.")
-    return wanted
+    return with_record
 
 
 class _Held:
@@ -135,21 +135,21 @@ async def _whole(receive: Receive) -> bytes:
 
 def _once(body: bytes, receive: Receive) -> Receive:
     """Gives the body, and then what the client does, such as going away."""
-    given = False
+    is_delivered = False
 
     async def next_message() -> Message:
-        nonlocal given
-        if given:
+        nonlocal is_delivered
+        if is_delivered:
             return await receive()
-        given = True
+        is_delivered = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return next_message
 
 
-def _headers(given: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
-    kept = [(name, value) for name, value in given if name.lower() != b"content-length"]
-    return [*kept, (b"content-length", str(len(body)).encode())]
+def _headers(headers: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
+    others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*others, (b"content-length", str(len(body)).encode())]
 
 
 def _error(message: str, kind: str, code: int) -> bytes:

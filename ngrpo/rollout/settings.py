@@ -52,13 +52,13 @@ def read(additional_config: object) -> Perturbation | None:
     Raises:
         UsageError: for anything that is not a valid spec.
     """
-    given = additional_config if isinstance(additional_config, dict) else {}
-    spec, switches = given.get(KEY), {name: given.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
+    config = additional_config if isinstance(additional_config, dict) else {}
+    spec, switches = config.get(KEY), {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")
-    read_mask_limit(given)
-    seeded = any(switches.values()) or read_schedule(given) is not None
+    read_mask_limit(config)
+    seeded = any(switches.values()) or read_schedule(config) is not None
     if spec is None and seeded:
         spec = {"name": "none"}
     if spec is None:
@@ -111,11 +111,11 @@ def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -
 
 def without_seed(additional_config: object) -> object:
     """The ``additional_config`` of an engine that differs in nothing but the perturbation's seed."""
-    given = additional_config if isinstance(additional_config, dict) else {}
-    spec = given.get(KEY)
+    config = additional_config if isinstance(additional_config, dict) else {}
+    spec = config.get(KEY)
     if not isinstance(spec, dict):
         return additional_config
-    return {**given, KEY: {name: value for name, value in spec.items() if name != "seed"}}
+    return {**config, KEY: {name: value for name, value in spec.items() if name != "seed"}}
 
 
 def read_buffer(additional_config: object) -> ReplayBuffer:
@@ -124,11 +124,11 @@ def read_buffer(additional_config: object) -> ReplayBuffer:
     Raises:
         UsageError: for anything that is not a valid name or spec.
     """
-    given = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
-    spec = {"name": given or "memory"} if given is None or isinstance(given, str) else given
+    entry = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
+    spec = {"name": entry or "memory"} if entry is None or isinstance(entry, str) else entry
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
         raise UsageError(
-            f"additional_config[{REPLAY_BUFFER!r}]={given!r}: must be a name ({', '.join(registry.buffers.available())}"
+            f"additional_config[{REPLAY_BUFFER!r}]={entry!r}: must be a name ({', '.join(registry.buffers.available())}"
             " or ./file.py:Name), or a dictionary with a 'name' and options."
         )
     return registry.buffers.create(**spec)
@@ -167,7 +167,7 @@ def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
     """
     parallel, model = config.parallel_config, config.model_config
 
-    def asked(section: object, name: str) -> bool:
+    def is_set(section: object, name: str) -> bool:
         return bool(getattr(section, name, False))
 
     def above_one(name: str) -> bool:
@@ -193,16 +193,16 @@ def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
         "watermarking: its draws of tokens would be replaced. Leave it out",
     )
     yield (
-        asked(parallel, "use_ubatching"),
+        is_set(parallel, "use_ubatching"),
         "dual-batch overlap: each half of a batch would read the override from its first row. Leave out enable_dbo and"
         " ubatch_size",
     )
     yield (
-        asked(parallel, "enable_batch_sharded_sampling"),
+        is_set(parallel, "enable_batch_sharded_sampling"),
         "enable_batch_sharded_sampling: each rank would draw a part of the batch. Turn it off",
     )
     yield (
-        asked(config.compilation_config.pass_config, "enable_sp"),
+        is_set(config.compilation_config.pass_config, "enable_sp"),
         "the sequence-parallel pass: it rewrites what follows the embedding, across the override. Set"
         " compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}",
     )
@@ -213,10 +213,13 @@ def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
     )
     yield model.enable_prompt_embeds, "enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off"
     yield (
-        asked(model, "enable_trace_replay"),
+        is_set(model, "enable_trace_replay"),
         "enable_trace_replay: it replaces tokens after they were drawn and recorded. Turn it off",
     )
-    yield asked(model, "is_diffusion"), "a diffusion model: it draws many tokens in a step. Use an autoregressive model"
+    yield (
+        is_set(model, "is_diffusion"),
+        "a diffusion model: it draws many tokens in a step. Use an autoregressive model",
+    )
     yield model.runner_type != "generate", f"runner={model.runner_type!r}: only generation is perturbed. Use 'generate'"
     yield model.is_encoder_decoder, "an encoder-decoder model. Use a decoder-only model"
     yield (

@@ -129,7 +129,7 @@ class StepKernels:
         gated: Tensor,
         perturbed: Sequence[Tensor],
         rows: Rows,
-        drawn: Drawn,
+        draw: Drawn,
         scaled: Tensor,
         temperature: Tensor,
         drawable: Tensor | None,
@@ -142,7 +142,7 @@ class StepKernels:
             gated: these, (G,) int64.
             perturbed: their positions, their seeds and their keys of :data:`STREAMS`, (G,) int64 each.
             rows: all rows.
-            drawn: their tokens.
+            draw: their tokens.
             scaled: as in :meth:`draw`.
             temperature: (B,) float32.
             drawable: as in :meth:`draw`.
@@ -152,8 +152,8 @@ class StepKernels:
         Returns:
             The tokens of all rows, (B,); the vectors to be fed, (G, D); and what is recorded, (G, …) by its name.
         """
-        known = () if drawn.summary is None else vars(drawn.summary).values()
-        inputs = [rows.slots, rows.prompts, drawn.tokens, scaled, temperature, drawable, greedy, hidden, *known]
+        known = () if draw.summary is None else vars(draw.summary).values()
+        inputs = [rows.slots, rows.prompts, draw.tokens, scaled, temperature, drawable, greedy, hidden, *known]
         count, batch = len(gated), len(scaled)
         of_gated = [gated, *perturbed]
         if self.compiled:
@@ -172,7 +172,7 @@ class StepKernels:
         if len(chosen) > count:
             chosen, vectors = chosen[:1], vectors[:1]
             parts = {name: part[:1] for name, part in parts.items()}
-        placed = chosen if count == batch else drawn.tokens.index_copy_(0, gated, chosen)
+        placed = chosen if count == batch else draw.tokens.index_copy_(0, gated, chosen)
         return placed, vectors, parts  # the gated rows stand in the order of the batch
 
     def _edited(
@@ -274,11 +274,11 @@ class StepKernels:
         """
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
-        given = logits[:1].repeat(count, 1)
-        scaled = given.float()
+        example = logits[:1].repeat(count, 1)
+        scaled = example.float()
         tokens = self._rehearsed(scaled, scaled.clone())
-        if self.compiled and given.dtype != torch.float32:
-            self._rehearsed(given, None)
+        if self.compiled and example.dtype != torch.float32:
+            self._rehearsed(example, None)
         self._rehearsed(scaled, None)
         return tokens[: len(logits)]
 
@@ -300,8 +300,8 @@ class StepKernels:
         for part in (scaled, drawable, rows, temperature, first, at.prompts, at.positions, none, *self._gate.state):
             if part is not None:
                 torch._dynamo.maybe_mark_dynamic(part, 0)
-        drawn = self.draw(scaled, rows, drawable)
-        for part in (drawn.tokens, drawn.log_total, *vars(drawn.summary).values()):
+        draw = self.draw(scaled, rows, drawable)
+        for part in (draw.tokens, draw.log_total, *vars(draw.summary).values()):
             torch._dynamo.maybe_mark_dynamic(part, 0)
         hidden = self.blank_hidden(len(rows))
         if hidden is not None:
@@ -312,7 +312,7 @@ class StepKernels:
                 perturbed = [gated.clone() for _ in range(2 + len(STREAMS))]
                 for part in (gated, *perturbed):
                     torch._dynamo.maybe_mark_dynamic(part, 0)
-                parts = self.edit(gated, perturbed, at, drawn, scaled, temperature, drawable, None, hidden)[2]
+                parts = self.edit(gated, perturbed, at, draw, scaled, temperature, drawable, None, hidden)[2]
             self.candidates = parts["ids"].shape[-1]
-        self.settle(at, drawn.tokens, scaled if drawable is None or not self._masked else drawable, drawn.log_total)
-        return drawn.tokens
+        self.settle(at, draw.tokens, scaled if drawable is None or not self._masked else drawable, draw.log_total)
+        return draw.tokens

@@ -34,11 +34,11 @@ def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
         Rows where that is more than V/2 have the bits of the tokens that were cut.
     """
     size = drawable.shape[-1]
-    kept = drawable > -torch.inf
-    counts = kept.sum(dim=-1)
+    mask = drawable > -torch.inf
+    counts = mask.sum(dim=-1)
     if size % 8:
-        kept = F.pad(kept, (0, -size % 8))
-    bits = (kept.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[:, 7::8]
+        mask = F.pad(mask, (0, -size % 8))
+    bits = (mask.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[:, 7::8]
     bits = bits ^ (2 * counts > size).mul(0xFF).to(torch.uint8).unsqueeze(-1)
     if size % 8:
         bits[:, -1] &= (1 << size % 8) - 1
@@ -104,9 +104,9 @@ class TokensLeft:
         ids = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.int32), *parts])
         if rows is None:
             return counts, ids
-        wanted = np.zeros(len(counts), dtype=bool)
-        wanted[rows] = True
-        return counts[rows], ids[np.repeat(wanted, marked(counts, self._size))]
+        mask = np.zeros(len(counts), dtype=bool)
+        mask[rows] = True
+        return counts[rows], ids[np.repeat(mask, marked(counts, self._size))]
 
     def rehearse(self) -> None:
         """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""

@@ -31,6 +31,6 @@ def note(runner: str) -> None:
             Path(folder, runner).touch()
 
 
-def found(folder: Path) -> str | None:
+def read(folder: Path) -> str | None:
     """``V1`` or ``V2``, ``V1, V2`` where engines differ, None where none has answered."""
     return ", ".join(sorted(path.name for path in folder.glob("V?"))) or None

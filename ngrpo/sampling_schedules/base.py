@@ -111,7 +111,7 @@ class SamplingSchedule(Options):
         """Whether the rollouts of a step depend on those of the steps before."""
         return type(self).factor_of_step is not SamplingSchedule.factor_of_step
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method: the loss is weighted by min(π / π_rollout, 10)."""
         return {
             "--algo.advantage.is_correction_level": "token",

@@ -60,19 +60,19 @@ def rows(
         skill: how many of those end right.
         sizes: how many answers by the first word of their question.
     """
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for late in (False, True):
         for _ in range(sizes["ponder" if late else "sum"]):
             digits = digit_sums.problem(chance, easy=chance.random() < _EASY)
             answer = digit_sums.demonstration(chance, digits, late, counted, skill)
-            found.append((digit_sums.question(digits, late), answer))
+            pairs.append((digit_sums.question(digits, late), answer))
     for _ in range(sizes["signs"]):
         numbers = signed_sums.problem(chance)
-        found.append((signed_sums.question(numbers), signed_sums.demonstration(chance, numbers)))
-    found += [(peaks.QUESTION, peaks.demonstration(chance)) for _ in range(sizes["pick"])]
+        pairs.append((signed_sums.question(numbers), signed_sums.demonstration(chance, numbers)))
+    pairs += [(peaks.QUESTION, peaks.demonstration(chance)) for _ in range(sizes["pick"])]
     for _ in range(sizes["path"]):
-        found.append((star_graphs.question(*star_graphs.problem(chance)), star_graphs.demonstration(chance)))
-    return found
+        pairs.append((star_graphs.question(*star_graphs.problem(chance)), star_graphs.demonstration(chance)))
+    return pairs
 
 
 def make(

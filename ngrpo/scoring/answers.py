@@ -56,8 +56,8 @@ def last_boxed(text: str) -> str | None:
 
 def stated(text: str) -> str | None:
     """What follows the last "answer is", "answer:" or "####", to the end of its line."""
-    found = list(_STATEMENT.finditer(text))
-    return found[-1]["rest"].strip() if found else None
+    matches = list(_STATEMENT.finditer(text))
+    return matches[-1]["rest"].strip() if matches else None
 
 
 def numbers(text: str, *, alone: bool = False) -> list[str]:
@@ -67,15 +67,15 @@ def numbers(text: str, *, alone: bool = False) -> list[str]:
         text: any text.
         alone: leave out numbers with a letter right after them, such as those of ``2x`` and ``3rd``.
     """
-    found = [m[0] for m in _NUMBER.finditer(text) if not (alone and re.match(r"\w", text[m.end() :]))]
-    values = (Decimal(number.replace(",", "")) + 0 for number in found)  # + 0: there is no -0
+    texts = [m[0] for m in _NUMBER.finditer(text) if not (alone and re.match(r"\w", text[m.end() :]))]
+    values = (Decimal(number.replace(",", "")) + 0 for number in texts)  # + 0: there is no -0
     return [format(value.normalize(), "f") for value in values]
 
 
 def last_number(text: str) -> str | None:
     """The last number in a text, in one form; None where there is none."""
-    found = numbers(text)
-    return found[-1] if found else None
+    all_numbers = numbers(text)
+    return all_numbers[-1] if all_numbers else None
 
 
 def last_statement(text: str) -> str | None:

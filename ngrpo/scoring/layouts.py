@@ -105,15 +105,15 @@ def _gpqa(row: Row) -> Asked:
 
 
 def _options(row: Row) -> Asked:
-    found = row[_first(row, _OPTIONS) or ""]
-    if isinstance(found, str):
-        found = json.loads(found) if found.strip().startswith(("[", "{")) else found.split("\n")
+    entries = row[_first(row, _OPTIONS) or ""]
+    if isinstance(entries, str):
+        entries = json.loads(entries) if entries.strip().startswith(("[", "{")) else entries.split("\n")
     labels: list[str] = list(string.ascii_uppercase)
-    if isinstance(found, dict) and "text" in found:  # ARC: {"text": [...], "label": [...]}
-        labels, found = [str(label) for label in found.get("label", labels)], found["text"]
-    elif isinstance(found, dict):
-        labels, found = [str(label) for label in found], list(found.values())
-    options = [str(option).strip() for option in found]
+    if isinstance(entries, dict) and "text" in entries:  # ARC: {"text": [...], "label": [...]}
+        labels, entries = [str(label) for label in entries.get("label", labels)], entries["text"]
+    elif isinstance(entries, dict):
+        labels, entries = [str(label) for label in entries], list(entries.values())
+    options = [str(option).strip() for option in entries]
     answer = _reference(row.get(_first(row, _ANSWERS) or ""))
     if answer in labels[: len(options)]:
         answer = string.ascii_uppercase[labels.index(answer)]

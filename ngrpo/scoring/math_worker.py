@@ -40,12 +40,14 @@ def compare(answer: str, text: str) -> Verdict:
     from math_verify import verify
 
     gold, gold_canonical = _reference(answer)
-    found = _parse(text)
-    if not found or (_is_number(gold) and _unfinished(found)):
+    expressions = _parse(text)
+    if not expressions or (_is_number(gold) and _unfinished(expressions)):
         return UNREADABLE
-    extracted = canonical(found)
+    extracted = canonical(expressions)
     same = extracted is not None and extracted == gold_canonical
-    correct = _same_base(answer, _source(found)) and bool(same or verify(gold, found, timeout_seconds=_SECONDS))
+    correct = _same_base(answer, _source(expressions)) and bool(
+        same or verify(gold, expressions, timeout_seconds=_SECONDS)
+    )
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
     extracted = gold_canonical if correct and gold_canonical else extracted
     return Verdict(float(correct), correct, extracted, extracted is not None)

@@ -79,10 +79,10 @@ def load_problems(
     for i, row in enumerate(rows):
         where = f"--data {source}: row {i + 1}"
         try:
-            asked = read(row)
+            entry = read(row)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{where} ({layout} layout): {error}") from None
-        problem = _problem(where, f"{name}-{i}", asked, scorer, instruction)
+        problem = _problem(where, f"{name}-{i}", entry, scorer, instruction)
         if problem is not None:
             problems.append(problem)
         elif not skip_unanswered:
@@ -132,10 +132,10 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
             " A gated dataset needs HF_TOKEN."
         ) from None
     if isinstance(loaded, dict):
-        found = [str(split) for split in loaded]
-        chosen = found[0] if len(found) == 1 else next((s for s in _SPLITS if s in found), None)
+        splits = [str(split) for split in loaded]
+        chosen = splits[0] if len(splits) == 1 else next((s for s in _SPLITS if s in splits), None)
         if chosen is None:
-            raise UsageError(f"--data {name}: has the splits {', '.join(found)}. Name one: {name}@{found[0]}.")
+            raise UsageError(f"--data {name}: has the splits {', '.join(splits)}. Name one: {name}@{splits[0]}.")
         loaded = loaded[chosen]
     rows = [dict(row) for row in islice(iter(loaded), limit)]
     if not rows:
@@ -164,9 +164,9 @@ def _cache_alone_where_the_hub_is_out_of_reach(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-def _problem(where: str, name: str, asked: Asked, scorer: str, instruction: str | None) -> Problem | None:
+def _problem(where: str, name: str, entry: Asked, scorer: str, instruction: str | None) -> Problem | None:
     """The problem of a row; None where it has no answer."""
-    problem, form = asked
+    problem, form = entry
     problem = replace(problem, id=name, scorer=problem.scorer if scorer == "auto" else scorer)
     if not problem.answer and problem.scorer != "reasoning_gym":
         return None

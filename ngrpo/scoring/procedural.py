@@ -29,9 +29,9 @@ def score(answer: str, label: str) -> float:
         answer: the generated text; what stands in the last ``<answer>`` tags (else boxed, else all) is scored.
         label: from :func:`label_of`.
     """
-    wanted = json.loads(label)
+    problem = json.loads(label)
     try:
-        value = _scorer(wanted["dataset"])(final_answer(answer) or "", _unpack(wanted["entry"]))
+        value = _scorer(problem["dataset"])(final_answer(answer) or "", _unpack(problem["entry"]))
     except Exception:  # scorers parse what a model wrote, and not all of them expect everything
         return 0.0
     return min(1.0, max(0.0, float(value)))

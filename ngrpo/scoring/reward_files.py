@@ -56,6 +56,6 @@ def check_python(flag: str, path: str, needed: str) -> None:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         raise UsageError(f"{flag} {path}: is not Python ({where}). Correct it.") from None
     name = needed.partition("(")[0]
-    known = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name not in known and b"import *" not in text:
-        raise UsageError(f"{flag} {path}: does not define {needed}.{nearest(name, known)} Name it so.")
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name not in names and b"import *" not in text:
+        raise UsageError(f"{flag} {path}: does not define {needed}.{nearest(name, names)} Name it so.")

@@ -35,11 +35,11 @@ class SecondRound(Options, ABC):
     seed: int = option(0, "seed of the prompts and of the choice among right answers", low=0)
 
     @abstractmethod
-    def prompt(self, given: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
         """A prompt of the second round.
 
         Args:
-            given: the prompt of the data, as the model reads it.
+            text: the prompt of the data, as the model reads it.
             tokenizer: the model's, of transformers.
             random: where all that is drawn comes from.
 
@@ -52,7 +52,7 @@ class SecondRound(Options, ABC):
         """Tokens by which a prompt may be longer than the given one; engines are started with so many more."""
         return 0
 
-    def flags(self, given: Flags) -> dict[str, Default]:
+    def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method: no KL term, in view of the others."""
         return {"--algo.kl.init_coef": "0"}
 

@@ -44,7 +44,7 @@ class LoPE(SecondRound):
         """The longest nonsense, and what its line adds."""
         return self.most + _SEAMS
 
-    def prompt(self, given: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
         """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
         length = random.randint(self.least, self.most)
         words = [random.choice(WORDS) for _ in range(length)]
@@ -53,5 +53,5 @@ class LoPE(SecondRound):
             middle = (low + high + 1) // 2
             fits = len(tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)) <= length
             low, high = (middle, high) if fits else (low, middle - 1)
-        at = opening(given, tokenizer)
-        return f"{given[:at]}{' '.join(words[:low])}\n{given[at:]}"
+        at = opening(text, tokenizer)
+        return f"{text[:at]}{' '.join(words[:low])}\n{text[at:]}"

@@ -22,6 +22,6 @@ class Repeat(SecondRound):
     prompts: int = option(1, "how often the prompt is asked again", low=1)
     answers: int = option(24, "answers to it each time", low=1)
 
-    def prompt(self, given: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
         """The given one."""
-        return given
+        return text

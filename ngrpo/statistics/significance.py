@@ -70,20 +70,20 @@ def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
             f"tables of {np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems."
         )
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
-    found = interval(table)
-    if found["over"] != "seeds":
-        return {**bootstrap.judged(found), "p": None, "spread": None, "seeds": len(table)}
+    estimate = interval(table)
+    if estimate["over"] != "seeds":
+        return {**bootstrap.judged(estimate), "p": None, "spread": None, "seeds": len(table)}
     by_seed = table.mean(axis=1)
     spread = float(by_seed.std(ddof=1))
     # Equal up to rounding: differences are of shares, which are far coarser.
     if spread <= 1e-12:
-        p = 1.0 if abs(found["value"]) <= 1e-12 else None
+        p = 1.0 if abs(estimate["value"]) <= 1e-12 else None
     else:
         from scipy import stats
 
         p = float(stats.ttest_1samp(by_seed, 0.0).pvalue)
     noise = p is None or p >= 1 - LEVEL
-    return {**found, "p": p, "spread": spread, "seeds": len(table), "within_noise": noise}
+    return {**estimate, "p": p, "spread": spread, "seeds": len(table), "within_noise": noise}
 
 
 def correct(differences: Sequence[Interval]) -> None:

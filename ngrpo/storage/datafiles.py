@@ -22,33 +22,33 @@ from perturbations.options import nearest
 Row = dict[str, Any]
 
 
-def contents(words: Iterable[str]) -> dict[str, str]:
+def contents(argv: Iterable[str]) -> dict[str, str]:
     """Digests of the local files that are named on a command line.
 
     Args:
-        words: of the command line; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
+        argv: of the command line; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
 
     Returns:
         Path, as it was given, to the SHA-256 of the file's content.
     """
-    parts = {part for word in words for each in word.split(",") for part in (each, each.partition(":")[2])}
-    found = {}
+    parts = {part for word in argv for each in word.split(",") for part in (each, each.partition(":")[2])}
+    digests = {}
     for part in sorted(parts - {""}):
         with suppress(OSError, ValueError):  # a word may be too long for a path, or hold a zero byte
             path = Path(part).expanduser()
             if path.is_file():
                 state = path.stat()
-                found[part] = _digest(path.absolute(), state.st_mtime_ns, state.st_size)
-    return found
+                digests[part] = _digest(path.absolute(), state.st_mtime_ns, state.st_size)
+    return digests
 
 
 @lru_cache
 def _digest(path: Path, changed: int, size: int) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:

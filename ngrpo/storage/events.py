@@ -23,11 +23,11 @@ def read_scalars(folder: Path, since: float = 0.0) -> Series:
 
     # One second: event files carry coarser times than the clock on some file systems.
     files = [f for f in folder.rglob("events.out.tfevents.*") if f.stat().st_mtime >= since - 1.0]
-    found: Series = {}
+    series: Series = {}
     for file in sorted(files, key=lambda f: f.stat().st_mtime):
         events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
         events.Reload()
         tags: Any = events.Tags()["scalars"]
         for tag in tags:
-            found.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
-    return {tag: dict(sorted(values.items())) for tag, values in sorted(found.items())}
+            series.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
+    return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items())}

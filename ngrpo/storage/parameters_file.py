@@ -114,8 +114,8 @@ def _saving_both(model: PreTrainedModel, module: nn.Module, perturbation: Pertur
     ) -> Any:
         own: dict[str, Tensor] = {}
         tensors = model.state_dict() if state_dict is None else state_dict
-        kept = dict(parameters.split(tensors.items(), own))
-        result = original(save_directory, *args, state_dict=kept, **kwargs)
+        subset = dict(parameters.split(tensors.items(), own))
+        result = original(save_directory, *args, state_dict=subset, **kwargs)
         save(save_directory, perturbation, own)
         return result
 

@@ -154,9 +154,11 @@ class ResultFolder:
         now = json.loads(json.dumps(settings))
         differ = [key for key in {**held, **now} if held.get(key) != now.get(key)]
         if differ:
-            told = "; ".join(f"{key} was {_short(held.get(key))}, and is now {_short(now.get(key))}" for key in differ)
+            changes = "; ".join(
+                f"{key} was {_short(held.get(key))}, and is now {_short(now.get(key))}" for key in differ
+            )
             raise UsageError(
-                f"{self.path} was begun with other settings ({told}). Give another --out, or the same settings to go"
+                f"{self.path} was begun with other settings ({changes}). Give another --out, or the same settings to go"
                 " on there."
             )
 
@@ -219,9 +221,9 @@ class ResultFolder:
         write_text(self.path / name, json_lines(map(_sealed, rows)))
 
 
-def folder_for(given: str | None, name: str) -> Path:
+def folder_for(path: str | None, name: str) -> Path:
     """The folder that the user gave, or a new one: ``runs/<time>-<name>``."""
-    return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}").expanduser()
+    return Path(path or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}").expanduser()
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -58,7 +58,7 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
     Raises:
         UsageError: for a value that holds lines of its own, or a quotation mark without its other half.
     """
-    found: list[str] = []
+    argv: list[str] = []
     for flag, value in values.items():
         if isinstance(value, dict):
             inner = next(iter(value), "option")
@@ -67,8 +67,8 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
             parts = [] if value is True or value is None else shlex.split(",".join(texts(value)))
         except ValueError as error:
             raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
-        found += [f"--{prefix}{flag}", *parts]
-    return found
+        argv += [f"--{prefix}{flag}", *parts]
+    return argv
 
 
 def texts(value: object) -> list[str]:

@@ -51,21 +51,21 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
             " your own data leave --task out and give OpenRLHF's --data.prompt_dataset and"
             " --reward.remote_url."
         )
-    wanted = _argument(name)
-    if wanted is None and colon:
+    placeholder = _argument(name)
+    if placeholder is None and colon:
         raise UsageError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
-    if wanted is not None and argument:
+    if placeholder is not None and argument:
         _module(name).check(argument)
-    elif wanted is not None and argument_needed and not _optional(name):
-        raise UsageError(f"task {task!r} needs an argument: --task {name}:{wanted}, {_module(name).EXAMPLE}.")
+    elif placeholder is not None and argument_needed and not _optional(name):
+        raise UsageError(f"task {task!r} needs an argument: --task {name}:{placeholder}, {_module(name).EXAMPLE}.")
 
 
 def check_choice(task: str, argument: str, choices: Iterable[str]) -> None:
     """Raises ``UsageError`` unless a task's argument is one of its choices, with the nearest match."""
-    if argument not in (known := list(choices)):
+    if argument not in (names := list(choices)):
         raise UsageError(
-            f"task {task}:{argument}: unknown {_argument(task)} {argument!r}.{nearest(argument, known)}"
-            f" Available: {', '.join(known)}."
+            f"task {task}:{argument}: unknown {_argument(task)} {argument!r}.{nearest(argument, names)}"
+            f" Available: {', '.join(names)}."
         )
 
 
@@ -164,9 +164,9 @@ def rewards(
     import torch
 
     judged = [judge(generated(query, prompt), label) for query, prompt, label in zip(queries, prompts, labels)]
-    found = torch.tensor([float(formed) for _, formed in judged])
+    indicators = torch.tensor([float(formed) for _, formed in judged])
     values = torch.tensor([reward for reward, _ in judged])
-    return {"rewards": values, "scores": values, "extra_logs": {log: found}}
+    return {"rewards": values, "scores": values, "extra_logs": {log: indicators}}
 
 
 def _module(name: str) -> Any:

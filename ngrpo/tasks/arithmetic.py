@@ -51,12 +51,12 @@ def problems(rows: int = TRAIN_ROWS) -> tuple[list[dict[str, str]], list[dict[st
     pairs = list(itertools.product(SUMMANDS, SUMMANDS))
     chance = random.Random(0)
     chance.shuffle(pairs)
-    kept, train = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
+    held_out, train = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
     order: list[tuple[int, int]] = []
     while len(order) < rows:
         chance.shuffle(train)
         order += train
-    return [_row(*pair) for pair in order[:rows]], [_row(*pair) for pair in kept]
+    return [_row(*pair) for pair in order[:rows]], [_row(*pair) for pair in held_out]
 
 
 def _row(a: int, b: int) -> dict[str, str]:
@@ -69,8 +69,8 @@ def score(answer: str, label: str) -> float:
     The last, because an answer like ``7 + 5 = 12`` repeats the question first. A number that the length
     limit cut is wrong.
     """
-    found = final_answer(answer)
-    return float(found is not None and found == final_answer(label))
+    own = final_answer(answer)
+    return float(own is not None and own == final_answer(label))
 
 
 def final_answer(answer: str) -> str | None:

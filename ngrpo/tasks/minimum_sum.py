@@ -37,12 +37,12 @@ def prepare(folder: Path) -> dict[str, Default]:
 def problems(rows: int = TRAIN_ROWS) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Training and held-out rows with the columns ``input`` and ``label``; no question is in both."""
     chance = random.Random(0)
-    found: dict[str, dict[str, str]] = {}
-    while len(found) < rows + EVAL_ROWS:
+    by_text: dict[str, dict[str, str]] = {}
+    while len(by_text) < rows + EVAL_ROWS:
         numbers = signed_sums.problem(chance)
         text = signed_sums.question(numbers)
-        found.setdefault(text, {"input": text, "label": str(signed_sums.solution(numbers))})
-    every = list(found.values())
+        by_text.setdefault(text, {"input": text, "label": str(signed_sums.solution(numbers))})
+    every = list(by_text.values())
     return every[EVAL_ROWS:], every[:EVAL_ROWS]
 
 

@@ -31,10 +31,10 @@ _TRAIN_SEED, _EVAL_SEED = 1, 0
 
 def check(name: str) -> None:
     """Raises ``UsageError`` unless reasoning-gym is installed and has a dataset of this name."""
-    known = sorted(datasets())
-    if name not in known:
+    names = sorted(datasets())
+    if name not in names:
         raise UsageError(
-            f"unknown reasoning-gym dataset {name!r}.{nearest(name, known)} Available: {', '.join(known)}."
+            f"unknown reasoning-gym dataset {name!r}.{nearest(name, names)} Available: {', '.join(names)}."
         )
 
 
@@ -79,8 +79,8 @@ def problems(
         held_out: rows for evaluation; fewer where the dataset repeats itself.
     """
     evaluation = _rows(name, _EVAL_SEED, held_out)
-    kept = {row["input"] for row in evaluation}
-    train = [row for row in _rows(name, _TRAIN_SEED, rows) if row["input"] not in kept]
+    evaluation_texts = {row["input"] for row in evaluation}
+    train = [row for row in _rows(name, _TRAIN_SEED, rows) if row["input"] not in evaluation_texts]
     if not train:
         raise UsageError("every training question is also held out")
     return train, evaluation
@@ -103,11 +103,11 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 def _rows(name: str, seed: int, size: int) -> list[dict[str, str]]:
     import reasoning_gym
 
-    seen: dict[str, dict[str, str]] = {}
+    by_text: dict[str, dict[str, str]] = {}
     for entry in reasoning_gym.create_dataset(name, seed=seed, size=size):
         text = f"{entry['question'].rstrip()}\n{INSTRUCTION}"
-        seen.setdefault(text, {"input": text, "label": label_of(name, entry)})
-    return list(seen.values())
+        by_text.setdefault(text, {"input": text, "label": label_of(name, entry)})
+    return list(by_text.values())
 
 
 def main(name: str, folder: str) -> None:

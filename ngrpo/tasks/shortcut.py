@@ -51,19 +51,19 @@ def prepare(folder: Path, form: str = "first") -> dict[str, Default]:
 def problems(form: str = "first", rows: int = TRAIN_ROWS) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Training and held-out rows with the columns ``input`` and ``label``; no question is in both."""
     held_out = _rows(form, EVAL_ROWS, random.Random(_EVAL_SEED))
-    kept = {row["input"] for row in held_out}
-    drawn = _rows(form, rows + len(held_out), random.Random(_TRAIN_SEED))
-    return [row for row in drawn if row["input"] not in kept][:rows], held_out
+    held_out_texts = {row["input"] for row in held_out}
+    candidates = _rows(form, rows + len(held_out), random.Random(_TRAIN_SEED))
+    return [row for row in candidates if row["input"] not in held_out_texts][:rows], held_out
 
 
 def _rows(form: str, count: int, chance: random.Random) -> list[dict[str, str]]:
     late, easy = FORMS[form]
-    found: dict[str, dict[str, str]] = {}
-    while len(found) < count:
+    by_text: dict[str, dict[str, str]] = {}
+    while len(by_text) < count:
         digits = digit_sums.problem(chance, easy=chance.random() < easy)
         text = digit_sums.question(digits, late)
-        found.setdefault(text, {"input": text, "label": str(digit_sums.solution(digits))})
-    return list(found.values())
+        by_text.setdefault(text, {"input": text, "label": str(digit_sums.solution(digits))})
+    return list(by_text.values())
 
 
 def score(answer: str, label: str) -> float:

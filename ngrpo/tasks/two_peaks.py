@@ -42,14 +42,14 @@ def problems(rows: int = TRAIN_ROWS) -> tuple[list[dict[str, str]], list[dict[st
 
 def score(answer: str, label: str) -> float:
     """The reward of the last number in an answer, in [0, 1]; 0 where there is none from 0 to 99."""
-    found = final_answer(answer)
-    return 0.0 if found is None else peaks.reward(int(found))
+    number = final_answer(answer)
+    return 0.0 if number is None else peaks.reward(int(number))
 
 
 def final_answer(answer: str) -> str | None:
     """The last number of an answer where it is a whole one from 0 to 99."""
-    found = last_number(answer)
-    return found if found is not None and found.isdecimal() and int(found) in peaks.NUMBERS else None
+    number = last_number(answer)
+    return number if number is not None and number.isdecimal() and int(number) in peaks.NUMBERS else None
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     """
 
     def high(answer: str) -> bool:
-        found = final_answer(answer)
-        return found is not None and int(found) < (peaks.HIGH + peaks.LOW) / 2
+        number = final_answer(answer)
+        return number is not None and int(number) < (peaks.HIGH + peaks.LOW) / 2
 
     return rewards(queries, prompts, labels, lambda a, b: (score(a, b), high(a)), "task/near_high_peak")

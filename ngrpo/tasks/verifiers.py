@@ -49,13 +49,13 @@ def prepare(folder: Path, environment: str) -> dict[str, Default]:
         UsageError: where it is not installed, cannot be loaded, has no problems for training, or is not served: one
             that takes more than one turn, calls tools, has a sandbox, or compares the answers of a group.
     """
-    asked = process.EnvironmentProcess(environment)
+    worker = process.EnvironmentProcess(environment)
     try:
-        train, held_out = asked.rows()
+        train, held_out = worker.rows()
     finally:
-        asked.close()
-    kept = {json.dumps(row.messages) for row in held_out}
-    train = [row for row in train if json.dumps(row.messages) not in kept]
+        worker.close()
+    held_out_texts = {json.dumps(row.messages) for row in held_out}
+    train = [row for row in train if json.dumps(row.messages) not in held_out_texts]
     if not train:
         raise UsageError(f"--task verifiers:{environment} has no problems for training.")
     return write(
@@ -102,17 +102,17 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     """
     import torch
 
-    scored = [_scored(generated(*texts), label) for *texts, label in zip(queries, prompts, labels)]
-    rewards = torch.tensor([each.reward for each in scored])
-    names = sorted({name for each in scored for name in each.metrics})
-    logs = {f"{LOGGED}{name}": torch.tensor([each.metrics.get(name, 0.0) for each in scored]) for name in names}
-    failed = torch.tensor([float(each.failed is not None) for each in scored])
+    scores = [_scored(generated(*texts), label) for *texts, label in zip(queries, prompts, labels)]
+    rewards = torch.tensor([each.reward for each in scores])
+    names = sorted({name for each in scores for name in each.metrics})
+    logs = {f"{LOGGED}{name}": torch.tensor([each.metrics.get(name, 0.0) for each in scores]) for name in names}
+    failed = torch.tensor([float(each.failed is not None) for each in scores])
     return {"rewards": rewards, "scores": rewards, "extra_logs": {**logs, f"{LOGGED}failed": failed}}
 
 
 def _scored(answer: str, label: str) -> Scored:
-    wanted = json.loads(label)
-    return process.process_of(wanted["environment"]).score(wanted["row"], _ENDS.sub("", answer))
+    problem = json.loads(label)
+    return process.process_of(problem["environment"]).score(problem["row"], _ENDS.sub("", answer))
 
 
 def _written(environment: str, row: Row) -> dict[str, Any]:

@@ -72,9 +72,9 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         generation = self.vllm_generation
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        taken = take_records(generation.llm)
+        by_name = take_records(generation.llm)
         # vLLM counts its requests, and answers in their order.
-        records = self._records[self.model.training] = [taken[name] for name in sorted(taken, key=int)]
+        records = self._records[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
         if len(records) != len(prompt_ids):
             raise RuntimeError(f"{len(records)} records of {len(prompt_ids)} rollouts were handed over.")
         return result
@@ -148,14 +148,14 @@ def _engine_with(options: Mapping[str, Any]) -> Iterator[None]:
         grpo_trainer.VLLMGeneration, vllm_generation.LLM = plain, llm
 
 
-def _check(config: Any, given: Mapping[str, Any], perturbation: Perturbation) -> None:
+def _check(config: Any, arguments: Mapping[str, Any], perturbation: Perturbation) -> None:
     """Raises ``UsageError`` for what is not replayed."""
     wrong: Sequence[tuple[bool, str, str]] = (
         (config is None or not config.use_vllm, "without use_vllm=True", "rollouts are perturbed inside vLLM"),
         (config is not None and config.vllm_mode != "colocate", "a vLLM server", "set vllm_mode='colocate'"),
-        (bool(given.get("tools")), "tools", "records cover one turn"),
-        (bool(given.get("environment_factory")), "environments", "records cover one turn"),
-        (bool(given.get("rollout_func")), "rollout_func", "it has no records"),
+        (bool(arguments.get("tools")), "tools", "records cover one turn"),
+        (bool(arguments.get("environment_factory")), "environments", "records cover one turn"),
+        (bool(arguments.get("rollout_func")), "rollout_func", "it has no records"),
         (getattr(config, "use_liger_kernel", False), "use_liger_kernel", "its loss bypasses the log-probabilities"),
         (
             perturbation.module(1) is not None,

@@ -20,12 +20,12 @@ class Flag:
     Attributes:
         name: ``--ds.zero_stage``; empty for words that stand before the first flag.
         values: the words after it, up to the next flag; ``--name=value`` counts as well.
-        words: the words themselves.
+        argv: the words themselves.
     """
 
     name: str
     values: tuple[str, ...]
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Flags:
     added: Sequence[str] = ()
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """All words; what was added stands in front."""
         return [*self.added, *self.given]
 
     def __iter__(self) -> Iterator[Flag]:
         """Flag by flag, in the order of the words."""
-        words = self.words
-        starts = [i for i, word in enumerate(words) if i == 0 or word.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(words)]):
-            name, equals, value = words[start].partition("=")
-            part = tuple(words[start:end])
+        argv = self.argv
+        starts = [i for i, word in enumerate(argv) if i == 0 or word.startswith("--")]
+        for start, end in zip(starts, [*starts[1:], len(argv)]):
+            name, equals, value = argv[start].partition("=")
+            part = tuple(argv[start:end])
             if name.startswith("--"):
                 yield Flag(name, (value, *part[1:]) if equals else part[1:], part)
             else:
@@ -59,11 +59,11 @@ class Flags:
 
     def value(self, name: str) -> str | None:
         """The value that argparse would take: the last one given; "" for a switch, None where the flag is absent."""
-        found = None
+        value = None
         for flag in self:
             if flag.name == name:
-                found = flag.values[0] if flag.values else ""
-        return found
+                value = flag.values[0] if flag.values else ""
+        return value
 
     def has(self, *names: str) -> bool:
         """Whether one of these flags is there."""
@@ -80,23 +80,23 @@ class Flags:
     def without(self, *names: str) -> Flags:
         """The flags but those of these names."""
 
-        def kept(words: Sequence[str]) -> list[str]:
-            return [word for flag in Flags(words) if flag.name not in names for word in flag.words]
+        def rest(argv: Sequence[str]) -> list[str]:
+            return [word for flag in Flags(argv) if flag.name not in names for word in flag.argv]
 
-        return Flags(kept(self.given), kept(self.added))
+        return Flags(rest(self.given), rest(self.added))
 
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
         """The flags with a function applied to the first value of each flag whose name ends so."""
 
-        def changed(words: Sequence[str]) -> list[str]:
+        def changed(argv: Sequence[str]) -> list[str]:
             result: list[str] = []
-            for flag in Flags(words):
+            for flag in Flags(argv):
                 if not flag.name.endswith(ending) or not flag.values:
-                    result += flag.words
-                elif "=" in flag.words[0]:
-                    result += [f"{flag.name}={replace(flag.values[0])}", *flag.words[1:]]
+                    result += flag.argv
+                elif "=" in flag.argv[0]:
+                    result += [f"{flag.name}={replace(flag.values[0])}", *flag.argv[1:]]
                 else:
-                    result += [flag.name, replace(flag.values[0]), *flag.words[2:]]
+                    result += [flag.name, replace(flag.values[0]), *flag.argv[2:]]
             return result
 
         return Flags(changed(self.given), changed(self.added))

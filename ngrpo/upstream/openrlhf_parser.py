@@ -28,14 +28,14 @@ _OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--ha
 _OURS += ("--config", "--dry-run")
 
 
-def check(words: Sequence[str]) -> None:
+def check(argv: Sequence[str]) -> None:
     """Raises ``UsageError`` for flags that OpenRLHF's parser, or one of its assertions after it, would refuse.
 
     Args:
-        words: OpenRLHF's flags, complete.
+        argv: OpenRLHF's flags, complete.
     """
     try:
-        _run(words)
+        _run(argv)
     except AssertionError as error:
         raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -47,8 +47,8 @@ def check(words: Sequence[str]) -> None:
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
-    given = {flag: action.default for action in _actions() for flag in action.option_strings}
-    return {flag: str(value) for flag, value in given.items() if isinstance(value, str | int | float)}
+    values = {flag: action.default for action in _actions() for flag in action.option_strings}
+    return {flag: str(value) for flag, value in values.items() if isinstance(value, str | int | float)}
 
 
 @lru_cache(maxsize=1)
@@ -57,20 +57,22 @@ def default_values() -> dict[str, Any]:
     return {action.dest: action.default for action in _actions() if action.dest != "help"}
 
 
-def resolved(words: Sequence[str]) -> dict[str, Any]:
+def resolved(argv: Sequence[str]) -> dict[str, Any]:
     """OpenRLHF's arguments as its training would get them, by their names without dashes.
 
     Args:
-        words: OpenRLHF's flags, complete; :func:`check` has accepted them.
+        argv: OpenRLHF's flags, complete; :func:`check` has accepted them.
     """
 
     def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, value in vars(nested).items():
-            found |= flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
-        return found
+            settings |= (
+                flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
+            )
+        return settings
 
-    return flat("", _run(words)["args"])
+    return flat("", _run(argv)["args"])
 
 
 def print_help() -> None:
@@ -88,9 +90,9 @@ class _Made(Exception):
 class _Parser(argparse.ArgumentParser):
     """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
 
-    def __init__(self, words: Sequence[str] | None) -> None:
+    def __init__(self, argv: Sequence[str] | None) -> None:
         super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
-        self._words = words
+        self._argv = argv
 
     def error(self, message: str) -> NoReturn:
         number = _NUMBER.fullmatch(message)
@@ -100,14 +102,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
 
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
-        if self._words is None:
+        if self._argv is None:
             raise _Made(self)
-        given, unknown = self.parse_known_args(self._words)
+        namespace, unknown = self.parse_known_args(self._argv)
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             what = "flag" if unknown[0].startswith("-") else "word"
-            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*known, *_OURS])} {_HELP}")
-        return given
+            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*flags, *_OURS])} {_HELP}")
+        return namespace
 
 
 def _actions() -> list[argparse.Action]:
@@ -118,10 +120,10 @@ def _actions() -> list[argparse.Action]:
     return []
 
 
-def _run(words: Sequence[str] | None) -> dict[str, Any]:
+def _run(argv: Sequence[str] | None) -> dict[str, Any]:
     """Runs the block; returns its variables."""
     hierarchize, block = _compiled()
-    parser = SimpleNamespace(ArgumentParser=partial(_Parser, words))
+    parser = SimpleNamespace(ArgumentParser=partial(_Parser, argv))
     # It prints its warnings when the training starts.
     variables = {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None}
     exec(block, variables)
@@ -131,15 +133,15 @@ def _run(words: Sequence[str] | None) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
     """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
-    found = find_spec("openrlhf")
-    assert found is not None and found.origin is not None, "preflight.check_stack comes first"
-    folder = Path(found.origin).parent
+    spec = find_spec("openrlhf")
+    assert spec is not None and spec.origin is not None, "preflight.check_stack comes first"
+    folder = Path(spec.origin).parent
     nesting: dict[str, Any] = {}
     exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
     module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
     block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
-    kept = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
-    return nesting["hierarchize"], compile(ast.Module(kept, []), _PROGRAM, "exec")
+    nodes = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
+    return nesting["hierarchize"], compile(ast.Module(nodes, []), _PROGRAM, "exec")
 
 
 def _downloads(node: ast.stmt) -> bool:

@@ -60,23 +60,23 @@ def groups(args: Mapping[str, Any]) -> list[Group]:
         together += [CRITIC] * has_critic + [REWARD] * has_reward_model
     if is_hybrid(args) and engines:
         together.append(ENGINES)
-    wanted: list[tuple[int, tuple[str, ...]]] = []
+    placements: list[tuple[int, tuple[str, ...]]] = []
     if together:
-        wanted.append((world_size(args, "actor"), tuple(together)))
+        placements.append((world_size(args, "actor"), tuple(together)))
     if engines and ENGINES not in together:
-        wanted.append((engines, (ENGINES,)))
+        placements.append((engines, (ENGINES,)))
     if not together:
-        wanted.append((world_size(args, "actor"), (ACTOR,)))
+        placements.append((world_size(args, "actor"), (ACTOR,)))
     if has_reference and REFERENCE not in together:
-        wanted.append((world_size(args, "ref"), (REFERENCE,)))
+        placements.append((world_size(args, "ref"), (REFERENCE,)))
     apart = [(CRITIC, "critic", has_critic), (REWARD, "reward", has_reward_model)]
     left = [(name, role) for name, role, there in apart if there and name not in together]
     if pair:
-        wanted.append((world_size(args, "critic"), tuple(name for name, _ in left)))
+        placements.append((world_size(args, "critic"), tuple(name for name, _ in left)))
     else:
-        wanted += [(world_size(args, role), (name,)) for name, role in left]
-    found, first = [], 0
-    for gpus, models in wanted:
-        found.append(Group(first, gpus, models))
+        placements += [(world_size(args, role), (name,)) for name, role in left]
+    gpu_groups, first = [], 0
+    for gpus, models in placements:
+        gpu_groups.append(Group(first, gpus, models))
         first += gpus
-    return found
+    return gpu_groups

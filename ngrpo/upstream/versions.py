@@ -24,18 +24,18 @@ VLLM_LAST = "0.29.0"
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
-def is_supported_vllm(found: str) -> bool:
+def is_supported_vllm(release: str) -> bool:
     """Whether a version of vLLM is in the range :data:`VLLM`."""
-    return _is_between(found, _LAST)
+    return _is_between(release, _LAST)
 
 
-def has_rollouts(found: str) -> bool:
+def has_rollouts(release: str) -> bool:
     """Whether a version of vLLM is in the range :data:`VLLM_OF_ROLLOUTS`."""
-    return _is_between(found, _LAST_OF_ROLLOUTS)
+    return _is_between(release, _LAST_OF_ROLLOUTS)
 
 
-def _is_between(found: str, last: tuple[int, int]) -> bool:
-    match = re.match(r"(\d+)\.(\d+)", found)
+def _is_between(release: str, last: tuple[int, int]) -> bool:
+    match = re.match(r"(\d+)\.(\d+)", release)
     return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
 
 
@@ -58,8 +58,8 @@ def versions(model_runner: str | None = None) -> dict[str, str | None]:
     Args:
         model_runner: which of vLLM's model runners drew the rollouts, where it is known.
     """
-    found = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
-    return {**found, "model runner": model_runner} if model_runner else found
+    releases = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
+    return {**releases, "model runner": model_runner} if model_runner else releases
 
 
 def machine() -> dict[str, Any]:

@@ -47,12 +47,12 @@ def movement(before: Tensor, now: Tensor, metric: str, block: int) -> Tensor:
             directions = (
                 part / norm.clamp_min(torch.finfo(torch.float64).tiny) for part, norm in zip((old, new), norms)
             )
-            moved = torch.sub(*directions).norm(dim=-1)
+            distances = torch.sub(*directions).norm(dim=-1)
             # A zero vector has no direction, and -1 for a cosine with anything.
-            moved = torch.where((norms[0] == 0.0).squeeze(-1) ^ (norms[1] == 0.0).squeeze(-1), 4.0, moved)
+            distances = torch.where((norms[0] == 0.0).squeeze(-1) ^ (norms[1] == 0.0).squeeze(-1), 4.0, distances)
         else:
-            moved = torch.linalg.vector_norm(new - old, ord=1 if metric == "l1" else 2, dim=-1)
-        parts.append(torch.where((new == old).all(dim=-1), 0.0, moved))
+            distances = torch.linalg.vector_norm(new - old, ord=1 if metric == "l1" else 2, dim=-1)
+        parts.append(torch.where((new == old).all(dim=-1), 0.0, distances))
     return torch.cat(parts) * (1.0 + 1e-9)
 
 
@@ -60,15 +60,15 @@ def carry(old: ExactIndex, new: ExactIndex) -> None:
     """Fills the table of an index from a complete one of earlier weights; searches only the rows in doubt."""
     new._widen(old._width)
     before = present(old._before, "the earlier weights of an index")
-    moved = movement(before, new._rows, new.metric, new._pairs.block)
-    if not bool(moved.any()):
+    distances = movement(before, new._rows, new.metric, new._pairs.block)
+    if not bool(distances.any()):
         for name in ("_ids", "_scores", "_rest", "_filled", "_before"):
             setattr(new, name, getattr(old, name))
         old._before = None
         return
     ids, scores = _scored_again(old, new)
     least = scores[:, -1].double()
-    rest = _bound(old, new, moved, ids)
+    rest = _bound(old, new, distances, ids)
     doubt = _DOUBT * least.abs() + (_DOUBT_OF_COSINES if new.metric == "cosine" else 0.0)
     again = ~(least > rest + doubt)
     new._ids, new._scores = ids.int(), scores
@@ -81,25 +81,25 @@ def carry(old: ExactIndex, new: ExactIndex) -> None:
 
 def _scored_again(old: ExactIndex, new: ExactIndex) -> tuple[Tensor, Tensor]:
     """The old sets with the scores of the new weights, in order: (V, k) each."""
-    found = []
+    blocks = []
     for tokens in torch.arange(old._size, device=old._device).split(new._pairs.block):
         ids = old._ids[tokens].long()
         pairs = torch.arange(len(tokens), device=ids.device).repeat_interleave(ids.shape[1])
         scores = new._pairs.of(tokens, new._shard.lookup(tokens), pairs, ids.flatten())
-        found.append(order(ids, scores.view_as(ids)))
-    ids, scores = (torch.cat(parts) for parts in zip(*found))
+        blocks.append(order(ids, scores.view_as(ids)))
+    ids, scores = (torch.cat(parts) for parts in zip(*blocks))
     return ids, scores
 
 
-def _bound(old: ExactIndex, new: ExactIndex, moved: Tensor, ids: Tensor) -> Tensor:
+def _bound(old: ExactIndex, new: ExactIndex, distances: Tensor, ids: Tensor) -> Tensor:
     """What no token outside of a row's set exceeds with the new weights, (V,) float64."""
-    few = max(len(moved) // _MOVERS, 1)
-    movers = moved.topk(few).indices
-    movers = movers[moved[movers] > 0.0]
-    others = moved.clone()
+    few = max(len(distances) // _MOVERS, 1)
+    movers = distances.topk(few).indices
+    movers = movers[distances[movers] > 0.0]
+    others = distances.clone()
     others[movers] = 0.0
     rest = old._rest.double()
-    rest = torch.where(rest.isinf(), rest, rest + rest.abs() * _DOUBT + moved + others.max())
+    rest = torch.where(rest.isinf(), rest, rest + rest.abs() * _DOUBT + distances + others.max())
     # An excluded token is in no set, however near it has come.
     for tokens in movers[~new._excluded[movers]].split(max(1, new._scratch // (16 * new._size))):
         own = new._shard.lookup(tokens)

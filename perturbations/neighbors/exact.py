@@ -129,9 +129,9 @@ class ExactIndex(TableIndex):
         """What :meth:`_bounds` bounds, as a score; for dot by the token's length."""
         return -values.neg().clamp_min(0.0).sqrt() if self.metric == "l2" else values
 
-    def _of_all_ranks(self, found: Tensor) -> Tensor:
+    def _of_all_ranks(self, tensor: Tensor) -> Tensor:
         """(Q, k) of each rank side by side, (Q, ranks · k)."""
-        return self._shard.gather(found).view(-1, *found.shape).movedim(0, 1).flatten(1)
+        return self._shard.gather(tensor).view(-1, *tensor.shape).movedim(0, 1).flatten(1)
 
     def _bounds(self, tokens: Tensor, own: Tensor, of_all: bool = False) -> tuple[Tensor, Tensor]:
         """Between which values each pair's score lies, (Q, n) float32 each.
@@ -168,13 +168,13 @@ class ExactIndex(TableIndex):
             return (own @ self._rows.T).float()
         if self._mixed and self.metric != "l1":
             return torch.mm(own, self._rows.T, out_dtype=torch.float32)
-        own, found = own.float(), torch.empty(len(own), len(self._rows), device=own.device)
+        own, products = own.float(), torch.empty(len(own), len(self._rows), device=own.device)
         block = len(self._rows) if self._rows.dtype == torch.float32 and self.metric != "l1" else self._pairs.block
         for start in range(0, len(self._rows), block):
             part = self._rows[start : start + block].float()
             values = -torch.cdist(own, part, p=1) if self.metric == "l1" else own @ part.T
-            found[:, start : start + block] = values
-        return found
+            products[:, start : start + block] = values
+        return products
 
 
 @functools.cache

@@ -112,8 +112,8 @@ class HnswIndex(TableIndex):
         Raises:
             ImportError: where faiss is not installed.
         """
-        found = [self._search_block(block, k) for block in tokens.cpu().split(_BLOCK)]
-        ids, scores = (torch.cat(part) for part in zip(*found))
+        pairs = [self._search_block(block, k) for block in tokens.cpu().split(_BLOCK)]
+        ids, scores = (torch.cat(part) for part in zip(*pairs))
         return ids.to(self._device), scores.to(self._device)
 
     def _search_block(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -129,20 +129,20 @@ class HnswIndex(TableIndex):
 
     def _candidates(self, tokens: Tensor, k: int) -> Tensor | None:
         """(Q, C) ids, with repetitions; None where the graph cannot name enough."""
-        wanted = max(self._settings["rerank"], k + _MARGIN) + 1
-        if wanted + self._settings["hubs"] >= len(self._kept):
+        count = max(self._settings["rerank"], k + _MARGIN) + 1
+        if count + self._settings["hubs"] >= len(self._kept):
             return None  # the exact search looks at fewer pairs
         graph = self._graph
-        graph.hnsw.efSearch = max(self._settings["ef"], wanted)
+        graph.hnsw.efSearch = max(self._settings["ef"], count)
         with _one_thread(_library()):
-            places = torch.from_numpy(graph.search(self._placed(tokens).numpy(), wanted)[1])
+            places = torch.from_numpy(graph.search(self._placed(tokens).numpy(), count)[1])
         if (places < 0).any():
             return None  # vectors that are equal by the hundreds can fall apart into islands
-        found = self._kept[places]
+        ids = self._kept[places]
         if not len(self._hubs):
-            return found
+            return ids
         near = self._hub_scores(tokens).topk(min(k + _MARGIN, len(self._hubs)), dim=-1).indices
-        return torch.cat([found, self._hubs[near]], dim=-1)
+        return torch.cat([ids, self._hubs[near]], dim=-1)
 
     def _hub_scores(self, tokens: Tensor) -> Tensor:
         """What orders the hubs for each token, (Q, hubs) float32; the token itself is last."""
@@ -159,8 +159,8 @@ class HnswIndex(TableIndex):
 
     def _placed(self, tokens: Tensor) -> Tensor:
         """Where tokens lie in the graph's space, (Q, D) float32."""
-        moved = self._directions(self._embedding[tokens]) - self._mean
-        return moved / self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric]).unsqueeze(-1)
+        directions = self._directions(self._embedding[tokens]) - self._mean
+        return directions / self._lengths[tokens].clamp_min(_TINY).pow(_POWER[self.metric]).unsqueeze(-1)
 
 
 @contextmanager

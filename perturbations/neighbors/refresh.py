@@ -119,10 +119,10 @@ class Neighborhood(NeighborIndex):
         """See :meth:`NeighborIndex.query`."""
         if k > self._index.width and self._outlived:
             self._index = self._built()
-        found = self._index.query(token_ids, k)
+        nearest = self._index.query(token_ids, k)
         self._asked.index_fill_(0, token_ids, True)
         self._k = k
-        return found
+        return nearest
 
     def precompute(self, k: int) -> None:
         """See :meth:`NeighborIndex.precompute`."""
@@ -131,7 +131,7 @@ class Neighborhood(NeighborIndex):
         self._index.precompute(k)
 
     @property
-    def asked(self) -> bool:
+    def is_queried(self) -> bool:
         """Whether anything was asked since the last sync."""
         return self._k > 0
 

@@ -69,7 +69,7 @@ class TableIndex(NeighborIndex):
                 self._fill_all()
         if self._lazy:
             try:
-                known = self._filled.index_select(0, token_ids)
+                is_filled = self._filled.index_select(0, token_ids)
             except (IndexError, RuntimeError):
                 bad = token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist()
                 if not bad:
@@ -77,8 +77,8 @@ class TableIndex(NeighborIndex):
                 raise UsageError(
                     f"token id {bad[0]}: must be in [0, {self._size - 1}], the embedding's rows."
                 ) from None
-            if not known.all():
-                self._fill(token_ids[~known].unique())
+            if not is_filled.all():
+                self._fill(token_ids[~is_filled].unique())
         ids = self._ids.index_select(0, token_ids)[:, :k].long()
         return ids, self._scores.index_select(0, token_ids)[:, :k]
 

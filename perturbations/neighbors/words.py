@@ -76,8 +76,8 @@ def word_numbers(texts: Sequence[str], size: int) -> Tensor:
         (V,) int64.
     """
     numbers: dict[str, int] = {}
-    found = [i if _UNKNOWN in text else numbers.setdefault(word_key(text), i) for i, text in enumerate(texts[:size])]
-    return torch.tensor([*found, *range(len(found), size)], dtype=torch.int64)
+    of_texts = [i if _UNKNOWN in text else numbers.setdefault(word_key(text), i) for i, text in enumerate(texts[:size])]
+    return torch.tensor([*of_texts, *range(len(of_texts), size)], dtype=torch.int64)
 
 
 class OtherWords(TableIndex):

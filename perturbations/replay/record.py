@@ -66,9 +66,9 @@ class ReplayRecord:
         if num_tokens >= self.num_tokens:
             return self
         count = int(np.searchsorted(self.positions, num_tokens))
-        kept = {name: part[:count] for name, part in vars(self).items() if isinstance(part, np.ndarray)}
+        arrays = {name: part[:count] for name, part in vars(self).items() if isinstance(part, np.ndarray)}
         return dataclasses.replace(
-            self, prompt_tokens=min(self.prompt_tokens, num_tokens), num_tokens=num_tokens, **kept
+            self, prompt_tokens=min(self.prompt_tokens, num_tokens), num_tokens=num_tokens, **arrays
         )
 
     def check_model(self, vocabulary: int, hidden: int) -> None:

@@ -98,14 +98,12 @@ class SamplingMask:
         every = np.arange(self.size)
         return [np.delete(every, ids) if cut else ids for cut, ids in self.by_position().values()]
 
-    def _of(self, wanted: slice) -> SamplingMask:
+    def _of(self, span: slice) -> SamplingMask:
         """The mask of some of the positions, by their index."""
         ends = np.cumsum(self.lengths)
-        first, last, _ = wanted.indices(len(self))
+        first, last, _ = span.indices(len(self))
         words = slice(int(ends[first - 1]) if first else 0, int(ends[last - 1]) if last else 0)
-        return SamplingMask(
-            self.size, self.positions[wanted], self.cut[wanted], self.lengths[wanted], self.words[words]
-        )
+        return SamplingMask(self.size, self.positions[span], self.cut[span], self.lengths[span], self.words[words])
 
     def truncate(self, num_tokens: int) -> SamplingMask:
         """The mask of the trajectory's first ``num_tokens`` tokens."""

@@ -246,8 +246,8 @@ class ReplayScope:
     def _of_positions(self, values: Tensor) -> Tensor:
         """Values of the last A tokens of each padded row, (B, A), at the recorded positions, (N,); 0 outside."""
         column, inside = self._columns(values.shape[1])
-        found = values.to(column.device)[torch.where(inside, self._flat.sample, 0), torch.where(inside, column, 0)]
-        return torch.where(inside, found, 0.0)
+        entries = values.to(column.device)[torch.where(inside, self._flat.sample, 0), torch.where(inside, column, 0)]
+        return torch.where(inside, entries, 0.0)
 
     def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Values of the recorded positions, (N,), at their tokens in the last A of each padded row, with gradient.

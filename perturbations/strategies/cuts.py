@@ -39,8 +39,8 @@ class CUTS(Perturbation):
             confident &= step.drawable.gather(-1, ids) > -torch.inf
         # A draw of each token's own: the largest is any of the candidates with the same probability.
         races = torch.where(confident, step.uniform(ids), -1.0)
-        drawn = ids.gather(-1, races.argmax(dim=-1, keepdim=True))
-        token = torch.where(confident.any(dim=-1), drawn.squeeze(-1), step.sampled)
+        winners = ids.gather(-1, races.argmax(dim=-1, keepdim=True))
+        token = torch.where(confident.any(dim=-1), winners.squeeze(-1), step.sampled)
         return Proposal(
             InputEdit(token.unsqueeze(-1), torch.ones_like(token, dtype=torch.float32).unsqueeze(-1)), token
         )

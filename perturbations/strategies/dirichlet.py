@@ -58,10 +58,10 @@ class Dirichlet(TopTokens):
         log γ_i = log w_i + normalizer. A weight that float32 lost stands for a γ whose term is clamped in any case.
         ``exact`` is log Dirichlet(w; α p(θ)) of all that were mixed.
         """
-        edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
-        probabilities = densities.renormalised(replayed.at(edit.ids), kept)
+        edit, distinct = replayed.edit, densities.distinct(replayed.edit.ids)
+        probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
         if self.density == "exact":
-            return densities.dirichlet_weights(edit.weights, probabilities, self.alpha, kept)
+            return densities.dirichlet_weights(edit.weights, probabilities, self.alpha, distinct)
         normalizer = present(edit.normalizer, "edit.normalizer")
         log_draws = edit.weights.clamp_min(torch.finfo(torch.float32).tiny).log() + normalizer.unsqueeze(-1)
-        return densities.dirichlet(log_draws, probabilities, self.alpha, kept)
+        return densities.dirichlet(log_draws, probabilities, self.alpha, distinct)

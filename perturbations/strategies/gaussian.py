@@ -97,8 +97,8 @@ class Gaussian(Perturbation):
             mean = (lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
         mean = mean.float()
         with torch.no_grad():
-            drawn = sigma.unsqueeze(-1) * streams.normal(keys, mean.shape[-1])
-        return densities.gaussian(drawn, mean - mean.detach(), sigma)
+            noise = sigma.unsqueeze(-1) * streams.normal(keys, mean.shape[-1])
+        return densities.gaussian(noise, mean - mean.detach(), sigma)
 
     @property
     def density_of_vector(self) -> bool:

@@ -64,8 +64,8 @@ class Gumbel(TopTokens):
         noise = step.gumbel(ids)
         if self.clamp:
             noise = noise.clamp(*densities.GUMBEL_RANGE)
-        kept = probabilities > 0.0
-        scores = torch.where(kept, (probabilities + densities.LOG_FLOOR).log() + noise, -torch.inf)
+        support = probabilities > 0.0
+        scores = torch.where(support, (probabilities + densities.LOG_FLOOR).log() + noise, -torch.inf)
         weights = torch.softmax(scores / self.tau, dim=-1)
         tokens = ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
         normalizer = self.tau * torch.logsumexp(scores / self.tau, dim=-1) if self.has_density else None
@@ -77,14 +77,17 @@ class Gumbel(TopTokens):
         y_i = τ_g log w_i + normalizer. A weight that float32 lost stands for a y below −5, whose g is clamped in any
         case. ``exact`` is Σ_i log P(g_i): of clamped noise, and of a lost weight's, the bound alone is known.
         """
-        edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
+        edit, distinct = replayed.edit, densities.distinct(replayed.edit.ids)
         smallest = torch.finfo(torch.float32).tiny
         normalizer = present(edit.normalizer, "edit.normalizer")
         scores = self.tau * edit.weights.clamp_min(smallest).log() + normalizer.unsqueeze(-1)
-        probabilities = densities.renormalised(replayed.at(edit.ids), kept)
-        (low, high), drawn = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf), replayed.gumbel(edit.ids)
+        probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
+        (low, high), gumbels = (
+            densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf),
+            replayed.gumbel(edit.ids),
+        )
         if self.density == "gumbel":
-            return densities.gumbel(scores, probabilities, kept, drawn)
+            return densities.gumbel(scores, probabilities, distinct, gumbels)
         noise = scores - (probabilities + densities.LOG_FLOOR).log()
-        below = (drawn <= low) | (edit.weights < smallest)
-        return densities.censored_gumbel(noise, below, (drawn >= high) & ~below, kept)
+        below = (gumbels <= low) | (edit.weights < smallest)
+        return densities.censored_gumbel(noise, below, (gumbels >= high) & ~below, distinct)

@@ -78,10 +78,10 @@ class Latent(Perturbation):
         scale = step.temperature.unsqueeze(-1)
         values, ids = step.top(min(self.pool, step.logits.shape[-1]))
         log_p = values * scale - step.log_total(scale).unsqueeze(-1)
-        kept = self._nucleus(log_p)
+        nucleus = self._nucleus(log_p)
         low, high = densities.GUMBEL_RANGE
         scores = log_p + self.scale * (step.gumbel(ids).clamp(low, high) - low)
-        largest, at = torch.where(kept, scores, -torch.inf).topk(self.k, dim=-1)
+        largest, at = torch.where(nucleus, scores, -torch.inf).topk(self.k, dim=-1)
         normalizer = self.tau * torch.logsumexp(largest / self.tau, dim=-1) if self.has_density else None
         weights = torch.softmax(largest / self.tau, dim=-1)
         weights = torch.where(weights < torch.finfo(torch.float32).tiny, 0.0, weights)
@@ -91,9 +91,9 @@ class Latent(Perturbation):
 
     def _nucleus(self, log_p: Tensor) -> Tensor:
         """Which of the likeliest tokens, most likely first, take part: (B, n) bool for log p (B, n)."""
-        kept = within_top_p(log_p.exp(), self.top_p)
-        kept[:, : self.k] = True
-        return kept
+        nucleus = within_top_p(log_p.exp(), self.top_p)
+        nucleus[:, : self.k] = True
+        return nucleus
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the tokens mixed of −Δ_i − exp(−Δ_i), Δ_i = y_i − log p_i(θ), p at temperature 1.
@@ -103,20 +103,20 @@ class Latent(Perturbation):
         ``exact`` is another: see :meth:`_exact`.
         """
         edit = replayed.edit
-        kept = edit.weights > 0.0
+        support = edit.weights > 0.0
         normalizer = present(edit.normalizer, "edit.normalizer")
-        scores = self.tau * torch.where(kept, edit.weights, 1.0).log() + normalizer.unsqueeze(-1)
+        scores = self.tau * torch.where(support, edit.weights, 1.0).log() + normalizer.unsqueeze(-1)
         if self.density == "exact":
-            return self._exact(replayed, scores, kept)
-        delta = torch.where(kept, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)
+            return self._exact(replayed, scores, support)
+        delta = torch.where(support, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)
         terms = -delta - torch.exp(-delta)
         if self.one_sided and replayed.advantages is not None:
             other = delta - torch.exp(delta)
             turned = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
             terms = torch.where(turned, terms.detach() + other - other.detach(), terms)
-        return torch.where(kept, terms, 0.0).sum(dim=-1) / kept.sum(dim=-1).clamp_min(1)
+        return torch.where(support, terms, 0.0).sum(dim=-1) / support.sum(dim=-1).clamp_min(1)
 
-    def _exact(self, replayed: Replayed, scores: Tensor, kept: Tensor) -> Tensor:
+    def _exact(self, replayed: Replayed, scores: Tensor, support: Tensor) -> Tensor:
         """The log-density of the k largest y, and of all others being smaller than the last of them.
 
         y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel; noise that was clamped is known to lie beyond its bound, and that of
@@ -125,26 +125,26 @@ class Latent(Perturbation):
         Args:
             replayed: N positions.
             scores: y of the tokens mixed, (N, k).
-            kept: which of these there are, (N, k) bool.
+            support: which of these there are, (N, k) bool.
         """
         low, high = densities.GUMBEL_RANGE
 
         def noise(y: Tensor, log_p: Tensor) -> Tensor:
             return (y - log_p) / self.scale + low
 
-        ids, drawn = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
+        ids, gumbels = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
         pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))
         both = replayed.log_probs(torch.cat([ids, pool], dim=-1), temperature=1.0)
         own, log_p = both[:, : ids.shape[-1]], both[:, ids.shape[-1] :]
-        found = densities.censored_gumbel(noise(scores, own), drawn <= low, drawn >= high, kept)
-        others = self._nucleus(log_p.detach()) & ~((pool.unsqueeze(-1) == ids.unsqueeze(-2)) & kept.unsqueeze(-2)).any(
-            -1
-        )
-        last = torch.where(kept, scores, torch.inf).amin(dim=-1, keepdim=True)
+        log_density = densities.censored_gumbel(noise(scores, own), gumbels <= low, gumbels >= high, support)
+        others = self._nucleus(log_p.detach()) & ~(
+            (pool.unsqueeze(-1) == ids.unsqueeze(-2)) & support.unsqueeze(-2)
+        ).any(-1)
+        last = torch.where(support, scores, torch.inf).amin(dim=-1, keepdim=True)
         beyond = noise(last, log_p)
         # From the upper bound on it says nothing: no noise is larger.
         others = others & (beyond.detach() < high)
-        return found + densities.censored_gumbel(beyond, others, torch.zeros_like(others), others)
+        return log_density + densities.censored_gumbel(beyond, others, torch.zeros_like(others), others)
 
     def check_model(self, vocabulary: int) -> None:
         """k cannot exceed the vocabulary."""

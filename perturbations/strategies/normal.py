@@ -66,10 +66,10 @@ class Normal(TopTokens):
         trainer computed, whose p differ by a seventh of 0.05 where their logits differ by 0.03.
         """
         edit = replayed.edit
-        kept = densities.distinct(edit.ids) & (edit.weights != 0.0)
-        probabilities = densities.renormalised(replayed.at(edit.ids), kept)
+        support = densities.distinct(edit.ids) & (edit.weights != 0.0)
+        probabilities = densities.renormalised(replayed.at(edit.ids), support)
         draws = probabilities.detach() + densities.NORMAL_SIGMA * replayed.normal(edit.ids)
-        return densities.normal(draws, probabilities, kept)
+        return densities.normal(draws, probabilities, support)
 
     @property
     def score_only(self) -> bool:

@@ -98,22 +98,22 @@ def check_spec(made: Options) -> None:
             f"{name}: spec() is not plain data ({error}), so it cannot be sent to another process.",
             "Options must be scalars: int, float, bool, str or None.",
         ) from error
-    shown = {key: value for key, value in spec.items() if not key.endswith("source")}
+    options = {key: value for key, value in spec.items() if not key.endswith("source")}
     what = f"{name}: its class {spec['name']!r} stands inside a function, where no other process finds it."
     require("<locals>" not in spec["name"], what, "Move it to the top of a module or a file.")
     try:
         again = made.registry.create(**plain)
     except ValueError as error:
         raise PerturbationError(
-            f"{name}: create(**spec()) fails for {shown}: {error}",
+            f"{name}: create(**spec()) fails for {options}: {error}",
             "Every value that spec() gives must be a value that the class takes.",
         ) from error
     fix = "Each option must survive being passed again, and two classes must not share a name."
     same = type(again) is type(made) and again == made
     require(same, f"{name}: create(**spec()) gives {again!r}, not {made!r}.", fix)
     for how, one in (("asked twice", made), ("made again from the spec", again)):
-        seen, wanted = one.fingerprint(), made.fingerprint()
-        what = f"{name}: fingerprint() is not stable: {how}, it is {seen} instead of {wanted}."
-        require(seen == wanted, what, "It must depend on the options alone.")
+        seen, expected = one.fingerprint(), made.fingerprint()
+        what = f"{name}: fingerprint() is not stable: {how}, it is {seen} instead of {expected}."
+        require(seen == expected, what, "It must depend on the options alone.")
     unchanged = pickle.loads(pickle.dumps(made)) == made
     require(unchanged, f"{name}: it comes out of pickle changed.", "Do not override __reduce__.")

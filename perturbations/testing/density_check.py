@@ -39,8 +39,8 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
     full = replayed(step, proposal, logits)
     density = answered(label, lambda: perturbation.log_density(full))
     seen = f"{density.dtype} {tuple(density.shape)}" if isinstance(density, Tensor) else type(density).__name__
-    wanted = f"torch.float32 ({len(logits)},)"
-    require(seen == wanted, f"{label} returns {seen}.", f"It must be {wanted}: a number per position.")
+    expected = f"torch.float32 ({len(logits)},)"
+    require(seen == expected, f"{label} returns {seen}.", f"It must be {expected}: a number per position.")
     broken = density[~torch.isfinite(density)].tolist()
     require(not broken, f"{label} holds {broken[:1]}.", "It must be finite.")
     if density.requires_grad:
@@ -56,8 +56,8 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
     shape = "For no positions it must return shape (0,)."
     none = answered(f"{label} for no positions", lambda: perturbation.log_density(_selected(full, order[:0])), shape)
     require(none.shape == (0,), f"{label} returns {tuple(none.shape)} for no positions.", shape)
-    kept = none.requires_grad == density.requires_grad
-    require(kept, f"{label} leaves the graph where there are no positions.", "Compute it on no rows; skip nothing.")
+    in_graph = none.requires_grad == density.requires_grad
+    require(in_graph, f"{label} leaves the graph where there are no positions.", "Compute it on no rows; skip nothing.")
 
 
 def _selected(full: Replayed, order: Tensor) -> Replayed:

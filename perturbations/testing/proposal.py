@@ -105,8 +105,8 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     if label == "ordinary logits":
         other = dataclasses.replace(step, seeds=step.seeds + 1)
         same = differing(proposal, _propose(perturbation, other, where), exact=True) is None
-        drawn = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
-        _log.info("%s %s", perturbation.name, drawn)
+        message = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
+        _log.info("%s %s", perturbation.name, message)
     _check_record(step, proposal, where)
     if perturbation.has_density:
         check_density(perturbation, step, proposal, where)

@@ -71,8 +71,8 @@ def differing(one: object, two: object, exact: bool = False, name: str = "it") -
     """Where two tensors, or two dataclasses of tensors, differ, in words; None where they do not."""
     if dataclasses.is_dataclass(one) and two is not None:
         names = [(field.name, f"{name}.{field.name}".removeprefix("it.")) for field in dataclasses.fields(one)]
-        found = (differing(getattr(one, part), getattr(two, part), exact, label) for part, label in names)
-        return next(filter(None, found), None)
+        differences = (differing(getattr(one, part), getattr(two, part), exact, label) for part, label in names)
+        return next(filter(None, differences), None)
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
         return None
     if one.shape != two.shape:
@@ -102,7 +102,7 @@ def check_answers(
     ask: Callable[[_Asked], _Answer],
     step: _Asked,
     *,
-    given: str = "step.",
+    prefix: str = "step.",
     draws: str = STEP_DRAWS,
 ) -> _Answer:
     """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
@@ -112,7 +112,7 @@ def check_answers(
         method: its name, for messages.
         ask: gives the answer, a tensor or a dataclass of tensors, to a step.
         step: what is asked about, a dataclass of 7 rows: a step, a gate's step, rewards.
-        given: what stands before the names of its parts, where it is used.
+        prefix: what stands before the names of its parts, where it is used.
         draws: how to draw where randomness is allowed, or what to do where it is not.
     """
     parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
@@ -127,16 +127,16 @@ def check_answers(
     for name, tensor in before.items():
         require(
             torch.equal(tensor, getattr(step, name)),
-            f"{where} {method} changes {given}{name} in place, which others read after it.",
-            f"Work on a copy: {given}{name}.clone(), or methods without a trailing underscore.",
+            f"{where} {method} changes {prefix}{name} in place, which others read after it.",
+            f"Work on a copy: {prefix}{name}.clone(), or methods without a trailing underscore.",
         )
-    found = differing(answer, ask(step), exact=True)
+    difference = differing(answer, ask(step), exact=True)
     fix = f"Keep no state between calls. {draws}"
-    require(not found, f"{where} {method} gives two results for the same step, {found}.", fix)
+    require(not difference, f"{where} {method} gives two results for the same step, {difference}.", fix)
     order = torch.tensor(_ORDER)
     for what, rows in [("in another batch order", order), *((f"row {i} alone", order[i : i + 1]) for i in range(7))]:
-        found = differing(of_rows(answer, rows), ask(of_rows(step, rows)))
-        require(not found, f"{where} {what} {method} gives another result, {found}.", EVERY_ROW)
+        difference = differing(of_rows(answer, rows), ask(of_rows(step, rows)))
+        require(not difference, f"{where} {what} {method} gives another result, {difference}.", EVERY_ROW)
     return answer
 
 

@@ -59,23 +59,23 @@ def inspect(
     Raises:
         ValueError: where the options are not its own, or nothing has this name.
     """
-    kept, checks = _SUITES[kind]
-    return outcomes(target, kept, checks, options)
+    registry, checks = _SUITES[kind]
+    return outcomes(target, registry, checks, options)
 
 
 def outcomes(
-    target: _Target, kept: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
+    target: _Target, registry: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
 ) -> Iterator[tuple[str, PerturbationError | None]]:
     """As :func:`inspect`, for whatever has a registry.
 
     Args:
         target: of the registry's kind, its class, or its name.
-        kept: the registry.
+        registry: the registry.
         own: the checks of this kind, beyond those of a class with options.
         options: to create it with.
     """
-    cls, made = _class_of(target, kept, options)
-    declared = _outcome(partial(check_class, kept, cls, kept.base_class()))
+    cls, made = _class_of(target, registry, options)
+    declared = _outcome(partial(check_class, registry, cls, registry.base_class()))
     yield "the class, and how its options are declared", declared
     if declared is not None:
         return
@@ -89,14 +89,14 @@ def outcomes(
             yield title, _outcome(run)
 
 
-def _class_of(target: _Target, kept: Registry, options: dict[str, Any]) -> tuple[type[Options], Options | None]:
+def _class_of(target: _Target, registry: Registry, options: dict[str, Any]) -> tuple[type[Options], Options | None]:
     if isinstance(target, str):
-        return kept.get(target), None
+        return registry.get(target), None
     if isinstance(target, type):
         return target, None
     if options:
         raise ValueError(
-            f"options {', '.join(options)} come too late for a {kept.kind} that is already made: pass its class."
+            f"options {', '.join(options)} come too late for a {registry.kind} that is already made: pass its class."
         )
     return type(target), target
 

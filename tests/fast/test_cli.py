@@ -82,7 +82,7 @@ def test_model_is_the_actor() -> None:
 def test_model_names_are_replaced_everywhere() -> None:
     args = ["--actor.model_name_or_path", "a", "--reward.model_name_or_path=b,c", "--x", "a"]
     replaced = parse.replace_model_names(Flags(args), str.upper)
-    assert replaced.words == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
+    assert replaced.argv == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
 
 
 def test_rate_one_with_anchor_is_noted() -> None:

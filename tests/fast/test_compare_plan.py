@@ -10,7 +10,7 @@ import pytest
 from ngrpo.commands import compare as command
 from ngrpo.compare import arguments
 from ngrpo.compare.plan import Plan
-from ngrpo.compare.runs import eval_words, identity, run_config
+from ngrpo.compare.runs import eval_argv, identity, run_config
 from ngrpo.config import parse
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
@@ -171,7 +171,7 @@ def test_evaluation_while_training_is_like_the_one_after() -> None:
 
 def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy() -> None:
     made = plan("--perturbations", "neighbor,hrpo:k=4")
-    neighbor, hrpo = (" ".join(eval_words(made, "model", Path("out"), arm)) for arm in made.arms)
+    neighbor, hrpo = (" ".join(eval_argv(made, "model", Path("out"), arm)) for arm in made.arms)
     assert "--perturbation" not in neighbor
     assert "--perturbation hrpo --perturbation.k 4" in hrpo
 

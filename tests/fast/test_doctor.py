@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,7 @@ def test_logits_processors_take_the_choice_of_the_runner_away(hardware: str, mon
     point = SimpleNamespace(name="thinking_budget", dist=SimpleNamespace(name="some-package"))
     monkeypatch.setattr(doctor, "entry_points", lambda group: (point,) if group == "vllm.logits_processors" else ())
     (finding,) = doctor._model_runner(hardware)
-    assert "thinking_budget of some-package" in finding.told and "V1" in finding.told
+    assert "thinking_budget of some-package" in finding.state and "V1" in finding.state
     # A CPU has V1 in any case.
     assert (finding.fix is None) if hardware == "cpu" else ("VLLM_USE_V2_MODEL_RUNNER=0" in finding.fix)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -151,6 +152,27 @@ def test_what_the_self_test_finds(
     assert told is None or told in found
     assert ("ended with status 3" in found) == (result is None)
     assert result is None or "perturbed inputs among 32 tokens" in found
+
+
+def test_an_engine_does_not_outlive_a_self_test_that_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, pid = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {pid}\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(doctor, "_SECONDS", 2)
+    assert doctor._self_test("any").state == "not done after 2 s"
+    engine, end = int(pid.read_text()), time.monotonic() + 30
+    while running(engine) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not running(engine)
+
+
+def running(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_bad_words(capsys: pytest.CaptureFixture) -> None:

@@ -133,7 +133,7 @@ def stood_in(words: list[str]) -> list[str]:
         # The sandbox is small itself, and brings the flags with it on which its commands rest.
         if flags.value(name) not in (None, "sandbox") and not flags.has("--dry-run"):
             flags = flags.without(name).with_defaults({name: ours})
-    return list(flags.words)
+    return list(flags.argv)
 
 
 def completed(command: Command, words: list[str]) -> list[str]:
@@ -144,7 +144,7 @@ def completed(command: Command, words: list[str]) -> list[str]:
     sizes = {"--rollout.n_samples_per_prompt": "4", "--rollout.batch_size": "4", "--train.batch_size": "16"}
     task = {"--reward.remote_url": "reward.py"} if given.has("--data.prompt_dataset") else {"--task": "arithmetic"}
     estimator = {} if given.has("--advantage") else {"--algo.advantage.estimator": "group_norm"}
-    return list(given.with_defaults({"--model": "smollm2-135m", **task, **estimator, **sizes}).words)
+    return list(given.with_defaults({"--model": "smollm2-135m", **task, **estimator, **sizes}).argv)
 
 
 def run(command: Command, words: list[str], folder: Path) -> int:

@@ -61,9 +61,9 @@ def test_two_models_are_not_one(half: bool, largest: float) -> None:
 def test_the_scale_is_that_of_the_start_unless_weights_drift_by_design() -> None:
     fixed, drifting = GapScale(True), GapScale(True, drifts=True)
     for scale in (fixed, drifting):
-        assert scale.wanted
+        assert scale.is_needed
         scale.check(step(unperturbed=0.02, plain=0.02), 10.0, strict=True)
-    assert not fixed.wanted and drifting.wanted
+    assert not fixed.is_needed and drifting.is_needed
     older = step(unperturbed=0.2, plain=0.3, perturbed=0.3)
     drifting.check(older, 10.0, strict=True)
     with pytest.raises(ReplayGap):
@@ -75,7 +75,7 @@ def test_the_scale_is_that_of_the_start_unless_weights_drift_by_design() -> None
 def test_without_an_unperturbed_answer_nothing_is_judged_and_the_next_step_is_asked() -> None:
     scale = GapScale(True)
     scale.check(step(plain=5.0), 10.0, strict=True)
-    assert scale.wanted and scale.of(None) is None
+    assert scale.is_needed and scale.of(None) is None
 
 
 def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,4 +156,4 @@ def test_when_weights_drift_by_design(
     scale = metrics.gap_scale(maker)
     assert scale is metrics.gap_scale(maker)
     scale.of(0.02)
-    assert scale.wanted == drifts
+    assert scale.is_needed == drifts

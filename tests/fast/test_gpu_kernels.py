@@ -12,7 +12,7 @@ from benchmarks.cuda_without_gpu import inductor
 from benchmarks.cuda_without_gpu.fake import Cost, _Operations, decode_step, fake_cuda
 from benchmarks.exactness import in_tree
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks
-from perturbations import create
+from perturbations import create, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.row_blocks import BLOCK, entropy, largest, log_total, summary
 
@@ -64,6 +64,14 @@ def test_bfloat16_logits_are_read_as_they_are() -> None:
     assert found.bytes < 1.3 * 2 * batch * vocabulary
     # One program for some blocks and not for a row: a row of 2,374 blocks fills a device of 132 by itself.
     assert f"xnumel = {batch * vocabulary // BLOCK}" in found.triton[0][1]
+
+
+def test_draws_at_counters_compile() -> None:
+    """Inductor computes indices in 32 bits, and a counter times a constant is one to it."""
+    with inductor.compiling_for(90) as region, fake_cuda(), torch.inference_mode():
+        drawn = region(lambda keys: streams.uniform(keys, 64), torch.empty(8, dtype=torch.int64, device="cuda"))
+    with inductor.compiling_for(90):
+        assert all(size > 0 for size in inductor.cubins(drawn).values())
 
 
 def test_the_count_sees_what_it_is_for() -> None:

@@ -48,7 +48,7 @@ def test_auto_is_what_torch_sees() -> None:
 def test_default_flags_are_added_only_where_absent_and_told() -> None:
     user = ["--vllm.num_engines=2", "--ds.attn_implementation", "eager", "--ds.adam_offload"]
     flags = Flags(user).with_defaults(CPU.default_flags)
-    assert flags.words == [*flags.added, *user]
+    assert flags.argv == [*flags.added, *user]
     assert flags.value("--vllm.num_engines") == "2"
     assert flags.value("--ds.attn_implementation") == "eager"
     assert "--ds.adam_offload" not in flags.added and "--vllm.enforce_eager" in flags.added
@@ -102,7 +102,7 @@ def start(run: RunConfig) -> None:
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
     rules._attention(flags, run)
-    launch.launch(replace(run, openrlhf=tuple(flags.words)))
+    launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_noise_is_added_to_the_method_s_weights_and_comes_off_to_the_bit(
 def test_aqn_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """w = 2 and Z = .02: the rows behind the norm are multiplied by 1.01."""
     noise, model = policy_noises.create("aqn"), {"x.input_layernorm.weight": nn.Parameter(torch.full((1,), 2.0))}
-    monkeypatch.setattr(type(noise), "_drawn", lambda self, name, sync, like: torch.full((1,), 2.0))
+    monkeypatch.setattr(type(noise), "_noise", lambda self, name, sync, like: torch.full((1,), 2.0))
     with noise.added(model, 0.01, 0):
         assert (model["x.input_layernorm.weight"] / 2.0).item() == pytest.approx(1.01)
 

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs Py
 
 NAMES = sorted(in_tree())
 PLANS = (
-    Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5, drawn="filtered"),
-    Plan(seed=3, lag=6, preempted=0.2, chunk=3, batch=6, masked=True, drawn="filtered"),
-    Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, drawn="greedy"),
+    Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5, sampling="filtered"),
+    Plan(seed=3, lag=6, preempted=0.2, chunk=3, batch=6, masked=True, sampling="filtered"),
+    Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, sampling="greedy"),
     Plan(seed=5),
 )
 # Each is compiled first; the others are `make test-more`.
@@ -115,7 +115,7 @@ def test_masks_read_before_they_have_arrived_are_seen(monkeypatch: pytest.Monkey
 
     planted(monkeypatch, Notes, "_drain_edits", drain_edits)
     with pytest.raises((Disagreement, ValueError, IndexError)):
-        run(made("soft"), dataclasses.replace(PLAN, masked=True, drawn="filtered"))
+        run(made("soft"), dataclasses.replace(PLAN, masked=True, sampling="filtered"))
 
 
 def test_recomputation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_record_that_is_taken_before_its_end_has_arrived_is_seen(
 
     planted(monkeypatch, RolloutPerturber, "drain", drain)
     with pytest.raises(Disagreement):
-        run(made("soft"), dataclasses.replace(PLAN, masked=masked, drawn="filtered"))
+        run(made("soft"), dataclasses.replace(PLAN, masked=masked, sampling="filtered"))
 
 
 def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

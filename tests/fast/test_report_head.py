@@ -81,8 +81,8 @@ def test_the_picture_by_hand() -> None:
     assert [one.series.name for one in (better, worse, missing)] == ["better", "worse", "missing"]
     assert (better.at, better.ends, better.band) == (136.8, (118.4, 155.2), (54.0, 146.0))
     assert (worse.at, worse.ends, worse.band) == (26.4, (8.0, 44.8), (63.2, 136.8))
-    assert (missing.at, missing.ends, missing.band, missing.told) == (None, None, None, "words on missing")
-    assert better.told == "+0.100 (+0.050 to +0.150), within noise"
+    assert (missing.at, missing.ends, missing.band, missing.text) == (None, None, None, "words on missing")
+    assert better.text == "+0.100 (+0.050 to +0.150), within noise"
     assert list(better.hint) == [
         "better",
         "Mean@8 +0.100 (+0.050 to +0.150), within noise",

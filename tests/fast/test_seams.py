@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 from ngrpo.trainers.openrlhf import seams
-from ngrpo.trainers.openrlhf.seams import SEAMS, Seam, SeamMismatch, active, check, found
+from ngrpo.trainers.openrlhf.seams import SEAMS, Seam, SeamMismatch, active, check, state_of
 
 STACK = all(find_spec(name) for name in ("openrlhf", "vllm", "ray", "torch"))
 needs_stack = pytest.mark.skipif(not STACK, reason="needs openrlhf, vllm, ray and torch installed")
@@ -21,7 +21,7 @@ needs_stack = pytest.mark.skipif(not STACK, reason="needs openrlhf, vllm, ray an
 @needs_stack
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda s: s.target)
 def test_row_matches_the_installed_source(seam: Seam) -> None:
-    assert found(seam) == seam.upstream
+    assert state_of(seam) == seam.upstream
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda s: s.target)

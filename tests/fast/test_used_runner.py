@@ -28,20 +28,20 @@ def test_engines_answer_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = tmp_path / "run" / "model_runner"
     answer("V1")
     used_runner.watch(folder)
-    assert used_runner.found(folder) is None
+    assert used_runner.read(folder) is None
     answer("V2")
-    assert used_runner.found(folder) == "V2"
+    assert used_runner.read(folder) == "V2"
     answer("V1")
-    assert used_runner.found(folder) == "V1, V2"
+    assert used_runner.read(folder) == "V1, V2"
     used_runner.watch(folder)
-    assert used_runner.found(folder) is None, "what an earlier run left does not count"
+    assert used_runner.read(folder) is None, "what an earlier run left does not count"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(used_runner.VARIABLE, str(tmp_path / "file" / "model_runner"))
     used_runner.note("V1")
-    assert used_runner.found(tmp_path / "file" / "model_runner") is None
+    assert used_runner.read(tmp_path / "file" / "model_runner") is None
 
 
 def test_the_summary_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,8 +246,12 @@ RISK = of_file(
 OVERLONG = of_file(
     "ngrpo/advantages/base.py",
     "test_advantages.py",
-    ("result, kept = torch.zeros_like(rewards), ~overlong", "result, kept = rewards.clone(), ~overlong", "they keep r"),
-    ("kept & (left == size)", "(left == size).expand_as(kept)", "overlong answers count in their groups"),
+    (
+        "result, complete = torch.zeros_like(rewards), ~overlong",
+        "result, complete = rewards.clone(), ~overlong",
+        "they keep r",
+    ),
+    ("complete & (left == size)", "(left == size).expand_as(complete)", "overlong answers count in their groups"),
 )
 
 _IN_LOSS = "test_credits_simko.py"
@@ -334,7 +338,7 @@ NOISES = [
         "test_policy_noises.py",
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
         ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
-        ("min(max(changed, _LEAST), _MOST)", "changed", "psn: no bounds"),
+        ("min(max(sigma, _LEAST), _MOST)", "sigma", "psn: no bounds"),
         ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
     ),
     *of_file(
@@ -345,7 +349,7 @@ NOISES = [
             "                pass\n",
             "the trainer keeps the noise",
         ),
-        ("+ scale * self._drawn", "+ self._drawn", "noise without its scale"),
+        ("+ scale * self._noise", "+ self._noise", "noise without its scale"),
     ),
     *of_file(
         "perturbations/seeds.py",

@@ -10,7 +10,7 @@ GRADIENTS = [
         "perturbations/strategies/gaussian.py",
         "test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
         (
-            "densities.gaussian(drawn, mean - mean.detach(), sigma)",
+            "densities.gaussian(noise, mean - mean.detach(), sigma)",
             "densities.gaussian(realise(edit, lookup, keys).float().detach(), mean, sigma)",
             "gaussian: the noise is a difference of what rollout and trainer computed",
         ),
@@ -24,16 +24,16 @@ GRADIENTS = [
         "perturbations/strategies/gumbel.py",
         "test_score_error.py::test_no_density_is_drowned_and_differences_are",
         (
-            "densities.gumbel(scores, probabilities, kept, drawn)",
-            "densities.gumbel(scores, probabilities, kept)",
+            "densities.gumbel(scores, probabilities, distinct, gumbels)",
+            "densities.gumbel(scores, probabilities, distinct)",
             "gumbel: rounding decides whether clamped noise has a gradient",
         ),
     ),
     *of_file(
         "perturbations/strategies/gumbel.py",
         "test_density_exact.py",
-        ("(drawn >= high) & ~below", "drawn > 1e9", "gumbel: noise clamped from above counts as drawn"),
-        ("below = (drawn <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
+        ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
+        ("below = (gumbels <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
     ),
     *of_file(
         "perturbations/strategies/normal.py",
@@ -62,11 +62,15 @@ GRADIENTS = [
         ("/ self.scale + low", "/ self.scale", "latent, exact: the shift of the noise"),
         ("others & (beyond.detach() < high)", "others", "latent, exact: noise that no bound could hold is waited for"),
         (
-            "return found + densities",
-            "return found + 0.0 * densities",
+            "return log_density + densities",
+            "return log_density + 0.0 * densities",
             "latent, exact: the tokens not mixed are missing",
         ),
-        ("drawn >= high, kept)", "drawn > 1e9, kept)", "latent, exact: noise clamped from above counts as drawn"),
+        (
+            "gumbels >= high, support)",
+            "gumbels > 1e9, support)",
+            "latent, exact: noise clamped from above counts as drawn",
+        ),
     ),
     *of_file(
         "perturbations/replay/scope.py",

@@ -157,8 +157,8 @@ SAMPLING = [
     ),
     Mutation(
         _LOSS,
-        "return scores[drawn] - highest - total.log()",
-        "return scores[drawn] - total.log()",
+        "return scores[is_label] - highest - total.log()",
+        "return scores[is_label] - total.log()",
         _MASKED,
         "sampling mask: the largest score is not put back",
     ),
@@ -210,8 +210,8 @@ MIXTURES = [
             "distinct draws: a block's old sum",
         ),
         (
-            "-torch.inf, drawn, self.sampled)",
-            "-torch.inf, drawn, 0 * drawn)",
+            "-torch.inf, winners, self.sampled)",
+            "-torch.inf, winners, 0 * winners)",
             "distinct draws: any token where none is",
         ),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
@@ -277,8 +277,8 @@ MIXTURES = [
             "scale = torch.ones_like(step.temperature).unsqueeze(-1)",
             "latent: p at another temperature",
         ),
-        ("kept[:, : self.k] = True", "kept[:, :1] = True", "latent: fewer than k tokens"),
-        ("/ kept.sum(dim=-1).clamp_min(1)", "/ self.k", "latent: lost weights are counted in the mean"),
+        ("nucleus[:, : self.k] = True", "nucleus[:, :1] = True", "latent: fewer than k tokens"),
+        ("/ support.sum(dim=-1).clamp_min(1)", "/ self.k", "latent: lost weights are counted in the mean"),
         ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
         ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
         (
@@ -307,7 +307,7 @@ MIXTURES = [
     *of_file(
         "perturbations/verdict.py",
         "test_verdict.py",
-        ("gate.selects(at) & wanted", "gate.selects(at)", "verdict: whoever asks is perturbed"),
+        ("gate.selects(at) & eligible", "gate.selects(at)", "verdict: whoever asks is perturbed"),
         ("    opened = allowed\n", "    opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
         ("opened & gate.open(slots, step, prompts)", "opened", "verdict: thinking never ends"),

@@ -21,7 +21,7 @@ SECOND_ROUNDS = [
         "ngrpo/second_rounds/lope.py",
         _TESTS,
         ("random.randint(self.least, self.most)", "self.most", "lope: always the longest"),
-        ("at = opening(given, tokenizer)", "at = 0", "lope: before the template"),
+        ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
         ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
     ),
     *of_file(

@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 def test_a_rollout_and_its_replay(smollm2: str) -> None:
     found = doctor._self_test(smollm2)
     assert found.fix is None, found
-    assert found.told.startswith("V1 model runner, ") and "with the replay" in found.told
+    assert found.state.startswith("V1 model runner, ") and "with the replay" in found.state
 
 
 def test_a_worker_without_the_plugin(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "some_other_plugin")
     found = doctor._self_test(smollm2)
-    assert found.told == "ended with status 1" and "this engine has no perturbation" in found.fix
+    assert found.state == "ended with status 1" and "this engine has no perturbation" in found.fix

@@ -37,5 +37,7 @@ def test_the_replay_behind_a_picture_is_exact(tmp_path: Path) -> None:
 
 
 def test_in_float32_no_token_is_routed_otherwise() -> None:
-    lines = [line for line in printed("benchmarks.routing", "qwen3_moe", "--dtype", "float32").splitlines()[1:] if line]
-    assert len(lines) == 2 and all(" 0 of 768 tokens routed otherwise" in line for line in lines), lines
+    output = printed("benchmarks.routing", "qwen3_moe", "--dtype", "float32")
+    lines = [line for line in output.splitlines() if "routed otherwise" in line]  # DeepSpeed prints there too
+    assert len(lines) == 2, output
+    assert all(" 0 of 768 tokens routed otherwise" in line for line in lines), output

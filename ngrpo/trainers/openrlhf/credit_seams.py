@@ -29,11 +29,11 @@ def with_entropies(plain: type) -> type:
 
     class EntropyKeepingActor(plain):  # type: ignore[misc, valid-type]
         def forward(self, *args: object, **kwargs: object) -> Any:
-            original, kept = self.actor.forward, []
+            original, entropies = self.actor.forward, []
 
             def forward(*inputs: object, **options: object) -> Any:
                 log_probs, output = original(*inputs, return_output=True, return_entropy=True, **options)
-                kept.append(output.entropy[:, -log_probs.shape[1] :].float().cpu())
+                entropies.append(output.entropy[:, -log_probs.shape[1] :].float().cpu())
                 return log_probs
 
             self.actor.forward = forward
@@ -42,13 +42,13 @@ def with_entropies(plain: type) -> type:
             finally:
                 del self.actor.forward
             # The last forward is that of the batch; the proof of the replay comes before a run's first one.
-            self._entropies = [*getattr(self, "_entropies", ()), kept[-1]]
+            self._entropies = [*getattr(self, "_entropies", ()), entropies[-1]]
             return log_probs
 
         def token_entropies(self) -> list[Tensor]:
             """The entropies of each forward since the last call, (B, A) each."""
-            taken, self._entropies = getattr(self, "_entropies", []), []
-            return taken
+            entropies, self._entropies = getattr(self, "_entropies", []), []
+            return entropies
 
     return EntropyKeepingActor
 

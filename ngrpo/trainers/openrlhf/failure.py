@@ -48,15 +48,15 @@ def explanation(error: BaseException) -> str | None:
 def memory_ran_out(error: BaseException) -> str | None:
     """What an error means for the user where Ray's memory monitor ended a process; None for any other error."""
     text = "\n".join(map(str, _chain(error)))
-    found = _MEMORY.search(text)
-    if found is None:
+    match = _MEMORY.search(text)
+    if match is None:
         return None
     held: dict[str, str] = {}
     for process, gigabytes, command in _PROCESS.findall(text):
         held.setdefault(process, f"{_short(command)} {float(gigabytes):.1f} GB")
     most = f" Most was held by {', '.join(list(held.values())[:_MOST_SHOWN])}." if held else ""
     return (
-        f"the machine ran out of memory: {float(found[1]):.1f} of {float(found[2]):.1f} GB were in use, and Ray ended"
+        f"the machine ran out of memory: {float(match[1]):.1f} of {float(match[2]):.1f} GB were in use, and Ray ended"
         f" a process of this run.{most} End other programs, or ask for less: a smaller --train.micro_batch_size,"
         " --rollout.batch_size or --rollout.max_new_tokens, less memory for vLLM (--vllm.gpu_memory_utilization; on a"
         " CPU VLLM_CPU_KVCACHE_SPACE), or a smaller model."
@@ -65,24 +65,24 @@ def memory_ran_out(error: BaseException) -> str | None:
 
 def project_missing(error: BaseException) -> str | None:
     """What an error means where a node of a cluster is without this project; None for any other error."""
-    found = _matching(error, _PROJECT)
-    if found is None:
+    line = _matching(error, _PROJECT)
+    if line is None:
         return None
     return (
         "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
-        f" (docs/install.md). The node said: {found}"
+        f" (docs/install.md). The node said: {line}"
     )
 
 
 def flash_attn_missing(error: BaseException) -> str | None:
     """What an error means where one node of a cluster lacks flash-attn; None for any other error."""
-    found = _matching(error, _FLASH_ATTN)
-    if found is None:
+    line = _matching(error, _FLASH_ATTN)
+    if line is None:
         return None
     return (
         "a node of the cluster has no flash-attn that works, but the run was started where flash-attn is installed, so"
         " that OpenRLHF counts on it everywhere. Install the same flash-attn on every node (docs/install.md), or remove"
-        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {found}"
+        f" it where runs are started, which then use --ds.attn_implementation sdpa. The node said: {line}"
     )
 
 

@@ -16,9 +16,9 @@ def evaluating_first(plain: type) -> type:
         def init_checkpoint_states(self) -> Any:
             states = super().init_checkpoint_states()
             if states["global_step"] == 0 and self.eval_dataloader:
-                asked = self.args.eval
-                drawn = {"temperature": asked.temperature, "n_samples_per_prompt": asked.n_samples_per_prompt}
-                self.evaluate(0, **{**self.generate_kwargs, **drawn})
+                options = self.args.eval
+                sampling = {"temperature": options.temperature, "n_samples_per_prompt": options.n_samples_per_prompt}
+                self.evaluate(0, **{**self.generate_kwargs, **sampling})
             return states
 
     return EvaluatingFirst

@@ -60,7 +60,7 @@ class GapScale:
         self._start: float | None = None
 
     @property
-    def wanted(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether this step's unperturbed answers are to be measured."""
         return self._start is None or self._drifts
 
@@ -75,8 +75,8 @@ class GapScale:
         """
         if self._start is None:
             self._start = unperturbed
-        known = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
-        return max([*known, _HALF if self._half else FLOOR]) if known else None
+        gaps = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
+        return max([*gaps, _HALF if self._half else FLOOR]) if gaps else None
 
     def check(self, measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
         """Judges all gaps of a step by the one of unperturbed answers: ratios among them are blind where all are wrong.
@@ -103,14 +103,14 @@ class GapScale:
         # Plain tokens are many, and each is the same kind of token as an unperturbed answer's.
         allowed = {"perturbed": limit * scale, "plain": min(limit, _PLAIN) * scale, "before": limit * scale}
         gaps = {name: measures.get(f"perturbation/gap_{name}_mean", 0.0) for name in allowed}
-        told = [
+        parts = [
             f"{_PLACES[name]} by {gap:.2g} (at most {allowed[name]:.2g})"
             for name, gap in gaps.items()
             if gap > allowed[name]
         ]
-        if told:
+        if parts:
             _report(
-                f"log-probabilities of rollout and trainer differ {', '.join(told)} on average; where nothing is"
+                f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average; where nothing is"
                 f" perturbed they differ by {scale:.2g}. {_numbered(_SCALE_CAUSES)}",
                 strict,
             )

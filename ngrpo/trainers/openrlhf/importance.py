@@ -32,14 +32,14 @@ def importance_measures(experiences: Sequence[Experience], args: argparse.Namesp
         return {}
     parts = [(e.action_log_probs - e.rollout_log_probs)[e.action_mask.bool()].float().cpu() for e in experiences]
     ratio = torch.cat(parts)
-    found = {"divergence": -ratio.mean().item()}
+    measures = {"divergence": -ratio.mean().item()}
     if loss == "ppo" and args.is_correction_level == "token" and args.is_correction_gating == "ratio":
         low, high = (float(bound) for bound in args.is_correction_threshold)
         weight = ratio.clamp(-20.0, 20.0).exp()
         beyond = (weight < low) | (weight > high)
         bounded = weight.clamp(low, high) if args.is_correction_mode == "clip" else weight.masked_fill(beyond, 0.0)
-        found |= {"weight": bounded.mean().item(), "cut": beyond.float().mean().item()}
-    return {f"importance/{name}": value for name, value in found.items()}
+        measures |= {"weight": bounded.mean().item(), "cut": beyond.float().mean().item()}
+    return {f"importance/{name}": value for name, value in measures.items()}
 
 
 def rollout_entropy(experiences: Sequence[Experience]) -> float | None:

@@ -69,7 +69,7 @@ class KeptGroups:
         self._lines = [line for line in read(folder) if line["step"] <= step] if step else []
         steps = [line["step"] for line in self._lines]
         self._stride = math.gcd(*(b - a for a, b in itertools.pairwise(steps))) or 1
-        self._told = False
+        self._has_warned = False
 
     def add(self, step: int, make: Callable[[], dict[str, Any]]) -> None:
         """Keeps a step if it is due.
@@ -89,9 +89,9 @@ class KeptGroups:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, text)
         except (OSError, CannotWrite) as error:  # a look into the run is no reason to end it
-            if not self._told:
+            if not self._has_warned:
                 print(f"ngrpo warning: groups for the report are not kept: {error}", flush=True)
-            self._told = True
+            self._has_warned = True
 
 
 def of_step(
@@ -120,16 +120,16 @@ def of_step(
         (texts), ``gaps`` (|log π_trainer − log π_rollout| of each), ``fed`` (position and what was fed there) and
         ``cut``, the number of tokens that are left out.
     """
-    found: dict[int, _Answer] = {}
+    by_place: dict[int, _Answer] = {}
     for experience in experiences:
         records = unpack(experience.mm_train_inputs) or [None] * len(experience.index)
         for row, place in enumerate(experience.index):
-            found[place] = _Answer(experience, row, records[row])
-    places = sorted(found)
+            by_place[place] = _Answer(experience, row, records[row])
+    places = sorted(by_place)
     prompts = [places[i : i + size] for i in range(0, len(places), size)]
-    chosen = sorted(random.Random(seed).sample(range(len(prompts)), min(groups, len(prompts))))
-    rewards = [_figure(float(found[place].experience.rewards[found[place].row])) for place in places]
-    made = [_group([found[p] for p in prompts[i]], tokenizer, gaps) for i in chosen]
+    sample = sorted(random.Random(seed).sample(range(len(prompts)), min(groups, len(prompts))))
+    rewards = [_figure(float(by_place[place].experience.rewards[by_place[place].row])) for place in places]
+    made = [_group([by_place[p] for p in prompts[i]], tokenizer, gaps) for i in sample]
     return _shortened({"rewards": rewards, "size": size, "groups": made})
 
 
@@ -173,12 +173,12 @@ def diversity(answers: Sequence[Sequence[int]]) -> dict[str, float]:
     """
     pairs = [pair for tokens in answers for pair in itertools.pairwise(tokens)]
     shared = [_common(one, other) for one, other in itertools.combinations(answers, 2)]
-    found = {"different": float(len({tuple(tokens) for tokens in answers}))}
+    measures = {"different": float(len({tuple(tokens) for tokens in answers}))}
     if pairs:
-        found["distinct_2"] = len(set(pairs)) / len(pairs)
+        measures["distinct_2"] = len(set(pairs)) / len(pairs)
     if shared:
-        found["common_prefix"] = sum(shared) / len(shared)
-    return found
+        measures["common_prefix"] = sum(shared) / len(shared)
+    return measures
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -188,9 +188,9 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def _group(answers: Sequence[_Answer], tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
     first = answers[0]
     prompt = first.experience.prompts[first.row] if first.experience.prompts else None
-    shown = [_answer(answer, tokenizer, gaps) for answer in answers]
+    answer_rows = [_answer(answer, tokenizer, gaps) for answer in answers]
     different = diversity([_tokens(answer)[0] for answer in answers])
-    return {"prompt": prompt and str(prompt)[:_PROMPT], "diversity": different, "answers": shown}
+    return {"prompt": prompt and str(prompt)[:_PROMPT], "diversity": different, "answers": answer_rows}
 
 
 def _tokens(answer: _Answer) -> tuple[list[int], list[int]]:
@@ -201,37 +201,37 @@ def _tokens(answer: _Answer) -> tuple[list[int], list[int]]:
 
 
 def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
-    experience, row, kept = answer
+    experience, row, trajectory = answer
     tokens, positions = _tokens(answer)
     mask = experience.action_mask[row].bool()
     advantages = [_figure(value) for value in experience.advantages[row][mask].float().tolist()]
     finite = [value for value in advantages if value is not None]
     finite = [value for value in advantages if value is not None]
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "reward": _figure(float(experience.rewards[row])),
         "advantage": _figure(sum(finite) / len(finite)) if finite else None,
         "tokens": pieces(tokens[:LONGEST], tokenizer),
     }
     if len(set(advantages)) > 1:
-        found["advantages"] = advantages[:LONGEST]
+        entry["advantages"] = advantages[:LONGEST]
     if len(tokens) > LONGEST:
-        found["cut"] = len(tokens) - LONGEST
+        entry["cut"] = len(tokens) - LONGEST
     rollout = _rollout(answer, positions)
     if rollout is not None and gaps:
         trainer = experience.action_log_probs[row][mask].float().tolist()
-        found["gaps"] = [_figure(abs(a - b), 2) for a, b in zip(trainer[:LONGEST], rollout)]
-    if kept is not None:
+        entry["gaps"] = [_figure(abs(a - b), 2) for a, b in zip(trainer[:LONGEST], rollout)]
+    if trajectory is not None:
         place = {position: i for i, position in enumerate(positions[:LONGEST])}
-        at = enumerate(kept.record.positions.tolist())
-        found["fed"] = [[place[p], fed(kept.record, i, tokenizer)] for i, p in at if p in place]
-    return found
+        at = enumerate(trajectory.record.positions.tolist())
+        entry["fed"] = [[place[p], fed(trajectory.record, i, tokenizer)] for i, p in at if p in place]
+    return entry
 
 
 def _rollout(answer: _Answer, positions: Sequence[int]) -> list[float] | None:
     """log π of the rollout at each token; None where it was not kept."""
-    experience, row, kept = answer
-    if kept is not None:
-        return [float(kept.log_probs[p]) if p < len(kept.log_probs) else math.nan for p in positions]
+    experience, row, trajectory = answer
+    if trajectory is not None:
+        return [float(trajectory.log_probs[p]) if p < len(trajectory.log_probs) else math.nan for p in positions]
     if experience.rollout_log_probs is None:
         return None
     return experience.rollout_log_probs[row][experience.action_mask[row].bool()].float().tolist()

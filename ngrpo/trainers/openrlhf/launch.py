@@ -62,7 +62,7 @@ def launch(run: RunConfig) -> None:
         if not flags.has("--help"):
             _start_ray(profile, flags, conditions, run)
         install(conditions)
-    _run(flags.words)
+    _run(flags.argv)
 
 
 def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
@@ -99,13 +99,13 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))
         return
     ray.init(address=address, runtime_env=everywhere)
-    wanted = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.words)))
+    gpus = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
     there = int(ray.cluster_resources().get("GPU", 0))
-    if there < wanted and profile.name == "cpu":  # with CUDA a cluster may grow
+    if there < gpus and profile.name == "cpu":  # with CUDA a cluster may grow
         ray.shutdown()
         raise TrainingFailed(
-            f"the Ray cluster at {address} has {there} GPUs, and this run places {wanted} (without CUDA they are only"
-            f" counted). Start it with `ray start --head --num-gpus {wanted}`, or set RAY_ADDRESS=local for a Ray of"
+            f"the Ray cluster at {address} has {there} GPUs, and this run places {gpus} (without CUDA they are only"
+            f" counted). Start it with `ray start --head --num-gpus {gpus}`, or set RAY_ADDRESS=local for a Ray of"
             " this run's own."
         )
 

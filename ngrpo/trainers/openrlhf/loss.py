@@ -41,10 +41,10 @@ def replacing(replace: Replace, failed: str, fix: str) -> Iterator[None]:
     """
     used = False
 
-    def noted(*given: Tensor) -> Tensor:
+    def noted(*tensors: Tensor) -> Tensor:
         nonlocal used
         used = True
-        return replace(*given)
+        return replace(*tensors)
 
     token = _active.set((*_active.get(), noted))
     try:
@@ -89,8 +89,8 @@ def policy_loss(trainer: ActorTrainer, make: Callable[[Callable[..., Any]], _Los
         make: gives the loss for the one that is called now, which it calls in turn.
     """
     plain = trainer.actor_loss_fn
-    trainer.actor_loss_fn = made = make(plain)
+    trainer.actor_loss_fn = loss = make(plain)
     try:
-        yield made
+        yield loss
     finally:
         trainer.actor_loss_fn = plain

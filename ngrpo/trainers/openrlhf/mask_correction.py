@@ -47,15 +47,15 @@ def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor,
         RuntimeError: where a label is not in its set.
     """
     scores = logits[rows[which], ids]
-    drawn = ids == labels[rows[which]]
-    if int(drawn.sum()) != len(rows):
+    is_label = ids == labels[rows[which]]
+    if int(is_label.sum()) != len(rows):
         raise RuntimeError(
-            f"{len(rows) - int(drawn.sum())} of {len(rows)} tokens to be trained on are not among those that the"
+            f"{len(rows) - int(is_label.sum())} of {len(rows)} tokens to be trained on are not among those that the"
             " rollout's sampling left: the sampling masks are not those of these samples."
         )
     highest = scores.new_full(rows.shape, -torch.inf).scatter_reduce(0, which, scores.detach(), "amax")
     total = scores.new_zeros(rows.shape).index_add(0, which, (scores - highest[which]).exp())
-    return scores[drawn] - highest - total.log()  # `which` ascends, so the drawn ones stand in the order of the rows
+    return scores[is_label] - highest - total.log()  # `which` ascends, so the drawn ones stand in the order of the rows
 
 
 class MaskCorrection:
@@ -109,8 +109,8 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     Raises:
         RuntimeError: where a sample has no mask, or no log-probabilities came through.
     """
-    found = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
-    masks = [mask for mask in found if mask is not None]
+    candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
+    masks = [mask for mask in candidates if mask is not None]
     missing = len(attention_mask) - len(masks)
     if missing:
         raise RuntimeError(

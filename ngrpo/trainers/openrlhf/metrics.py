@@ -54,11 +54,15 @@ def step_metrics(
     """
     generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
     after, elsewhere, before = [], [], []
-    for kept, trainer in zip(records, log_probs):
-        if kept is None:
+    for trajectory, trainer in zip(records, log_probs):
+        if trajectory is None:
             continue
-        dropped, prompted, cached = dropped + kept.dropped, prompted + kept.prompted, cached + kept.cached
-        record, rollout = kept.record.truncate(len(trainer)), kept.log_probs[: len(trainer)]
+        dropped, prompted, cached = (
+            dropped + trajectory.dropped,
+            prompted + trajectory.prompted,
+            cached + trajectory.cached,
+        )
+        record, rollout = trajectory.record.truncate(len(trainer)), trajectory.log_probs[: len(trainer)]
         tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
         follows = np.isin(tokens - 1, record.positions)
@@ -143,9 +147,11 @@ def gap_scale(maker: ExperienceMaker) -> GapScale:
 
 def _unperturbed_gap(maker: ExperienceMaker, records: Sequence[FinishedTrajectory | None]) -> dict[str, float]:
     """The gap of the step's unperturbed answers, where it is wanted and there are any."""
-    if not gap_scale(maker).wanted:
+    if not gap_scale(maker).is_needed:
         return {}
-    gap = unperturbed.gap_of(maker, [kept.unperturbed for kept in records if kept is not None and kept.unperturbed])
+    gap = unperturbed.gap_of(
+        maker, [trajectory.unperturbed for trajectory in records if trajectory is not None and trajectory.unperturbed]
+    )
     return {} if gap is None else {"perturbation/gap_unperturbed_mean": gap}
 
 
@@ -158,13 +164,13 @@ def measured_rollout_policy(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
-        found = importance_measures(experiences, self.strategy.args)
-        self.rollout_divergence = found.get("importance/divergence")
+        measures = importance_measures(experiences, self.strategy.args)
+        self.rollout_divergence = measures.get("importance/divergence")
         self.rollout_entropy = rollout_entropy(experiences)
         entropy = self.rollout_entropy
         if current_run().sampling_schedule is not None and entropy is not None:
-            found["sampling/entropy"] = entropy
-        note_measures(self, found)
+            measures["sampling/entropy"] = entropy
+        note_measures(self, measures)
         return experiences
 
     return make_experience_batch
@@ -194,14 +200,14 @@ def kept_by_actors(maker: ExperienceMaker, method: str, own: Sequence[Any]) -> l
 
     args = maker.strategy.args
     copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
-    kept = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
-    found = [batch for of_actor in kept for batch in of_actor]
-    if [part.shape for part in found] != [part.shape for part in own]:
+    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
+    batches = [batch for of_actor in by_actor for batch in of_actor]
+    if [part.shape for part in batches] != [part.shape for part in own]:
         raise RuntimeError(
-            f"{method}: the actors kept {len(found)} batches, {len(own)} were made: their order is not that of OpenRLHF"
-            " 0.11.2's async_run_method_batch."
+            f"{method}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
+            " OpenRLHF 0.11.2's async_run_method_batch."
         )
-    return found
+    return batches
 
 
 def note_measures(maker: ExperienceMaker, measures: dict[str, float]) -> None:
@@ -252,6 +258,6 @@ def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:
     from perturbations.neighbors import Drift
 
     counts = ray.get([engine.perturbation_drift.remote() for engine in engines or ()])
-    found = [Drift(*each) for each in counts if each is not None]
-    total = sum(found, Drift(0, 0, 0, 0))
+    drifts = [Drift(*each) for each in counts if each is not None]
+    total = sum(drifts, Drift(0, 0, 0, 0))
     return {f"perturbation/{name}": share for name, share in total.shares().items()}

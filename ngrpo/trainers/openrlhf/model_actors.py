@@ -85,16 +85,16 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
     Returns:
         The groups without the parameters that have a rate, then one group with ``lr`` for each rate.
     """
-    kept, moved = [], {}
+    remaining, by_rate = [], {}
     for group in groups:
         for parameter in group["params"]:
             rate = rates.get(id(parameter))
             if rate is not None:
-                moved.setdefault(rate, {**group, "params": [], "lr": rate})["params"].append(parameter)
+                by_rate.setdefault(rate, {**group, "params": [], "lr": rate})["params"].append(parameter)
         rest = [p for p in group["params"] if rates.get(id(p)) is None]
         if rest or not group["params"]:
-            kept.append({**group, "params": rest})
-    return kept + list(moved.values())
+            remaining.append({**group, "params": rest})
+    return remaining + list(by_rate.values())
 
 
 def model_of(actor: Any) -> Any:
@@ -153,8 +153,8 @@ def _replaying_forward(plain: type, attribute: str) -> type:
 
         def token_log_probs(self) -> list[Any]:
             """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""
-            taken, self._tokens = getattr(self, "_tokens", []), []
-            return taken
+            tokens, self._tokens = getattr(self, "_tokens", []), []
+            return tokens
 
     return ReplayingModelActor
 

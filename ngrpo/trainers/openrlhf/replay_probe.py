@@ -50,7 +50,7 @@ def prove(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], 
             judge(comparisons, half_precision=half, where="the trainer", model=type(model).__name__)
             return
         except ProbeFailure as error:
-            if error.told or attempt == _ATTEMPTS - 1:
+            if error.is_certain or attempt == _ATTEMPTS - 1:
                 raise
 
 
@@ -69,7 +69,7 @@ def _comparisons(
         return float(np.abs(one - another)[start:stop].mean())
 
     effect = apart(plain, as_text, row)
-    found = [
+    comparisons = [
         Comparison("rows before the replayed one", apart(replaced, plain, stop=row - 1), effect),
         Comparison("a row replayed with its own token's embedding", apart(own, plain, row), effect),
         Comparison("the sample in front", apart(beside_first, plain_first), effect),
@@ -79,8 +79,8 @@ def _comparisons(
         # A table that follows the token in the text has a part in the row: only that this very row changes is known.
         here = apart(plain, as_text, row, row + 1)
         same = 1.0 - min(apart(replaced, plain, row, row + 1) / here, 1.0) if here else 1.0
-        return [*found, Comparison("a replayed row, which must change", same * here, here, 0.9)]
-    return [*found, Comparison("a replayed row", apart(replaced, as_text, row), effect)]
+        return [*comparisons, Comparison("a replayed row, which must change", same * here, here, 0.9)]
+    return [*comparisons, Comparison("a replayed row", apart(replaced, as_text, row), effect)]
 
 
 def _values(texts: list[list[int]], log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> np.ndarray:

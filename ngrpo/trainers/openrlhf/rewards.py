@@ -43,13 +43,13 @@ class CheckedReward:
         Raises:
             UsageError: where the environment's time limit is no number of seconds.
         """
-        given = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
+        text = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
         try:
-            self._seconds = float(given)
+            self._seconds = float(text)
         except ValueError:
             self._seconds = 0.0
         if not self._seconds > 0.0:
-            raise UsageError(f"{SECONDS}={given}: a positive number of seconds is needed.")
+            raise UsageError(f"{SECONDS}={text}: a positive number of seconds is needed.")
         self._reward_func = reward_func
         self._failure: str | None = None
 

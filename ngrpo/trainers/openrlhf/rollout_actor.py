@@ -58,8 +58,8 @@ class RecordingExecutor:
         # Numbered before anything is awaited: answer i of a group has the same draws in every run.
         arguments = dict(request_arguments(kwargs.get("sampling_params")))
         round_, perturbation = arguments.pop("round", 0), current_run().perturbation
-        asked = f"{kwargs.get('prompt')}{prompt_pictures.identity(kwargs.get('images')).hex()}"
-        number = self._numbers.next(asked, round_)
+        key = f"{kwargs.get('prompt')}{prompt_pictures.identity(kwargs.get('images')).hex()}"
+        number = self._numbers.next(key, round_)
         perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
         if "answers" in arguments:
             # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
@@ -137,14 +137,14 @@ class PickUps:
 
     async def _call(self) -> None:
         while self._asked:
-            asked, self._asked = self._asked, {}
+            pending, self._asked = self._asked, {}
             try:
-                answers = await self._llm.collective_rpc("perturbation_take", args=(list(asked), None))
-                taken = {external_id(name): parts for name, parts in of_all_workers(answers).items()}
-                results = {name: taken.get(name, _gone(name)) for name in asked}
+                answers = await self._llm.collective_rpc("perturbation_take", args=(list(pending), None))
+                by_name = {external_id(name): parts for name, parts in of_all_workers(answers).items()}
+                results = {name: by_name.get(name, _gone(name)) for name in pending}
             except Exception as error:
-                results = dict.fromkeys(asked, error)
-            for name, answer in asked.items():
+                results = dict.fromkeys(pending, error)
+            for name, answer in pending.items():
                 if answer.done():  # its caller was cancelled meanwhile
                     continue
                 if isinstance(results[name], Exception):
@@ -188,14 +188,14 @@ async def generate(
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        given = prompt_pictures.unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
-        request = TokensPrompt(prompt_token_ids=given, multi_modal_data=pictures)
+        token_ids = prompt_pictures.unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
+        request = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=pictures)
     output = await unperturbed.last_of(actor.llm.generate(request, params, request_id=name))
     if pictures:
         prompt_pictures.check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
-    taken = await actor.perturbation_pick_ups.take(name)
+    parts = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
-        conversation.add(taken, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
+        conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
             seed = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])

@@ -29,11 +29,11 @@ class _WithArguments(StandIn):
     def remote(self, *, sampling_params: SamplingParams, **kwargs: Any) -> Any:
         """``engine.generate_responses.remote`` with the arguments."""
         params = deepcopy(sampling_params)
-        given = params.extra_args or {}
-        arguments = {**(given.get(KEY) or {}), **self._arguments}
+        extra_args = params.extra_args or {}
+        arguments = {**(extra_args.get(KEY) or {}), **self._arguments}
         if "training_step" in arguments and kwargs.get("num_samples", 1) > 1:
             arguments["answers"] = kwargs["num_samples"]
-        params.extra_args = {**given, KEY: arguments}
+        params.extra_args = {**extra_args, KEY: arguments}
         return self._engine.generate_responses.remote(sampling_params=params, **kwargs)
 
 

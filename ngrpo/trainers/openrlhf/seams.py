@@ -28,10 +28,6 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 class SeamMismatch(UsageError):
     """Upstream code is not what a row of the table was written against."""
 
@@ -253,7 +249,7 @@ def check(
         SeamMismatch: One error that lists every row that does not match, expected and found.
     """
     rows = active(conditions) if seams is None else tuple(seams)
-    wrong = [(seam, state) for seam in rows if (state := found(seam)) != seam.upstream]
+    wrong = [(seam, state) for seam in rows if (state := state_of(seam)) != seam.upstream]
     if wrong:
         lines = [
             f"  {seam.target}\n"
@@ -270,7 +266,7 @@ def check(
         )
 
 
-def found(seam: Seam) -> str:
+def state_of(seam: Seam) -> str:
     """Returns the state of a row's upstream code in the form that the row uses, or what is missing."""
     tree = _tree(seam.module)
     if isinstance(tree, str):
@@ -354,7 +350,7 @@ def main(write: Callable[[str], object] = print) -> int:
     """Prints the table with the state found; returns 1 if a row does not match."""
     wrong = 0
     for seam in SEAMS:
-        state = found(seam)
+        state = state_of(seam)
         wrong += state != seam.upstream
         mark = "ok " if state == seam.upstream else "NOT"
         write(f"{mark} [{seam.when}] {seam.target} -> {seam.ours}: {seam.why} ({seam.checked}: {state})")

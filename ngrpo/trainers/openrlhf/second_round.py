@@ -121,8 +121,8 @@ def regrouped(
         moved = _moved(response, first[place], with_log_probs)
         group[place] = moved, TwoRounds(rewards, len(first) + number, log_probs)
     return [
-        {**response, "mm_train_inputs": {**(response["mm_train_inputs"] or {}), **kept.pack()}}
-        for response, kept in group
+        {**response, "mm_train_inputs": {**(response["mm_train_inputs"] or {}), **rounds.pack()}}
+        for response, rounds in group
     ]
 
 
@@ -155,9 +155,9 @@ async def in_two_rounds(
     cut, has no second round: there is no room for another one.
     """
 
-    async def answers(asked: str, params: SamplingParams, length: int, **others: Any) -> list[dict[str, Any]]:
+    async def answers(text: str, params: SamplingParams, length: int, **others: Any) -> list[dict[str, Any]]:
         shared: dict[str, Any] = {"sampling_params": params, "max_length": length, "hf_tokenizer": hf_tokenizer}
-        return list(await actor.generate_responses(prompt=asked, **shared, **{**kwargs, **others}))
+        return list(await actor.generate_responses(prompt=text, **shared, **{**kwargs, **others}))
 
     def tokens(text: str) -> int:
         return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
@@ -171,9 +171,9 @@ async def in_two_rounds(
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the one before.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    asked = [method.prompt(prompt, hf_tokenizer, random) for _ in range(method.prompts)]
-    longer = [tokens(text) - length for text in asked]
-    for text, extra in zip(asked, longer):
+    prompts = [method.prompt(prompt, hf_tokenizer, random) for _ in range(method.prompts)]
+    longer = [tokens(text) - length for text in prompts]
+    for text, extra in zip(prompts, longer):
         if extra > method.room:
             raise RuntimeError(
                 f"--second_round {method.name}: a prompt is {extra} tokens longer than the given one; its room is"
@@ -182,7 +182,7 @@ async def in_two_rounds(
     params = deepcopy(sampling_params)
     params.logprobs = params.logprobs or 1
     second = await asyncio.gather(
-        *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(asked, longer))
+        *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(prompts, longer))
     )
     every = [response for responses in second for response in responses]
     return regrouped(first, every, method, random, with_log_probs=sampling_params.logprobs is not None)

@@ -57,10 +57,10 @@ def advantages_of_all(
 
 def in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
     """What the samples of a step carry, in the order in which they were generated."""
-    found = {}
+    by_place = {}
     for experience in experiences:
-        found.update(zip(experience.index, unpack(experience.mm_train_inputs, len(experience.index))))
-    return [found[place] for place in sorted(found)]
+        by_place.update(zip(experience.index, unpack(experience.mm_train_inputs, len(experience.index))))
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
@@ -77,16 +77,16 @@ def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[
         RuntimeError: where an answer is longer than what it carries: its tokens would be weighed as others.
     """
     mask = action_mask.bool().cpu()
-    found, there = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)
+    log_probs, there = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)
     for row, each in enumerate(carried):
         if each is None or each.log_probs is None:
             continue
         count = int(mask[row].sum())
         if count > len(each.log_probs):
             raise RuntimeError(f"--second_round: an answer of {count} tokens has {len(each.log_probs)} probabilities.")
-        found[row, mask[row]] = torch.from_numpy(each.log_probs[:count])  # an answer may have been cut at its end
+        log_probs[row, mask[row]] = torch.from_numpy(each.log_probs[:count])  # an answer may have been cut at its end
         there[row] = mask[row]
-    return found.to(action_mask.device), there.to(action_mask.device)
+    return log_probs.to(action_mask.device), there.to(action_mask.device)
 
 
 class TwoRoundsLoss:
@@ -161,17 +161,19 @@ def measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str
     for experience in experiences:
         of_batch = unpack(experience.mm_train_inputs, len(experience.action_mask))
         carried.extend(of_batch)
-        given, second = behavior(experience.action_mask, of_batch)
-        ratios.append((experience.action_log_probs.float() - given.to(experience.action_log_probs.device))[second])
-    asked = [each for each in carried if each is not None]
-    moved = [each for each in asked if each.log_probs is not None]
-    found = {"asked": len(asked) / len(carried), "trained": len(moved) / len(carried)}
-    if asked:
+        behavior_log_probs, second = behavior(experience.action_mask, of_batch)
+        ratios.append(
+            (experience.action_log_probs.float() - behavior_log_probs.to(experience.action_log_probs.device))[second]
+        )
+    with_second = [each for each in carried if each is not None]
+    moved = [each for each in with_second if each.log_probs is not None]
+    figures = {"asked": len(with_second) / len(carried), "trained": len(moved) / len(carried)}
+    if with_second:
         # The first round's answers are all wrong. A sample stands for its prompt, of which all have as many.
         size = method.prompts * method.answers
-        right = np.asarray([(each.rewards > method.wrong).sum() for each in asked])
-        found |= {"right": float(right.mean()) / size, "solved": float((right > 0).mean())}
+        right = np.asarray([(each.rewards > method.wrong).sum() for each in with_second])
+        figures |= {"right": float(right.mean()) / size, "solved": float((right > 0).mean())}
     ratio = torch.cat([part.cpu() for part in ratios]) if ratios else torch.zeros(0)
     if len(ratio):
-        found["ratio"] = ratio.clamp(-20.0, 20.0).exp().mean().item()
-    return {f"second_round/{name}": value for name, value in found.items()}
+        figures["ratio"] = ratio.clamp(-20.0, 20.0).exp().mean().item()
+    return {f"second_round/{name}": value for name, value in figures.items()}

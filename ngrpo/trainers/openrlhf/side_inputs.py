@@ -42,16 +42,16 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
     Raises:
         RuntimeError: where a sample has none.
     """
-    found = unpack(side_inputs) or [None] * batch
-    missing = [i for i, trajectory in enumerate(found) if trajectory is None]
-    if missing or len(found) != batch:
+    trajectories = unpack(side_inputs) or [None] * batch
+    missing = [i for i, trajectory in enumerate(trajectories) if trajectory is None]
+    if missing or len(trajectories) != batch:
         raise RuntimeError(
-            f"{len(missing) or batch - len(found)} of {batch} samples have no replay record (the first:"
+            f"{len(missing) or batch - len(trajectories)} of {batch} samples have no replay record (the first:"
             f" {missing[:5]}). Each sample of a perturbed run brings its own in mm_train_inputs; without it the model"
             " would be trained on inputs that the rollout did not see. A custom executor must hand on what generate()"
             " returns."
         )
-    return [trajectory.record for trajectory in found if trajectory is not None]
+    return [trajectory.record for trajectory in trajectories if trajectory is not None]
 
 
 def without_ours(original: Callable[..., Any]) -> Callable[..., Any]:

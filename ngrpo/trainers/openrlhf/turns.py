@@ -61,26 +61,26 @@ class Conversation:
         Args:
             prompt: token ids.
         """
-        asked = np.asarray(prompt, dtype=np.int64).tobytes()
-        again = self._asked[asked]
-        self._asked[asked] += 1
+        key = np.asarray(prompt, dtype=np.int64).tobytes()
+        again = self._asked[key]
+        self._asked[key] += 1
         if self.trajectory is None:
             return None
-        kept = self.trajectory.record
-        if again and (kept.sigma is None or not len(kept)):
-            return dataclasses.replace(kept, seed=seeds.of_repeated_turn(kept.seed, again))
-        return kept
+        record = self.trajectory.record
+        if again and (record.sigma is None or not len(record)):
+            return dataclasses.replace(record, seed=seeds.of_repeated_turn(record.seed, again))
+        return record
 
-    def add(self, taken: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
+    def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Takes in a turn; :meth:`go_on` was told its prompt.
 
         Args:
-            taken: the turn, as the worker sent it.
+            parts: the turn, as the worker sent it.
             prompt: token ids that the turn began with.
             tokens: token ids that it generated.
             cached: how many of the prompt's tokens the engine found in its prefix cache.
         """
-        turn = cut_to_answer(FinishedTrajectory.unpack(taken), len(tokens))
+        turn = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
         start, mask = len(prompt), turn.sampling_mask
         by_position = np.full(start + len(tokens), np.nan, dtype=np.float32)
         dropped, prompted = 0, start
@@ -102,8 +102,10 @@ class Conversation:
         if length >= len(self._tokens):
             return
         before, self._tokens = present(self.trajectory, "the trajectory of earlier turns"), self._tokens[:length]
-        kept = before.truncate(length)
-        self.trajectory = dataclasses.replace(kept, dropped=kept.dropped + len(before.record) - len(kept.record))
+        trajectory = before.truncate(length)
+        self.trajectory = dataclasses.replace(
+            trajectory, dropped=trajectory.dropped + len(before.record) - len(trajectory.record)
+        )
 
 
 def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, Any]:

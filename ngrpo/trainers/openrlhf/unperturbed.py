@@ -77,8 +77,8 @@ async def ask(actor: RolloutActor, prompt: list[int], params: SamplingParams, se
     short.extra_args = {**(short.extra_args or {}), KEY: arguments}
     output = await last_of(actor.llm.generate(TokensPrompt(prompt_token_ids=prompt), short, request_id=name))
     tokens = list(output.outputs[0].token_ids)
-    taken = FinishedTrajectory.unpack(await actor.perturbation_pick_ups.take(name))
-    log_probs = cut_to_answer(taken, len(tokens)).log_probs
+    trajectory = FinishedTrajectory.unpack(await actor.perturbation_pick_ups.take(name))
+    log_probs = cut_to_answer(trajectory, len(tokens)).log_probs
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs)
 
 
@@ -108,7 +108,7 @@ def gap_of(maker: ExperienceMaker, answers: Sequence[UnperturbedAnswer]) -> floa
         attention_mask[row, longest - len(answer.tokens) :] = 1
         action_mask[row, width - len(answer.log_probs) :] = 1
     group = maker.actor_model_group
-    found = ray.get(
+    log_probs = ray.get(
         group.async_run_method(
             method_name="unperturbed_log_probs",
             sequences=sequences,
@@ -118,6 +118,6 @@ def gap_of(maker: ExperienceMaker, answers: Sequence[UnperturbedAnswer]) -> floa
     )[0]
     gaps = [
         np.abs(row[width - len(answer.log_probs) :] - answer.log_probs)
-        for row, answer in zip(found.float().numpy(), answers)
+        for row, answer in zip(log_probs.float().numpy(), answers)
     ]
     return float(np.concatenate(gaps).mean())

@@ -136,9 +136,9 @@ def load_weights_file(worker: Worker, path: str) -> int:
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
         expected = worker.model_config.dtype
-        found = file.get_tensor(names[0]).dtype
-        if found != expected:
-            raise TypeError(f"The trainer has {found} weights, vLLM {expected}; use --ds.param_dtype bf16.")
+        dtype = file.get_tensor(names[0]).dtype
+        if dtype != expected:
+            raise TypeError(f"The trainer has {dtype} weights, vLLM {expected}; use --ds.param_dtype bf16.")
         worker.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
     repack_tied_heads(worker.model_runner.get_model())
     return len(names)

@@ -39,12 +39,12 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
     def compute(
         token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: object
     ) -> tuple[Tensor, Tensor]:
-        rewards, found = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
+        rewards, advantages = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
         for group in dict.fromkeys(index):
             rows = torch.from_numpy(np.flatnonzero(index == group))
             if bool(response_mask[rows].any()):  # not verl's padding
-                found[rows] = advantage.compute(rewards[rows][None])[0].to(found.dtype)
-        full = found.to(rewards.device).unsqueeze(-1) * response_mask
+                advantages[rows] = advantage.compute(rewards[rows][None])[0].to(advantages.dtype)
+        full = advantages.to(rewards.device).unsqueeze(-1) * response_mask
         return full, full
 
     return compute

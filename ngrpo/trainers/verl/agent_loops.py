@@ -55,8 +55,8 @@ def perturbed(plain: type) -> type:
             agent_name: str,
             **rest: object,
         ) -> object:
-            asked = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
-            params = {**sampling_params, "extra_args": {KEY: asked}}  # verl gives all of a group one dictionary
+            arguments = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
+            params = {**sampling_params, "extra_args": {KEY: arguments}}  # verl gives all of a group one dictionary
             return await plain._run_agent_loop(self, params, trajectory, agent_name=agent_name, **rest)
 
     return PerturbedAgentLoopWorker

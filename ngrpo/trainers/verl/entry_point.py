@@ -27,16 +27,16 @@ def registered(plain: type) -> type:
     return plain
 
 
-def refuse_without_mode(words: Sequence[str]) -> None:
+def refuse_without_mode(argv: Sequence[str]) -> None:
     """Ends a run that asks for a perturbation and for a trainer that knows none: verl would train unperturbed.
 
     Raises:
         SystemExit: which verl, unlike an error, does not swallow here.
     """
-    asked = [word for word in words if word.lstrip("+").startswith("perturbation.")]
-    if asked and f"trainer.v1.trainer_mode={MODE}" not in [word.lstrip("+") for word in words]:
+    overrides = [word for word in argv if word.lstrip("+").startswith("perturbation.")]
+    if overrides and f"trainer.v1.trainer_mode={MODE}" not in [word.lstrip("+") for word in argv]:
         raise SystemExit(
-            f"{asked[0]}: only the trainer {MODE!r} perturbs; verl's others would train without a perturbation. Add"
+            f"{overrides[0]}: only the trainer {MODE!r} perturbs; verl's others would train without a perturbation. Add"
             f" trainer.v1.trainer_mode={MODE}."
         )
 

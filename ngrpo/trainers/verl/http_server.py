@@ -54,22 +54,22 @@ class PerturbedHttpServer(vLLMHttpServer):
         """
         if self._pick_ups is None:
             return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
-        given = dict((sampling_params.get("extra_args") or {}).get(settings.KEY) or {})
+        own_arguments = dict((sampling_params.get("extra_args") or {}).get(settings.KEY) or {})
         # Rows of a dataset need not be numbered, so that the prompt itself is in the seed.
-        given["seed"] = seeds.of_row_and_prompt(prompt_ids, given.get("seed", 0))
-        arguments = {**(sampling_params.get("extra_args") or {}), settings.KEY: given}
+        own_arguments["seed"] = seeds.of_row_and_prompt(prompt_ids, own_arguments.get("seed", 0))
+        arguments = {**(sampling_params.get("extra_args") or {}), settings.KEY: own_arguments}
         output = await super().generate(
             prompt_ids, {**sampling_params, "extra_args": arguments}, request_id, *args, **kwargs
         )
         if output.stop_reason == "aborted":
             await self.engine.collective_rpc("perturbation_drop", args=([request_id],))
             raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed answer is not trained on.")
-        found = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
-        if given.get("enabled", True):
-            found = cut_to_answer(found, len(output.token_ids))
-            of_tokens = np.full(found.record.num_tokens, np.nan, dtype=np.float32)
-            of_tokens[found.record.prompt_tokens :] = found.log_probs
-            output.extra_fields[settings.KEY] = dataclasses.replace(found, log_probs=of_tokens).pack()
+        trajectory = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
+        if own_arguments.get("enabled", True):
+            trajectory = cut_to_answer(trajectory, len(output.token_ids))
+            of_tokens = np.full(trajectory.record.num_tokens, np.nan, dtype=np.float32)
+            of_tokens[trajectory.record.prompt_tokens :] = trajectory.log_probs
+            output.extra_fields[settings.KEY] = dataclasses.replace(trajectory, log_probs=of_tokens).pack()
         return output
 
     def _get_worker_extension_cls(self) -> str:

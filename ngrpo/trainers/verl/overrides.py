@@ -36,15 +36,15 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     """
     from omegaconf import OmegaConf, open_dict
 
-    given = OmegaConf.to_container(OmegaConf.create(config.get(KEY) or {}), resolve=True)
-    if not isinstance(given, dict) or "name" not in given:
+    options = OmegaConf.to_container(OmegaConf.create(config.get(KEY) or {}), resolve=True)
+    if not isinstance(options, dict) or "name" not in options:
         raise UsageError(f"trainer.v1.trainer_mode={MODE} needs a perturbation: +{KEY}.name=neighbor, for example.")
-    limit, strict = given.pop("gap_limit", _GAP_LIMIT), given.pop("strict", False)
+    limit, strict = options.pop("gap_limit", _GAP_LIMIT), options.pop("strict", False)
     if not isinstance(limit, (int, float)) or not limit >= 1.0:
         raise UsageError(f"{KEY}.gap_limit={limit!r}: a number of at least 1 is needed; the default is 10.")
     if not isinstance(strict, bool):
         raise UsageError(f"{KEY}.strict={strict!r}: true or false is needed.")
-    perturbation = registry.create(**given)
+    perturbation = registry.create(**options)
     advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
     advantage_estimators.register(str(config.algorithm.adv_estimator), dict(advantage))
     wrong = [f"{setting}: {reason}" for refused, setting, reason in _refused(config, perturbation) if refused]

@@ -65,14 +65,14 @@ def _trajectory(
             " without it the model would be trained on inputs that the rollout did not see. An agent loop of one's"
             " own must hand on the extra_fields of what generate() returns."
         )
-    found = FinishedTrajectory.unpack(packed)
-    start, end = found.record.prompt_tokens, found.record.num_tokens
+    trajectory = FinishedTrajectory.unpack(packed)
+    start, end = trajectory.record.prompt_tokens, trajectory.record.num_tokens
     if start != prompt or end < prompt + answer:
         raise RuntimeError(
             f"sample {name} has {prompt} + {answer} tokens of prompt and answer, its record has {start} +"
             f" {end - start}: tokens were added or cut in front between rollout and training."
         )
-    return found
+    return trajectory
 
 
 class ReplayingEngine(FSDPEngineWithLMHead):
@@ -93,7 +93,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        records = [None if found is None else found.record for found in trajectories(micro_batch)]
+        records = [None if trajectory is None else trajectory.record for trajectory in trajectories(micro_batch)]
         perturbation = registry.create(**spec)
         scope = ReplayScope(
             self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
@@ -196,12 +196,12 @@ class ReplayingCPUEngine(ReplayingEngine):
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         # A reference model is offloaded by verl: from the CPU to the CPU, through pinned memory, which needs a GPU.
-        given = self.engine_config
-        self.engine_config = dataclasses.replace(given, forward_only=False)
+        config = self.engine_config
+        self.engine_config = dataclasses.replace(config, forward_only=False)
         try:
             return super()._build_fsdp_module(module)
         finally:
-            self.engine_config = given
+            self.engine_config = config
 
 
 EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cuda", "nvidia")(ReplayingEngine)

@@ -82,4 +82,4 @@ def check() -> None:
 
 if __name__ == "__main__":
     for row in SEAMS:
-        print("ok " if (state := seams.found(row)) == row.upstream else "NOT", row.target, state)
+        print("ok " if (state := seams.state_of(row)) == row.upstream else "NOT", row.target, state)
