@@ -25,7 +25,7 @@ _AXES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"mrope_section": [4, 6, 6]},
     "qwen3_vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
 }
-TYPES = (*_AXES, "qwen3_5", "gemma3")
+TYPES = (*_AXES, "qwen3_5", "gemma3", "mistral3")
 
 
 def build(folder: Path, tokenizer_folder: str, model_type: str = "qwen3_vl", dtype: str = "float32") -> None:
@@ -48,7 +48,7 @@ def build(folder: Path, tokenizer_folder: str, model_type: str = "qwen3_vl", dty
         sizes["text_config"]["rope_parameters"] = rope
     if model_type == "qwen2_vl":  # whose tower calls the width of its output so
         sizes["vision_config"]["hidden_size"] = sizes["text_config"]["hidden_size"]
-    make = _gemma if model_type == "gemma3" else _qwen
+    make = {"gemma3": _gemma, "mistral3": _mistral}.get(model_type, _qwen)
     processor, ids = make(tokenizer_folder, config_class(**sizes))
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config_class(**{**sizes, **ids}))
@@ -91,6 +91,27 @@ def _gemma(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
     chat, places = _CHAT.replace("PICTURE", "<start_of_image>"), config.mm_tokens_per_image
     processor = transformers.Gemma3Processor(images, tokenizer, chat_template=chat, image_seq_length=places)
     return processor, {f"{name}_index": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+
+
+def _mistral(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
+    import transformers
+
+    tokens = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
+    patch = config.vision_config.patch_size
+    images = transformers.PixtralImageProcessor(
+        size={"longest_edge": 4 * patch}, patch_size={"height": patch, "width": patch}
+    )
+    processor = transformers.PixtralProcessor(
+        images,
+        tokenizer,
+        patch_size=patch,
+        spatial_merge_size=config.spatial_merge_size,
+        chat_template=_CHAT.replace("PICTURE", "[IMG]"),
+        **tokens,
+    )
+    return processor, {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]")}
 
 
 def prompts(folder: Path, count: int = 8) -> Path:
