@@ -25,6 +25,10 @@ from perturbations import available, create, parameters
 from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 
 
+# An untrained router feeds the token itself nearly everywhere, so that a replay would show nothing.
+_OPTIONS: dict[str, dict[str, Any]] = {"tarpo": {"bias": 0.0}}
+
+
 def in_tree() -> list[str]:
     """The perturbations of the tree that perturb."""
     return [name for name, source in available().items() if source.startswith("perturbations.") and name != "none"]
@@ -46,8 +50,8 @@ def measure(llm: Any, model: Any, prompts: list[list[int]], name: str, rate: flo
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        set_perturbation(llm, name, rate=rate)
-        perturbation = create(name, rate=rate)
+        set_perturbation(llm, name, rate=rate, **_OPTIONS.get(name, {}))
+        perturbation = create(name, rate=rate, **_OPTIONS.get(name, {}))
     with _with_parameters(model, perturbation):
         rollouts = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=tokens)
         gap, without = gaps(model, rollouts), gaps(model, rollouts, replay=False)
