@@ -24,7 +24,6 @@ from ngrpo.rollout import set_perturbation
 from perturbations import available, create, parameters
 from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 
-
 # An untrained router feeds the token itself nearly everywhere, so that a replay would show nothing.
 _OPTIONS: dict[str, dict[str, Any]] = {"tarpo": {"bias": 0.0}}
 
