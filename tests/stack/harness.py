@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,19 @@ def sample_with_masks(
         answer = cut_to_answer(taken[output.request_id], len(tokens))
         rollouts.append(Rollout(list(prompt), tokens, answer.record, answer.log_probs, engine))
     return rollouts, [taken[output.request_id].sampling_mask for output in outputs]
+
+
+def sync(engine: Any, model: Any, folder: Path) -> None:
+    """What the trainer does after each step on a CPU: its weights reach the engine through a file."""
+    from safetensors.torch import save_file
+
+    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
+
+    path = folder / "weights.safetensors"
+    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, path)
+    engine.llm_engine.collective_rpc(load_weights_file, args=(str(path),))
+    engine.reset_prefix_cache()
+    path.unlink()
 
 
 def trainer_log_probs(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
 from perturbations import create, parameters
 from perturbations.replay.last_hidden import LastHidden
 from perturbations.replay.scope import ReplayScope
 from perturbations.step import Step
 from perturbations.strategies.tarpo import TARPO
+from tests.fast.density_model import hooked
 from tests.stack.harness import Rollout
 
 Decisions = dict[tuple[int, int], list[float]]
@@ -44,8 +44,14 @@ def decisions() -> Iterator[Decisions]:
         TARPO.propose = plain
 
 
-def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+def shaken(module: torch.nn.Module) -> torch.nn.Module:
+    """Far from where the router starts: logits that the hidden state moves by several units, and no bias."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in module.named_parameters():
+        draws = torch.randn(parameter.shape, generator=generator)
+        size = 1.5 / parameter.shape[-1] ** 0.5
+        parameter.data.copy_(size * draws if name.endswith("weight") else torch.tensor([-4.6, 0.0]))
+    return module
 
 
 def replayed(model: Any, rollouts: Sequence[Rollout], weight: float) -> tuple[list[Tensor], list[Tensor]]:
@@ -66,7 +72,7 @@ def replayed(model: Any, rollouts: Sequence[Rollout], weight: float) -> tuple[li
     with scope([r.record for r in rollouts], mask), densities(scope, TEMPERATURE) as ours:
         places = (mask.cumsum(-1) - 1).clamp_min(0)
         logits = model(tokens, attention_mask=mask, position_ids=places).logits.float() / TEMPERATURE
-        entries = with_replacements(_log_probs)(logits, tokens.roll(-1, dims=1))
+        entries = hooked(logits, tokens.roll(-1, dims=1))
         own = ours.token_log_probs(entries[:, :-1].detach())
     counts = [len(r.tokens) for r in rollouts]
     return [e[-n - 1 : -1] for e, n in zip(entries, counts)], [o[-n:] for o, n in zip(own, counts)]

@@ -21,8 +21,7 @@ if RUNNER == "V2":
     as_on_cuda.interpret_triton()
 
 from tests.stack.harness import QUESTIONS, build_engine, chat_prompts, sample  # noqa: E402
-from tests.stack.routed import TEMPERATURE, decisions  # noqa: E402
-from tests.stack.test_tarpo import shaken  # noqa: E402
+from tests.stack.routed import TEMPERATURE, decisions, shaken  # noqa: E402
 
 
 def main(model: str, target: str) -> None:

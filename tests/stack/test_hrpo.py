@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from ngrpo.rollout import set_perturbation
 from ngrpo.storage import parameters_file
-from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
 from perturbations import create, parameters
-from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
+from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample, sync
 from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.stack
@@ -47,15 +45,6 @@ def gated(hf_model: Any) -> Iterator[Any]:
 def detach(model: Any) -> None:
     if parameters.attached(model) is not None:
         delattr(model, parameters.NAME)
-
-
-def sync(engine: Any, model: Any, folder: Path) -> None:
-    """What the trainer does after each step, through a file in memory."""
-    path = folder / "weights.safetensors"
-    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, path)
-    engine.llm_engine.collective_rpc(load_weights_file, args=(str(path),))
-    engine.reset_prefix_cache()
-    path.unlink()
 
 
 def test_trained_parameters_reach_the_rollout(engine: Any, gated: Any, tmp_path: Path) -> None:

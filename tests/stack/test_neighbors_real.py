@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import neighbor_drift, set_perturbation
-from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
 from perturbations.neighbors import ExactIndex, HnswIndex, word_numbers
-from tests.stack.harness import Rollout, chat_prompts, gaps, sample
+from tests.stack.harness import Rollout, chat_prompts, gaps, sample, sync
 
 pytest.importorskip("faiss", reason="faiss is not installed: pip install 'ngrpo[hnsw]'")
 
@@ -67,19 +66,14 @@ def test_real_spellings_of_one_word(engine: Any) -> None:
 @pytest.fixture
 def weights(engine: Any, hf_model: Any, embedding: Tensor, tmp_path: Path) -> Iterator[Any]:
     """Gives rollout and trainer another embedding matrix, by the way of the CPU profile's weight sync."""
-    from safetensors.torch import save_file
-
     parameter = hf_model.get_input_embeddings().weight
 
-    def sync(rows: Tensor) -> None:
+    def replace(rows: Tensor) -> None:
         parameter.data.copy_(rows)
-        place = tmp_path / "weights.safetensors"
-        save_file({name: p.detach().contiguous() for name, p in hf_model.named_parameters()}, str(place))
-        engine.llm_engine.collective_rpc(load_weights_file, args=(str(place),))
-        engine.reset_prefix_cache()
+        sync(engine, hf_model, tmp_path)
 
-    yield sync
-    sync(embedding)
+    yield replace
+    replace(embedding)
 
 
 def assert_sets(rollouts: list[Rollout], index: ExactIndex) -> None:

@@ -14,23 +14,12 @@ import torch
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters
 from tests.own_process import run_module
-from tests.stack.harness import build_engine, chat_prompts, gaps, sample
-from tests.stack.routed import TEMPERATURE, compare, decisions, replayed
+from tests.stack.harness import build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.routed import TEMPERATURE, compare, decisions, replayed, shaken
 from tests.stack.scheduling import note_preemptions
-from tests.stack.test_hrpo import sync
 from tests.two_ranks import run_two_ranks
 
 pytestmark = [pytest.mark.stack, pytest.mark.more]
-
-
-def shaken(module: torch.nn.Module) -> torch.nn.Module:
-    """Far from where the router starts: logits that the hidden state moves by several units, and no bias."""
-    generator = torch.Generator().manual_seed(7)
-    for name, parameter in module.named_parameters():
-        draws = torch.randn(parameter.shape, generator=generator)
-        size = 1.5 / parameter.shape[-1] ** 0.5
-        parameter.data.copy_(size * draws if name.endswith("weight") else torch.tensor([-4.6, 0.0]))
-    return module
 
 
 @pytest.fixture
