@@ -27,6 +27,7 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.hardware import attention, processes, profile_for
+from ngrpo.hardware import attention, profile_for
 from ngrpo.models import model_support, packaged
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -237,11 +238,12 @@ def _self_test(model: str) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
-        status, output = _ended(command)
+        output = Path(folder) / "output.log"
+        status = _ended(command, output)
         if status is None:
             return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
         if not target.exists():
-            lines = [line for line in output.splitlines() if line.strip()]
+            lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
             causes = [number for number, line in enumerate(lines) if _PROBE_FAILURE in line]
             lines = lines[causes[0] :][:10] if causes else lines[-15:]
@@ -260,20 +262,20 @@ def _self_test(model: str) -> Finding:
     return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
 
 
-def _ended(command: Sequence[str]) -> tuple[int | None, str]:
-    """The exit status of a command, None where it took too long, and what it printed; what it started ends with it."""
+def _ended(command: Sequence[str], output: Path) -> int | None:
+    """The exit status of a command that prints into a file; None where it took too long. Its processes end with it."""
     # vLLM's engine is a process of its own, which outlives the one that started it.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
+    with (
+        output.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as process,
+    ):
         try:
-            output, _ = process.communicate(timeout=_SECONDS)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return None, ""
-        return process.returncode, output
+            return process.wait(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _for_a_report(findings: Sequence[Finding]) -> str:
@@ -353,5 +355,4 @@ if __name__ == "__main__":
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    processes.end_children()  # an engine whose rollout failed still runs, and holds our output open
     os._exit(status)  # The interpreter would take triton's bindings apart in a bad order (vLLM 0.29).
