@@ -181,6 +181,11 @@ class Perturbation(GateOptions, ABC):
         return None
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether :meth:`module` gives learned parameters."""
+        return self.module(1) is not None
+
+    @property
     def has_density(self) -> bool:
         """Whether :meth:`log_density` takes the place of the tokens' log-probabilities in the loss.
 

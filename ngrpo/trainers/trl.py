@@ -158,7 +158,7 @@ def _check(config: Any, arguments: Mapping[str, Any], perturbation: Perturbation
         (bool(arguments.get("rollout_func")), "rollout_func", "it has no records"),
         (getattr(config, "use_liger_kernel", False), "use_liger_kernel", "its loss bypasses the log-probabilities"),
         (
-            perturbation.module(1) is not None,
+            perturbation.has_parameters,
             "a perturbation with parameters of its own",
             "TRL would neither train nor send them; use the variant without them, or OpenRLHF",
         ),

@@ -70,7 +70,7 @@ def outcomes(
 
     Args:
         target: of the registry's kind, its class, or its name.
-        registry: the registry.
+        registry: of all that is of this kind.
         own: the checks of this kind, beyond those of a class with options.
         options: to create it with.
     """
@@ -111,7 +111,7 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
     yield "a small model that it fits", fits
     if _outcome(fits) is not None:
         return
-    if perturbation.module(1) is not None:
+    if perturbation.has_parameters:
         yield "its learned parameters", partial(proposal.check_module, perturbation)
     for label, step in proposal.steps(proposal.vocabulary_for(perturbation)):
         yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)

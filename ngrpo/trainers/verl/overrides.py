@@ -94,7 +94,7 @@ def _refused(config: DictConfig, perturbation: Perturbation) -> Iterator[tuple[b
         "its values are not replayed. Use an estimator without one, such as grpo",
     )
     yield (
-        perturbation.module(1) is not None,
+        perturbation.has_parameters,
         "parameters of its own",
         "verl would neither train nor send them. Use the variant without them, or OpenRLHF",
     )
