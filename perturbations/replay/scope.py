@@ -8,12 +8,10 @@ gathering of parameters, LoRA) and its gradient work as ever, and the lookup hap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +21,7 @@ from perturbations.edit import InputEdit, Mixer, mix
 from perturbations.nearest import nearest_tokens
 from perturbations.parameters import CausalModel, attached
 from perturbations.replay import ReplayRecord
+from perturbations.replay.flat_records import FlatRecords, flat_rows, flatten
 from perturbations.replay.last_hidden import LastHidden
 
 
@@ -56,89 +55,6 @@ class ReplayStats:
         return self.shift_sum() / max(self.count(), 1)
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """The records of a batch, concatenated: N positions in all."""
-
-    sample: Tensor
-    position: Tensor
-    edit: InputEdit
-    noise_keys: Tensor | None
-    seeds: Tensor
-
-
-def _flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> _Flat:
-    present = [(i, r) for i, r in enumerate(records) if r is not None and len(r)]
-    if not present:
-        # Learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        ids, floats = none.view(0, 1), none.float()
-        return _Flat(none, none, InputEdit(ids, ids.float(), floats, None, floats), none, none)
-
-    def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype, copy=False)).to(device)
-
-    def optional(name: str) -> Tensor | None:
-        """Zeros where a record has none; None where no record has it."""
-        shape = next((p.shape[1:] for _, r in present if (p := getattr(r, name)) is not None), None)
-        if shape is None:
-            return None
-        parts = ((r, getattr(r, name)) for _, r in present)
-        return joined(np.zeros((len(r), *shape)) if part is None else part for r, part in parts)
-
-    def widened(part: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
-        """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
-        missing = width - part.shape[1]
-        return np.pad(part, ((0, 0), (0, missing)), mode=mode) if missing else part
-
-    width = max(r.ids.shape[1] for _, r in present)
-    ids = joined((widened(r.ids, "edge") for _, r in present), np.int64)
-    weights = joined(widened(r.weights, "constant") for _, r in present)
-    edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
-    position = joined((r.positions for _, r in present), np.int64)
-    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
-    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
-    return _Flat(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys, seeds)
-
-
-def flat_rows(
-    sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Where recorded positions lie in a forward's flattened input.
-
-    Args:
-        sample: index in the batch, (N,) int64.
-        position: position in the trajectory, (N,) int64.
-        shape: the forward's input shape: (B, T) for a padded batch; (1, total) for a packed one, whose samples
-            stand one after the other without padding.
-        attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
-
-    Returns:
-        Rows in the flattened input (N,), and which of them exist (N,) bool: a trajectory may have been cut.
-
-    Raises:
-        ValueError: where the shape fits neither layout.
-    """
-    if attention_mask is None:
-        inside = (position < shape[1]) & (sample < shape[0])
-        return sample * shape[1] + position, inside
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=-1)
-    inside = position < lengths[sample]
-    if tuple(shape) == tuple(mask.shape):
-        first = mask.int().argmax(dim=-1)
-        return sample * shape[1] + first[sample] + position, inside
-    # One host synchronisation, in the packed layout only; unpadding itself needs the same one.
-    if shape[0] == 1 and shape[1] == int(lengths.sum()):
-        starts = torch.cumsum(lengths, dim=0) - lengths
-        return starts[sample] + position, inside
-    raise ValueError(
-        f"replay cannot place its records: the model was given {tuple(shape)} tokens, the attention mask is"
-        f" {tuple(mask.shape)} with {int(lengths.sum())} real tokens. Padded batches (B, T) and packed ones"
-        " (1, total) are supported; sequence-parallel slices (ring attention) are not."
-    )
-
-
 class ReplayScope:
     """The hooks of one replay on one embedding module. Use :func:`replaying`, or enter it as a context."""
 
@@ -169,7 +85,7 @@ class ReplayScope:
         self._shape = torch.Size()  # of a forward's tokens; empty before it
         self._records: Sequence[ReplayRecord | None] = ()
         self._mask: Tensor | None = None
-        self._flat: _Flat
+        self._flat: FlatRecords
         self._bypassed, self.stats = False, ReplayStats()
 
     @contextmanager
@@ -183,7 +99,7 @@ class ReplayScope:
         self._check_model(records)
         device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
-        self._flat = _flatten(records, device)
+        self._flat = flatten(records, device)
         self._records, self._shape, self.stats = records, torch.Size(), ReplayStats()
         self._mask = None if attention_mask is None else attention_mask.to(device)
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
@@ -237,11 +153,20 @@ class ReplayScope:
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
         of_positions = None if advantages is None else self._of_positions(advantages)
-        draws = streams.keys(self._flat.seeds, self._flat.position, streams.Stream.WEIGHTS)
-        own = log_probs[rows]
-        state = None if self._hidden is None else self._hidden.at(rows, len(logits))
-        given = logits, rows, own, temperature, edit, self._flat.noise_keys, self.lookup
-        return Replayed(*given, of_positions, draws, state, self._module), inside
+        replayed = Replayed(
+            logits,
+            rows,
+            token_log_probs=log_probs[rows],
+            temperature=temperature,
+            edit=edit,
+            noise_keys=self._flat.noise_keys,
+            lookup=self.lookup,
+            advantages=of_positions,
+            draw_keys=streams.keys(self._flat.seeds, self._flat.position, streams.Stream.WEIGHTS),
+            hidden=None if self._hidden is None else self._hidden.at(rows, len(logits)),
+            module=self._module,
+        )
+        return replayed, inside
 
     def _of_positions(self, values: Tensor) -> Tensor:
         """Values of the last A tokens of each padded row, (B, A), at the recorded positions, (N,); 0 outside."""

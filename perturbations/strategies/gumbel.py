@@ -82,10 +82,8 @@ class Gumbel(TopTokens):
         normalizer = present(edit.normalizer, "edit.normalizer")
         scores = self.tau * edit.weights.clamp_min(smallest).log() + normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
-        (low, high), gumbels = (
-            densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf),
-            replayed.gumbel(edit.ids),
-        )
+        gumbels = replayed.gumbel(edit.ids)
+        low, high = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf)
         if self.density == "gumbel":
             return densities.gumbel(scores, probabilities, distinct, gumbels)
         noise = scores - (probabilities + densities.LOG_FLOOR).log()

@@ -17,12 +17,18 @@ from perturbations.testing.report import EVERY_ROW, answered, of_rows, require
 def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
     """What a trainer whose forward gave ``logits`` (B, V) would hand to the density of a proposal."""
     rows = torch.arange(len(logits), device=logits.device)
-    log_probs = torch.log_softmax(logits, dim=-1)[rows, proposal.tokens]
-    keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    temperature = float(step.temperature[0])
-    draws = step.keys_of(streams.Stream.WEIGHTS)
-    given = logits, rows, log_probs, temperature, proposal.edit, keys, step.embeddings.lookup
-    return Replayed(*given, None, draws, step.hidden, step.module)
+    return Replayed(
+        logits,
+        rows,
+        token_log_probs=torch.log_softmax(logits, dim=-1)[rows, proposal.tokens],
+        temperature=float(step.temperature[0]),
+        edit=proposal.edit,
+        noise_keys=streams.keys(step.seeds, step.positions, streams.Stream.NOISE),
+        lookup=step.embeddings.lookup,
+        draw_keys=step.keys_of(streams.Stream.WEIGHTS),
+        hidden=step.hidden,
+        module=step.module,
+    )
 
 
 def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from ngrpo.trainers.openrlhf.loss import replacing
 from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations.errors import present
+from perturbations.replay.flat_records import flat_rows
 from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.scope import flat_rows
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
