@@ -57,11 +57,9 @@ def step_metrics(
     for trajectory, trainer in zip(records, log_probs):
         if trajectory is None:
             continue
-        dropped, prompted, cached = (
-            dropped + trajectory.dropped,
-            prompted + trajectory.prompted,
-            cached + trajectory.cached,
-        )
+        dropped += trajectory.dropped
+        prompted += trajectory.prompted
+        cached += trajectory.cached
         record, rollout = trajectory.record.truncate(len(trainer)), trajectory.log_probs[: len(trainer)]
         tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
