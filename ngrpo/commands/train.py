@@ -192,7 +192,7 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
 
     run = replace(run, run_dir=run.run_dir or "runs/dry")
     flags = rules.unstarted(run)
-    openrlhf_parser.check(flags.argv)
+    rules.check_parsed(flags)
     for note in (*run.notes, *_notes(flags, run)):
         print(f"warning: {note}")
     checks = rules.outcomes(flags, run)

@@ -57,6 +57,14 @@ def _attention(flags: Flags, run: RunConfig) -> None:
         attention.check(flags, profile.name)
 
 
+def check_parsed(flags: Flags, _: RunConfig | None = None) -> None:
+    """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
+    # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
+    if flags.value("--algo.advantage.estimator") in (None, "gae") and not flags.value("--critic.model_name_or_path"):
+        reward_files.check_any(flags.argv)
+    openrlhf_parser.check(flags.argv)
+
+
 def _output(flags: Flags, run: RunConfig) -> None:
     for flag, path, folder in (("--run-dir", run.run_dir, True), ("--log-file", run.log_file, False)):
         if path is not None:
@@ -121,7 +129,7 @@ RULES = (
     Rule("start", _attention, lambda *_: "attention and packing"),
     Rule(
         "start",
-        lambda flags, run: openrlhf_parser.check(flags.argv),
+        check_parsed,
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
     Rule(

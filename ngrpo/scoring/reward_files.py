@@ -15,25 +15,33 @@ from perturbations.options import nearest
 REWARD_FUNC = "reward_func(queries, prompts, labels)"
 
 
+_FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
+
+
+def check_any(args: Sequence[str]) -> None:
+    """Raises ``UsageError`` for flags that name no reward at all."""
+    if not any(Flags(args).value(flag) for flag in (_FILE, _AGENT, _MODEL)):
+        raise UsageError(
+            f"no reward: give --task NAME, {_FILE} with a Python file that has reward_func, or {_MODEL} with a reward"
+            " model."
+        )
+
+
 def check_rewards(args: Sequence[str]) -> None:
     """Checks where rewards come from; a user's file is read and not run.
 
     Raises:
         UsageError: where there is no reward at all, or a file does not define what OpenRLHF takes from it.
     """
-    reward, agent = (Flags(args).value(flag) for flag in ("--reward.remote_url", "--train.agent_func_path"))
-    if not (reward or agent or Flags(args).value("--reward.model_name_or_path")):
-        raise UsageError(
-            "no reward: give --task NAME, --reward.remote_url with a Python file that has reward_func, or"
-            " --reward.model_name_or_path with a reward model."
-        )
+    check_any(args)
+    reward, agent = (Flags(args).value(flag) for flag in (_FILE, _AGENT))
     for part in reward.split(",") if reward else ():
         if part.endswith(".py"):
-            check_python("--reward.remote_url", part, REWARD_FUNC)
+            check_python(_FILE, part, REWARD_FUNC)
         elif not part.startswith(("http://", "https://")):
-            raise UsageError(f"--reward.remote_url {part}: must be a Python file, or an address that begins with http.")
+            raise UsageError(f"{_FILE} {part}: must be a Python file, or an address that begins with http.")
     if agent:
-        check_python("--train.agent_func_path", agent, "AgentExecutor()")
+        check_python(_AGENT, agent, "AgentExecutor()")
 
 
 def check_python(flag: str, path: str, needed: str) -> None:

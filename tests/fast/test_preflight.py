@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config import preflight
+from ngrpo.config import preflight, rules
 from ngrpo.scoring import reward_files
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -294,6 +294,8 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
     reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match="no reward: give --task"):
         reward_files.check_rewards(["--data.prompt_dataset", "x"])
+    with pytest.raises(UsageError, match="no reward: give --task"):
+        rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
     with pytest.raises(UsageError, match="begins with http"):
         reward_files.check_rewards(["--reward.remote_url", "reward"])
     file.write_text("class Agent:\n    pass\n")
