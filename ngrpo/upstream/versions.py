@@ -64,4 +64,18 @@ def versions(model_runner: str | None = None) -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """Where this runs, for results."""
-    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
+    return {
+        "system": platform.platform(),
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def processor() -> str:
+    """The processor's name, as Linux has it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
