@@ -57,7 +57,7 @@ def _attention(flags: Flags, run: RunConfig) -> None:
         attention.check(flags, profile.name)
 
 
-def check_parsed(flags: Flags, _: RunConfig | None = None) -> None:
+def check_parsed(flags: Flags) -> None:
     """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
     # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
     if flags.value("--algo.advantage.estimator") in (None, "gae") and not flags.value("--critic.model_name_or_path"):
@@ -129,7 +129,7 @@ RULES = (
     Rule("start", _attention, lambda *_: "attention and packing"),
     Rule(
         "start",
-        check_parsed,
+        lambda flags, run: check_parsed(flags),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
     Rule(

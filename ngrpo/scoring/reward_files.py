@@ -13,8 +13,6 @@ from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 REWARD_FUNC = "reward_func(queries, prompts, labels)"
-
-
 _FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
 
 
