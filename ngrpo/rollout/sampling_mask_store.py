@@ -13,6 +13,7 @@ from ngrpo.rollout.trajectories import Chunks, grown
 from perturbations.replay.sampling_mask import SamplingMask, as_words
 
 _CHUNK = 512  # words
+_MAP_NORESERVE = 0x4000  # Linux's, on x86 and Arm; the module mmap does not have it before Python 3.13
 LIMIT = 8 << 30
 """Bytes that the masks of a worker's live trajectories take at most; half of the machine's memory where it is less."""
 
@@ -174,5 +175,7 @@ def _memory() -> int:
 def _address_space(size: int) -> np.ndarray:
     """Words of memory that is taken when it is written to."""
     chunk = 2 * _CHUNK
-    space = mmap.mmap(-1, max(size // chunk, 1) * chunk, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Not reserved: Linux joins what lies side by side, and forks no process where that is more than the memory.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    space = mmap.mmap(-1, max(size // chunk, 1) * chunk, flags=flags)
     return np.frombuffer(space, dtype=np.uint16)

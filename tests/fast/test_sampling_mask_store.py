@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import numpy as np
@@ -157,3 +158,16 @@ def test_nothing_asks_the_device() -> None:
     assert counts.waits == () and counts.launches < 30
     bits = torch.tensor([[0, 0b1000_0001, 0], [0b10, 0, 0]], dtype=torch.uint8)
     assert pick(bits, 3).tolist() == [8, 15, 1] and pick(bits, 3).dtype == torch.int32
+
+
+def test_a_process_with_several_stores_can_fork() -> None:
+    """What they may take together is twice the machine's memory; what they do take is a few kilobytes."""
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    stores = [SamplingMaskStore(1000, 1, 10, limit=half) for _ in range(4)]
+    for store in stores:
+        store.write(np.array([0]), np.array([1]), np.array([2]), np.array([5, 6], dtype=np.uint16))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(store.read(0).left()[0].tolist() == [5, 6] for store in stores)
