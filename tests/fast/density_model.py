@@ -18,6 +18,7 @@ from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
+from tests.token_log_probs import log_probs_of
 
 
 def record_of(perturbation: Perturbation, step: Step, prompt: int = 5) -> ReplayRecord:
@@ -45,10 +46,6 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.embedding(tokens))
-
-
-def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 hooked = with_replacements(log_probs_of)

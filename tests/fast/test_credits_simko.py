@@ -22,6 +22,7 @@ from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
+from tests.token_log_probs import log_probs_of
 
 
 def one_answer(rows: list[list[float]], tokens: list[int], advantage: float) -> tuple[LossTokens, Tensor]:
@@ -70,10 +71,6 @@ def test_the_quantile_is_each_answers_own() -> None:
 
 
 # --- in OpenRLHF's loss ----------------------------------------------------------------------------
-
-
-def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def clipped_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, *, action_mask: Tensor) -> tuple[Tensor]:

@@ -20,10 +20,11 @@ from perturbations.base import Perturbation, Replayed
 from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.strategies.gumbel import Gumbel
-from tests.fast.density_model import batch, log_probs_of, perturbed, run
+from tests.fast.density_model import batch, perturbed, run
 from tests.fast.density_steps import generator
 from tests.fast.policy_actor import TEMPERATURE, Actor, Language, PolicyModelActor
 from tests.fast.run import run_with
+from tests.token_log_probs import log_probs_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,10 @@ from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 from perturbations.strategies.gumbel import Gumbel
-from tests.fast.density_model import EVERY, Model, batch, hooked, log_probs_of, name_of, perturbed, record_of, run
+from tests.fast.density_model import EVERY, Model, batch, hooked, name_of, perturbed, record_of, run
 from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 from tests.fast.run import check_flags, run_of
+from tests.token_log_probs import log_probs_of
 
 
 def test_a_density_costs_four_bytes_per_position() -> None:

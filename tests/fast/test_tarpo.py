@@ -28,6 +28,7 @@ from perturbations.replay.scope import ReplayScope
 from perturbations.strategies import tarpo
 from perturbations.strategies.tarpo import Router
 from perturbations.testing.density_check import replayed
+from tests.token_log_probs import log_probs_of
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
 LOGITS = torch.tensor([math.log(0.6), math.log(0.3), math.log(0.1), -math.inf])
@@ -144,10 +145,6 @@ def record(positions: list[int], latent: list[bool], length: int) -> ReplayRecor
     return ReplayRecord(3, 1, length, np.array(positions, np.int32), ids, weights, None, np.ones(count, bool))
 
 
-def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
 def run(model: Small, tokens: Tensor, mask: Tensor, records: list[Any], packed: bool, head: nn.Module) -> Tensor:
     labels, shape = tokens.roll(-1, 1), tokens.shape
     if packed:
@@ -156,7 +153,7 @@ def run(model: Small, tokens: Tensor, mask: Tensor, records: list[Any], packed: 
     perturbation = create("tarpo", decision_weight=0.5)
     scope = ReplayScope(model.embedding, module=module, perturbation=perturbation, hidden=LastHidden(head))
     with scope(records, mask), densities(scope, 1.0):
-        found = with_replacements(_log_probs)(model(tokens), labels)
+        found = with_replacements(log_probs_of)(model(tokens), labels)
     return torch.zeros(shape).masked_scatter(mask.bool(), found[0]) if packed else found
 
 
@@ -179,7 +176,7 @@ def test_each_position_reads_its_own_hidden_state(packed: bool) -> None:
                 mixed = 0.6 * model.embedding.weight[1] + 0.4 * model.embedding.weight[2]
                 inputs[row, position] = mixed if latent else model.embedding.weight[5]
         hidden = torch.tanh(model.inner(inputs))
-        want = _log_probs(model.head(hidden), tokens.roll(-1, 1))
+        want = log_probs_of(model.head(hidden), tokens.roll(-1, 1))
         decided = torch.log_softmax(router.head(hidden.flatten(0, 1)), dim=-1).view(2, 6, 2)
         for row, each in enumerate(asked):
             for position, latent in each.items():

@@ -18,6 +18,7 @@ from ngrpo.rollout.request_names import external_id
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.token_log_probs import log_probs_of
 
 QUESTIONS = [
     "What is 7 plus 5?",
@@ -160,13 +161,9 @@ def trainer_log_probs(
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature
         with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
-            log_probs = with_replacements(_token_log_probs)(logits, tokens.roll(-1, dims=1))
+            log_probs = with_replacements(log_probs_of)(logits, tokens.roll(-1, dims=1))
         result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
     return torch.cat(result)
-
-
-def _token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def chat_prompts(llm: Any, questions: Sequence[str] = tuple(QUESTIONS), copies: int = 1) -> list[list[int]]:

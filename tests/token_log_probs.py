@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer's log-probabilities of its labels, as plainly as they can be written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """log π of each label: (…, V) and (…,) to (…,)."""
+    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
