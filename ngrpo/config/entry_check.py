@@ -18,6 +18,11 @@ WHY_ONE_UPDATE = "its noise is too narrow, or of too many dimensions, for a poli
 _BALANCED = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
 
 
+def estimator(flags: Flags) -> str:
+    """OpenRLHF's advantage estimator, or its default."""
+    return flags.value(_ESTIMATOR) or defaults()[_ESTIMATOR]
+
+
 def check_frozen(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where nothing would train, since no input of a checkpointed layer has a gradient."""
     flag, perturbation = "--actor.gradient_checkpointing_reentrant", run.perturbation
@@ -63,8 +68,8 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     unbalanced = None
     if run.advantage is not None:
         unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
-    elif (estimator := flags.value(_ESTIMATOR) or defaults()[_ESTIMATOR]) not in _BALANCED:
-        unbalanced = f"{_ESTIMATOR} {estimator}"
+    elif estimator(flags) not in _BALANCED:
+        unbalanced = f"{_ESTIMATOR} {estimator(flags)}"
     if run.credit is not None and not run.credit.keeps_sums:
         unbalanced = f"--credit {run.credit.name}"
     if unbalanced is not None and not perturbation.zero_mean_score:

@@ -60,7 +60,7 @@ def _attention(flags: Flags, run: RunConfig) -> None:
 def check_parsed(flags: Flags) -> None:
     """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
     # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
-    if flags.value("--algo.advantage.estimator") in (None, "gae") and not flags.value("--critic.model_name_or_path"):
+    if entry_check.estimator(flags) == "gae" and not flags.value("--critic.model_name_or_path"):
         reward_files.check_any(flags.argv)
     openrlhf_parser.check(flags.argv)
 
