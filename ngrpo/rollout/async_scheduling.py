@@ -5,7 +5,7 @@ Three things follow, on a GPU and wherever vLLM schedules ahead:
 
 - What a step drew is still on its way to the host when the next ones run. It waits in :class:`Notes`.
 - The scheduler tells of a request's end after further steps have run, and its last copies may still be on their way
-  then. Its slot stays its own until they are there: :class:`EndedRequests`.
+  then. Its slot stays its own until they are there (`ngrpo.rollout.requests`).
 - A worker has computed further tokens by the time that an answer's end is seen, any number while a stop string found by
   vLLM's front end is on its way to it. The front end alone knows how long an answer is (:func:`keep_length`); what a
   worker hands over is cut to that (:func:`cut_to_answer`).
@@ -14,7 +14,7 @@ Three things follow, on a GPU and wherever vLLM schedules ahead:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,35 +140,12 @@ def _arrived(note: Note, wait: bool) -> bool:
     return wait
 
 
-# --- ends that are known late -------------------------------------------------------------------------------------
+# --- answers that end before what was computed does ----------------------------------------------------------------
 
 
-class EndedRequests:
-    """Requests that the scheduler has told of as finished, until their last notes are in the stores."""
-
-    def __init__(self) -> None:
-        self._noted: dict[str, int] = {}  # notes that may hold something of each
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._noted
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._noted)
-
-    def add(self, name: str, noted: int) -> None:
-        """A request has ended, after so many notes were taken."""
-        self._noted[name] = noted
-
-    def notes_of(self, names: Iterable[str]) -> int:
-        """How many notes must be in the stores for these requests; 0 for those that have not ended."""
-        return max((self._noted.get(name, 0) for name in names), default=0)
-
-    def settled(self, written: int) -> list[str]:
-        """The requests whose notes are in the stores once so many are; they are forgotten here."""
-        names = [name for name, noted in self._noted.items() if noted <= written]
-        for name in names:
-            del self._noted[name]
-        return names
+def keep_lengths_in(front: Any) -> None:
+    """Has the ``output_processor`` of an engine that perturbs keep the lengths of its answers."""
+    vars(front)[LENGTHS] = {}
 
 
 def keep_length(original: Callable[..., None]) -> Callable[..., None]:
@@ -176,8 +153,8 @@ def keep_length(original: Callable[..., None]) -> Callable[..., None]:
 
     def finish_request(self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
         original(self, req_state, *args, **kwargs)
-        if req_state.detokenizer is not None:
-            lengths = vars(self).setdefault(LENGTHS, {})
+        lengths = vars(self).get(LENGTHS)
+        if lengths is not None and req_state.detokenizer is not None:
             lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
             if len(lengths) > _LENGTHS_KEPT:
                 del lengths[next(iter(lengths))]

@@ -86,7 +86,18 @@ def prove(core: EngineCore) -> float:
         ProbeFailure: where an override does not land where it belongs, or where that cannot be told.
     """
     began = time.perf_counter()
+    # The probe's own requests ask for no probe; a failure leaves it due, so that no request runs unproven.
     setattr(core, _DUE, False)
+    try:
+        _prove(core)
+    except BaseException:
+        setattr(core, _DUE, True)
+        raise
+    setattr(core, _PASSED, True)
+    return time.perf_counter() - began
+
+
+def _prove(core: EngineCore) -> None:
     model = core.vllm_config.model_config
     half = str(model.dtype) != "torch.float32"
     partly = any(core.collective_rpc("perturbation_reads_tokens"))
@@ -100,8 +111,7 @@ def prove(core: EngineCore) -> float:
             if error.is_certain:
                 break
         else:
-            setattr(core, _PASSED, True)
-            return time.perf_counter() - began
+            return
     raise failures[-1]
 
 

@@ -61,6 +61,8 @@ def register() -> None:
     _wrap("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _checked_request)
     _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
     _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", keep_length)
+    _wrap("vllm.v1.engine.llm_engine", "LLMEngine.__init__", _with_lengths)
+    _wrap("vllm.v1.engine.async_llm", "AsyncLLM.__init__", _with_lengths)
     _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
     _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
     _wrap("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", _answered_by_every_rank)
@@ -101,9 +103,10 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
         import vllm
 
+        from ngrpo.rollout import settings
         from ngrpo.upstream.versions import VLLM_OF_ROLLOUTS
 
-        if isinstance(self.additional_config, dict) and self.additional_config.get("perturbation"):
+        if settings.read(self.additional_config) is not None:
             needed = f"perturbations need vLLM {VLLM_OF_ROLLOUTS}"
             raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
         return original(self, *args, **kwargs)
@@ -245,6 +248,17 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return collective_rpc
+
+
+def _with_lengths(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: FrontEnd, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        if _perturbed(self):
+            from ngrpo.rollout.async_scheduling import keep_lengths_in
+
+            keep_lengths_in(self.output_processor)
+
+    return __init__
 
 
 def _then_drop(original: Callable[..., None]) -> Callable[..., None]:

@@ -129,10 +129,7 @@ def _ask(llm: LLM, what: str, *args: object) -> Any:
     try:
         fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")
     except Exception as error:
-        # What vLLM raises where workers lack a method depends on the process that they are in; it names the method.
-        if "perturbation_fingerprint" not in str(error):
-            raise
-        fingerprints = [""]
+        fingerprints = _of_workers_without_hooks(error)
     check_installed(fingerprints)
     return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
 
@@ -149,9 +146,16 @@ async def confirm(engine: AsyncLLM, expected: str) -> None:
     """
     try:
         fingerprints = await engine.collective_rpc("perturbation_fingerprint")
-    except Exception:
-        fingerprints = [""]  # vLLM answers a method that its workers lack with an error of its own
+    except Exception as error:
+        fingerprints = _of_workers_without_hooks(error)
     check_installed(fingerprints, expected)
+
+
+def _of_workers_without_hooks(error: Exception) -> list[str]:
+    """What workers without the method would answer: vLLM's error names it. Any other error is raised again."""
+    if "perturbation_fingerprint" not in str(error):
+        raise error
+    return [""]
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.rollout.async_scheduling import EndedRequests
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.request_names import RequestNames
 from ngrpo.rollout.settings import request_arguments
@@ -38,7 +37,9 @@ class RunningRequests:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
         self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
-        self._ended = EndedRequests()
+        # Requests that the scheduler has told of as finished, whose last notes may still be on their way, and how many
+        # notes had been taken by then: so many must be in the stores.
+        self._ended: dict[str, int] = {}
         # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
         self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
@@ -51,15 +52,16 @@ class RunningRequests:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._ended.add(name, self._perturber.noted)
+                self._ended[name] = self._perturber.noted
         self._settle()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
     def _settle(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
-        self._perturber.drain(until=self._ended.notes_of(names))
-        for name in self._ended.settled(self._perturber.written):
+        self._perturber.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
+        for name in [name for name, noted in self._ended.items() if noted <= self._perturber.written]:
+            del self._ended[name]
             self._finish(name)
 
     def _open(self, new: NewRequestData) -> None:
@@ -114,7 +116,7 @@ class RunningRequests:
         Returns:
             Internal request id to the bytes of its :class:`FinishedTrajectory`.
         """
-        ids = None if names is None else list(self._names.matching(names))
+        ids = None if names is None else self._names.matching(names)
         self._settle(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
@@ -141,7 +143,7 @@ class RunningRequests:
 
     def drop(self, names: list[str]) -> None:
         """Forgets the records of aborted requests, all samples of each; names as in :meth:`take`."""
-        matching = list(self._names.with_samples(names))
+        matching = self._names.with_samples(names)
         self._buffer.drop(matching)
         for name in matching:
             if name in self._store.live:

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
 from ngrpo.rollout.settings import KEY
 
 if TYPE_CHECKING:
-    from ngrpo.rollout.vllm_objects import FrontEnd
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+    from ngrpo.rollout.vllm_objects import FrontEnd
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -35,14 +36,14 @@ _PATHS = ("/v1/completions", "/v1/chat/completions")
 class PerturbationMiddleware:
     """ASGI middleware for vLLM's server."""
 
-    def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         """app: what the request goes on to."""
         self._app = app
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
             return await self._app(scope, receive, send)
-        body = await _whole(receive)
+        body = await Request(scope, receive).body()
         try:
             request = json.loads(body)
             arguments = request.pop(KEY, None)
@@ -53,24 +54,25 @@ class PerturbationMiddleware:
         try:
             with_record = _record_wanted(arguments, request)
         except ValueError as error:
-            return await _answer(send, 400, _error(str(error), "BadRequestError", 400))
+            return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
         request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: json.dumps(arguments)}
         body = json.dumps(request).encode()
-        scope = {**scope, "headers": _headers(scope["headers"], body)}
+        scope = {**scope, "headers": list(scope["headers"])}
+        MutableHeaders(scope=scope)["content-length"] = str(len(body))
         if not with_record:
             return await self._app(scope, _once(body, receive), send)
         held = _Held()
         await self._app(scope, _once(body, receive), held)
-        status, answer = held.status, held.body
-        if status == 200:
+        answer = Response(held.body, held.status, media_type="application/json")
+        if held.status == 200:
             try:
-                answer = await _with_records(json.loads(answer), scope["app"].state.engine_client)
+                answer = JSONResponse(await _with_records(json.loads(held.body), scope["app"].state.engine_client))
             except RuntimeError as error:
-                status, answer = 500, _error(str(error), "InternalServerError", 500)
-        return await _answer(send, status, answer)
+                answer = _error(str(error), "InternalServerError", 500)
+        return await answer(scope, receive, send)
 
 
-async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> bytes:
+async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> dict[str, Any]:
     """The answer, each of its choices with its record; RuntimeError where one is not there."""
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
@@ -83,7 +85,7 @@ async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> bytes:
             raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
         choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
         choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
-    return json.dumps(answer).encode()
+    return answer
 
 
 def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
@@ -124,15 +126,6 @@ class _Held:
             self.body += message.get("body", b"")
 
 
-async def _whole(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
 def _once(body: bytes, receive: Receive) -> Receive:
     """Gives the body, and then what the client does, such as going away."""
     is_delivered = False
@@ -147,16 +140,5 @@ def _once(body: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-def _headers(headers: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
-    others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return [*others, (b"content-length", str(len(body)).encode())]
-
-
-def _error(message: str, kind: str, code: int) -> bytes:
-    return json.dumps({"error": {"message": message, "type": kind, "param": KEY, "code": code}}).encode()
-
-
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _error(message: str, kind: str, code: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": KEY, "code": code}}, code)

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ngrpo.rollout import engine_probe
 from ngrpo.trainers.openrlhf.rollout_actor import EngineProof
 from tests.fast.run import run_with
 
@@ -56,3 +58,25 @@ def test_an_unperturbed_engine_is_not_asked() -> None:
     engine = Engine()
     asyncio.run(EngineProof(engine, perturbed=False).passed())
     assert engine.asked == 0
+
+
+def test_no_request_runs_after_a_proof_that_failed() -> None:
+    """The engine lives on in its caller's process, and has to refuse the next request as it did the first one."""
+    failures = iter(["first", "second"])
+
+    def collective_rpc(method: str) -> list[Any]:
+        raise RuntimeError(next(failures))
+
+    model = SimpleNamespace(dtype="torch.float32")
+    configuration = {"perturbation": {"name": "neighbor"}}
+    core: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            additional_config=configuration, model_config=model, load_config=SimpleNamespace(load_format="auto")
+        ),
+        scheduler=SimpleNamespace(has_requests=lambda: False),
+        collective_rpc=collective_rpc,
+    )
+    with pytest.raises(RuntimeError, match="first"):
+        engine_probe.engine_started(core)
+    with pytest.raises(RuntimeError, match="second"):
+        engine_probe.before_request(core)

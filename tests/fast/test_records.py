@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from ngrpo.rollout import async_scheduling, take_trajectories
-from ngrpo.rollout.records import check_installed
+from ngrpo.rollout.records import check_installed, confirm
 from perturbations import FinishedTrajectory, ReplayRecord
 
 PROMPT, COMPUTED = 3, 6
@@ -29,6 +30,7 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.request_states: dict[str, Any] = {}
+        async_scheduling.keep_lengths_in(self)
 
     def finish(self, name: str, tokens: int) -> None:
         state = SimpleNamespace(request_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
@@ -64,6 +66,21 @@ def test_lengths_that_nobody_asks_for_do_not_pile_up(monkeypatch: Any) -> None:
     assert lengths == {f"{i}-aaaaaaaa": i for i in (7, 8, 9)}
     take_trajectories(engine(front, {"9-aaaaaaaa": sent()}))
     assert "9-aaaaaaaa" not in lengths
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("'Worker' object has no attribute 'perturbation_fingerprint'", "worker 0 runs unperturbed"),
+        ("EngineCore encountered an issue: out of memory", "^EngineCore encountered an issue: out of memory$"),
+    ],
+)
+def test_another_failure_is_not_told_as_an_engine_without_a_perturbation(message: str, said: str) -> None:
+    async def collective_rpc(method: str) -> list[Any]:
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError, match=said):
+        asyncio.run(confirm(SimpleNamespace(collective_rpc=collective_rpc), "any"))
 
 
 def test_one_node_without_the_plugin_is_named() -> None:

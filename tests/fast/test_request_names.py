@@ -21,20 +21,28 @@ ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-123456
 
 def test_by_internal_and_external_id() -> None:
     names = RequestNames([ONE, OTHER, *SAMPLES, "a-87654321", "bare"])
-    assert list(names.matching(["a", ONE, "b_c", "x", "bare"])) == [ONE, "a-87654321", OTHER, "bare"]
-    assert list(names.matching(["0_d", SAMPLES[1]])) == SAMPLES
+    assert names.matching(["a", ONE, "b_c", "x", "bare"]) == [ONE, "a-87654321", OTHER, "bare"]
+    assert names.matching(["0_d", SAMPLES[1]]) == SAMPLES
     assert [external_id(name) for name in (ONE, SAMPLES[0], "bare", "-12345678")] == ["a", "0_d", "bare", "-12345678"]
     names.discard(ONE)
     names.discard("never there")
-    assert list(names.matching(["a"])) == ["a-87654321"] and len(names) == 5
+    assert names.matching(["a"]) == ["a-87654321"] and len(names) == 5
+
+
+def test_of_several_requests_of_one_id_the_newest_comes_last() -> None:
+    """A client may use an id again, and the caller's dictionary by external ids keeps what comes last."""
+    names = RequestNames(["a-99999999"])
+    names.add("a-11111111")
+    names.add("a-55555555")
+    assert names.matching(["a"]) == ["a-99999999", "a-11111111", "a-55555555"]
 
 
 def test_the_samples_of_a_request_go_together() -> None:
     """vLLM aborts one sample, or, where a client goes away, the request by the internal id that it gave it."""
     names = RequestNames([ONE, OTHER, *SAMPLES, "0_e-12345678"])
-    assert list(names.with_samples([SAMPLES[1]])) == [SAMPLES[1], SAMPLES[0]]
-    assert list(names.with_samples(["d-12345678"])) == SAMPLES
-    assert list(names.with_samples(["a", "x"])) == [ONE]
+    assert names.with_samples([SAMPLES[1]]) == [SAMPLES[1], SAMPLES[0]]
+    assert names.with_samples(["d-12345678"]) == SAMPLES
+    assert names.with_samples(["a", "x"]) == [ONE]
 
 
 class Books:

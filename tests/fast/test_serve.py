@@ -110,6 +110,29 @@ def test_a_prompt_in_parts_is_refused() -> None:
         assert process(processor, "a", [1], Params(extra_args=None), resumable=False) == {"resumable": False}
 
 
+@pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
+def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[str, Any]) -> None:
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), output_processor=SimpleNamespace())
+    plugin._with_lengths(lambda self: None)(engine)
+    assert vars(engine.output_processor) == ({LENGTHS: {}} if config else {})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"perturbation": {"name": "neighbor"}},
+        {"sampling_schedule": {"name": "ead"}},
+        {"seeded_draws": True},
+        {"sampling_masks": True},
+    ],
+)
+def test_an_unsupported_vllm_takes_nothing_of_ours(config: dict[str, Any]) -> None:
+    create = plugin._refuse_any(lambda self: "built")
+    with pytest.raises(RuntimeError, match="install one of these"):
+        create(SimpleNamespace(additional_config=config))
+    assert create(SimpleNamespace(additional_config={"of": "others"})) == "built"
+
+
 class Server:
     """What stands behind the middleware: keeps what arrives, and answers. Each of its two ranks holds half of all."""
 

@@ -34,6 +34,7 @@ def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
             seconds, failure = engine_probe.prove(core), None
         except engine_probe.ProbeFailure as error:
             seconds, failure = None, str(error)
+            setattr(core, engine_probe._DUE, False)  # or it would refuse the rollouts, which are to be judged too
         unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)
         rollouts = sample(llm, PROMPTS, seeds, max_tokens=40)
         found[name] = {"probe": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}
