@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import NoReturn
 from ngrpo.config import entry_check
 from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.config.run import RunConfig
+from ngrpo.models import config_file
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
 from ngrpo.upstream.openrlhf_parser import defaults
@@ -378,10 +378,7 @@ def check_model(folder: str, perturbation: Perturbation | None) -> None:
     config = Path(folder) / "config.json"
     if perturbation is None or not config.is_file():
         return
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model folder {folder!r}: config.json is not JSON ({error}). Download it again.") from None
+    values = config_file.read(config)
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):
         protected_ids(perturbation.protect, vocabulary)

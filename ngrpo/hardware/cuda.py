@@ -19,6 +19,8 @@ from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 _DEFAULT_HOME = Path("/usr/local/cuda")
+# The last major release whose minor ones DeepSpeed takes for each other (op_builder/builder.py).
+_MINORS_MIX = 12
 _AFTERWARDS = "and set CUDA_HOME to its folder (docs/install.md)"
 
 
@@ -43,8 +45,8 @@ def check(flags: Flags) -> None:
     """Refuses a training whose optimizer DeepSpeed 0.19.6 could not compile: it tries once all models are loaded.
 
     The fused Adam is CUDA code. The Adam of ``--ds.adam_offload`` is compiled against the toolkit too where torch sees
-    a GPU, and for a toolkit of another minor release DeepSpeed refuses it. On a Ray cluster that is there already the
-    nodes have toolkits of their own, so nothing is asked of this one.
+    a GPU, and from CUDA 13 on DeepSpeed refuses a toolkit of another minor release for it. On a Ray cluster that is
+    there already the nodes have toolkits of their own, so nothing is asked of this one.
 
     Raises:
         UsageError: With what is missing and what to install.
@@ -67,13 +69,11 @@ def check(flags: Flags) -> None:
     if release is None:
         raise UsageError(f"{why}: {home} has no bin/nvcc that runs. {install}.")
     skipped = offload and os.environ.get("DS_SKIP_CUDA_CHECK") == "1"
-    fits = (
-        release == _minor(torch_release)
-        if offload and not skipped
-        else release.split(".")[0] == torch_release.split(".")[0]
-    )
+    major = release.split(".")[0]
+    exactly = offload and not skipped and int(major) > _MINORS_MIX
+    fits = release == _minor(torch_release) if exactly else major == torch_release.split(".")[0]
     if not fits:
-        instead = f", or set DS_SKIP_CUDA_CHECK=1 if {release} will do" if offload and not skipped else ""
+        instead = f", or set DS_SKIP_CUDA_CHECK=1 if {release} will do" if exactly else ""
         raise UsageError(f"{why} of torch's own release {torch_release}: {home} is {release}. {install}{instead}.")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one GPU by component, from formulas that are printed beside the numbers.
 
-P is the number of parameters, D the GPUs that share the optimizer's states (those of the model, less its tensor
-parallelism T). DeepSpeed 0.19.6 with bfloat16 or float16 parameters keeps 12 bytes of float32 for each parameter: a
+P is the number of parameters, T the tensor parallelism, D the GPUs that share the optimizer's states of one of its T
+parts. DeepSpeed 0.19.6 with bfloat16 or float16 parameters keeps 12 bytes of float32 for each parameter: a
 master copy and Adam's two moments.
 """
 
@@ -54,20 +54,20 @@ def trained(role: str, size: ModelSize, args: Mapping[str, Any], world: int) -> 
     shares = world // tensor if stage else 1
     whole = size.parameters / tensor
     split = whole / shares
-    weights = split if stage == 3 else whole
-    of_weights = "2P/D" if stage == 3 else "2P" if tensor == 1 else "2P/T"
-    parts = [Part(f"{role}: weights", of_weights, _always(2 * weights))]
+    of_whole, of_split = ("P", "P/D") if tensor == 1 else ("P/T", "P/DT")
+    weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
+    parts = [Part(f"{role}: weights", f"2{of_weights}", _always(2 * weights))]
     if offloaded:
-        note = "states 12P/D, float32 gradients 4P/D and bfloat16 copies 2P/D on the host"
+        note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
         parts.append(Part(f"{role}: optimizer, offloaded", note, _always(0), host=18 * split))
     else:
-        of_gradients, gradients = ("2P/D", 2 * split) if stage >= 2 else ("2P", 2 * whole)
-        parts.append(Part(f"{role}: gradients", of_gradients, (0, 0, gradients, gradients)))
-        parts.append(Part(f"{role}: gradients, float32", "4P/D", (0, 0, 0, 4 * split)))
+        gradients, of_gradients = (2 * split, of_split) if stage >= 2 else (2 * whole, of_whole)
+        parts.append(Part(f"{role}: gradients", f"2{of_gradients}", (0, 0, gradients, gradients)))
+        parts.append(Part(f"{role}: gradients, float32", f"4{of_split}", (0, 0, 0, 4 * split)))
         # OpenRLHF loads the states for its training alone and takes them off again after it.
         asleep, states = args["ds.enable_sleep"], 12 * split
         phases = (0, 0, states, states) if asleep else _always(states)
-        note = "12P/D" + (", on the host meanwhile" if asleep else "")
+        note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
         parts.append(Part(f"{role}: optimizer states", note, phases, host=states if asleep else 0))
     parts.append(_activations(role, size, args))
     return parts
@@ -107,10 +107,10 @@ def frozen(role: str, size: ModelSize, args: Mapping[str, Any], world: int, *, o
     tensor = args["ds.tensor_parallel_size"]
     if args["ds.zero_stage"] != 3:
         return Part(f"{role}: weights", "2P" if tensor == 1 else "2P/T", _always(2 * size.parameters / tensor))
-    share = 2 * size.parameters / world
+    share, formula = 2 * size.parameters / world, "2P/D" if tensor == 1 else "2P/DT"
     if offloaded:
-        return Part(f"{role}: weights, offloaded", "2P/D on the host", _always(0), host=share)
-    return Part(f"{role}: weights", "2P/D", _always(share))
+        return Part(f"{role}: weights, offloaded", f"{formula} on the host", _always(0), host=share)
+    return Part(f"{role}: weights", formula, _always(share))
 
 
 def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:

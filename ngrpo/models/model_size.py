@@ -6,10 +6,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from ngrpo.models import packaged
+from ngrpo.models import config_file
 from perturbations.errors import UsageError
 
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size")
@@ -59,8 +58,8 @@ class ModelSize:
 def find(name: str) -> ModelSize | None:
     """The sizes of a model.
 
-    Looked for in this order: a folder's config.json; a packaged model's folder; the hub's cache; the table that comes
-    with the project, of the models of the papers' recipes.
+    Looked for in its config.json, and then in the table that comes with the project, of the models of the papers'
+    recipes.
 
     Args:
         name: as ``--model`` takes it.
@@ -71,14 +70,9 @@ def find(name: str) -> ModelSize | None:
     Raises:
         UsageError: for a config.json that is not JSON, or lacks a size.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return of_config(_read(path / "config.json"), str(path / "config.json"))
-    if name in packaged.PACKAGED and (folder := packaged.folder_of(name)).is_dir():
-        return of_config(_read(folder / "config.json"), str(folder / "config.json"))
-    cached = _cached(name)
-    if cached is not None:
-        return of_config(_read(Path(cached)), "config.json in the hub's cache")
+    path = config_file.find(name)
+    if path is not None:
+        return of_config(config_file.read(path), str(path))
     configs = json.loads(files("ngrpo.models").joinpath("models.json").read_text(encoding="utf-8"))
     return of_config(configs[name], "the table of this project") if name in configs else None
 
@@ -121,23 +115,3 @@ def of_config(config: dict[str, Any], source: str) -> ModelSize | None:
         head_norms=family == "qwen3",
         source=source,
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}). Download the model again.") from None
-
-
-def _cached(name: str) -> str | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        return None
-    try:
-        path = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return path if isinstance(path, str) else None

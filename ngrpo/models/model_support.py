@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ngrpo.models import packaged
+from ngrpo.models import config_file
 from perturbations.errors import UsageError
 
 BACKEND = "vLLM's Transformers backend"
@@ -78,31 +78,8 @@ def of_model(name: str, *, ask_hub: bool = False) -> Support | None:
     Raises:
         UsageError: for a config.json that is not JSON.
     """
-    path = _config_file(name, ask_hub)
-    if path is None:
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}). Download the model again.") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: must be a JSON object. Give the model's own config.json.")
-    return of_config(config)
-
-
-def _config_file(name: str, ask_hub: bool) -> Path | None:
-    folder = packaged.folder_of(name) if name in packaged.PACKAGED else Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder / "config.json"
-    if name in packaged.PACKAGED or folder.exists():
-        return None
-    try:
-        from huggingface_hub import hf_hub_download
-
-        wait = packaged.HUB_SECONDS
-        return Path(hf_hub_download(name, "config.json", etag_timeout=wait, local_files_only=not ask_hub))
-    except Exception:  # of whatever library sends the request: without a network it stays unknown
-        return None
+    path = config_file.find(name, ask_hub=ask_hub)
+    return None if path is None else of_config(config_file.read(path))
 
 
 def of_config(config: Mapping[str, Any]) -> Support:
@@ -161,17 +138,16 @@ def _compare_formulas(model_type: str, text: Mapping[str, Any], refused: list[st
         )
 
 
-def check(name: str) -> None:
-    """Raises ``UsageError`` for a model that cannot be used, by its config.json; one that is not here passes."""
-    support = of_model(name)
-    if support is not None and support.refused:
-        raise UsageError(f"model {name!r}, {support.architecture or 'no architecture'}: {'; '.join(support.refused)}.")
-
-
 def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> None:
-    """As :func:`check`, of a run: only what is perturbed needs a model whose inputs can be replaced."""
-    if spec is not None and model:
-        check(model)
+    """Raises ``UsageError`` for a model that cannot be used, by its config.json; one that is not here passes.
+
+    Args:
+        model: as ``--model`` takes it.
+        spec: the run's perturbation; without one a model whose inputs cannot be replaced passes too.
+    """
+    support = of_model(model) if spec is not None and model else None
+    if support is not None and support.refused:
+        raise UsageError(f"model {model!r}, {support.architecture or 'no architecture'}: {'; '.join(support.refused)}.")
 
 
 def told_of(model: str) -> str:

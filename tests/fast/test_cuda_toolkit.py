@@ -92,6 +92,15 @@ def test_releases(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     profile_for("cuda").check(OFFLOAD)
 
 
+def test_minor_releases_of_cuda_12_mix(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    program(bare / "g++")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "12.8")))
+    profile_for("cuda").check(OFFLOAD)
+
+
 def test_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "13.0")))
     assert "'g++' is not found" in refusal()

@@ -176,6 +176,18 @@ def test_memory_of_a_trained_model_by_hand() -> None:
     assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 0, 50800, 0, 0)
 
 
+def test_printed_formulas_give_the_printed_bytes() -> None:
+    """Four GPUs, two of them to a part of the tensor-parallel model: P is 1000, T and D are 2."""
+    for stage in (1, 2, 3):
+        args = args_of(f"--data.max_len 50 --ds.zero_stage {stage} --ds.tensor_parallel_size 2")
+        parts = [*memory_estimate.trained("actor", SIZE, args, 4), memory_estimate.frozen("reference", SIZE, args, 4)]
+        for part in parts:
+            if not part.name.endswith("activations"):
+                number, _, letters = part.formula.partition("P")
+                expected = int(number) * 1000 / {"": 1, "/T": 2, "/D": 2, "/DT": 4}[letters]
+                assert max(part.phases) == expected, (stage, part)
+
+
 def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     assert memory_estimate.frozen("reference", SIZE, args_of(), 4).phases == (2000,) * 4
     stage3 = args_of("--ds.zero_stage 3")
@@ -208,6 +220,13 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
 def test_sizes_of_the_table_are_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
     found = model_size.find(name)
     assert found is not None and found.parameters == parameters
+
+
+def test_a_folder_of_its_name_does_not_hide_a_packaged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
+    found = model_size.find("smollm2-135m")
+    assert found is not None and found.parameters == 134_515_008
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

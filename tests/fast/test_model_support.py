@@ -62,7 +62,7 @@ def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, t
 def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(UsageError, match=reason):
-        model_support.check(str(tmp_path))
+        model_support.check_perturbed(str(tmp_path), {"name": "neighbor"})
 
 
 def test_what_config_json_does_not_tell_is_said() -> None:
