@@ -74,6 +74,11 @@ def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> li
             warnings.append(f"{strategy.id}: every group is one trajectory, so there is nothing to learn from{why}")
             continue
         warnings.extend(f"{strategy.id}: {note}" for note in strategy.notes)
+        if row["same_input_groups"] > _MOSTLY:
+            warnings.append(
+                f"{strategy.id}: in {row['same_input_groups']:.0%} of the groups all answers were fed the same inputs,"
+                " so that what is drawn in the text changes nothing that follows; lower the rate"
+            )
         if row["learnable_groups"] == 0.0:
             what = "wrong" if row["reward"] == 0.0 else "right" if row["pass_at_k"]["1"] == 1.0 else "rewarded alike"
             warnings.append(f"{strategy.id}: in every group all answers are {what}; GRPO's advantages are all zero")

@@ -10,6 +10,7 @@ import numpy as np
 
 from ngrpo.diagnose import axes, measures
 from ngrpo.diagnose.axes import PromptStatistics
+from ngrpo.diagnose.same_inputs import fed_the_same
 from ngrpo.diagnose.sample import Sample
 from ngrpo.statistics.bootstrap import bounds, judged, resamples
 
@@ -118,6 +119,7 @@ def strategy_row(
         },
         "learnable_groups": float(np.mean([len({s.reward for s in g}) > 1 for g in groups])),
         "single_trajectory_groups": float(np.mean([len({tuple(s.tokens) for s in g}) == 1 for g in groups])),
+        "same_input_groups": float(np.mean([fed_the_same(g) for g in groups])),
         "truncated": float(np.mean([not s.ended for s in samples])),
         "relative_shift": facts.get("relative_shift"),
         "rate": sum(len(s.perturbed) for s in samples) / generated,

@@ -64,8 +64,8 @@ class Neighbor(Perturbation):
         if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
             warnings.warn(
                 "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the"
-                " same and every group-relative advantage is zero. Lower the rate, or set realization='sampled'"
-                " or variant='released'.",
+                " same and every group-relative advantage is zero. Lower the rate. (With realization='sampled' or"
+                " variant='released' their texts differ, but not their inputs.)",
                 stacklevel=3,
             )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.diagnose.axes import PromptStatistics
+from ngrpo.diagnose.same_inputs import fed_the_same
 from ngrpo.diagnose.sample import Sample
 from ngrpo.evaluate import Problem
 from ngrpo.statistics import bootstrap
@@ -223,6 +225,34 @@ def test_warnings() -> None:
     found = screen_table.warnings_of([row(right)], [Arm("s", id="s")])
     assert ["right" in found[0], "length limit" in found[1], len(found)] == [True, True, 2]
     assert screen_table.warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
+
+
+def mixed(tokens: list[int], weight: float = 0.9, **more: Any) -> Sample:
+    """An answer whose first two tokens were fed as one mixture of tokens 1 and 2."""
+    fed = record(len(tokens), [2, 3], [[1, 2]] * 2, [[weight, 1 - weight]] * 2)
+    return sample(0, len(tokens), tokens, "4", record=dataclasses.replace(fed, **more))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (mixed([1, 2, 3]), mixed([2, 2, 3]), True),
+        (mixed([1, 2, 3]), mixed([2, 2, 4], weight=0.8999), True),  # rounding, and a last token, which is not fed
+        (mixed([1, 2, 3, 4]), mixed([2, 2, 3]), True),  # as far as both go
+        (mixed([1, 2, 3]), mixed([1, 2, 4]), False),  # the same text as far as it was fed
+        (mixed([1, 2, 3]), mixed([2, 2, 3], weight=0.8), False),
+        (mixed([1, 2, 3]), mixed([2, 2, 3], ids=np.array([[1, 3]] * 2, dtype=np.int32)), False),
+        (mixed([1, 2, 3], sigma=np.ones(2)), mixed([2, 2, 3], sigma=np.ones(2)), False),
+        (mixed([1, 2, 3, 5]), mixed([2, 2, 4, 5]), False),  # the third is fed as it is
+        (mixed([1, 2, 3]), sample(0, 1, [2, 2, 3], "4"), False),
+        (sample(0, 0, [1, 2, 3], "4"), sample(0, 1, [2, 2, 3], "4"), False),
+    ],
+)
+def test_texts_that_differ_with_inputs_that_do_not(one: Sample, other: Sample, same: bool) -> None:
+    assert fed_the_same([one, other]) is same
+    assert fed_the_same([one, other, sample(0, 9, [7, 7, 7], "4")]) is False
+    found = screen_table.warnings_of([row([one, dataclasses.replace(other, member=9)])], [Arm("s", id="s")])
+    assert any("100% of the groups all answers were fed the same inputs" in text for text in found) is same
 
 
 def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
