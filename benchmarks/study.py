@@ -3,10 +3,11 @@
 
     python -m benchmarks.study runs/study [--contrasts examples/study/contrasts.yaml] [--out docs/results]
 
-Takes each folder under runs/study that `ngrpo compare` wrote. Writes OUT/TASK/results.json and report.html as they are,
-and OUT/tables.md: what was run and how long it took, the contrasts that docs/study.md names before any run (pooled over
-tasks by Welch's t, corrected by Holm), each task's strategies, and how far neighbor sets drifted. Every number comes
-from results.json. Contrasts are of evaluations without perturbation. A run that has not finished is told, not guessed.
+Takes each folder under runs/study that `ngrpo compare` wrote, or what was published of them. Writes
+OUT/TASK/results.json.gz and report.html, and OUT/tables.md: what was run and how long it took, the contrasts that
+docs/study.md names before any run (pooled over tasks by Welch's t, corrected by Holm), each task's strategies, and how
+far neighbor sets drifted. Every number comes from the results. Contrasts are of evaluations without perturbation. A run
+that has not finished is told, not guessed.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 
     python -m benchmarks.trap_results runs/study2-pilot --out docs/results/study2_pilot
 
-Takes each folder that `ngrpo compare` wrote under the first one, with its runs whole. Writes OUT/TASK/results.json and
-report.html as they are, and OUT/tables.md: where each run ended, how many ended above the threshold, both tests, and
-how often the better way was tried as the training went on. Every number comes from results.json.
+Takes each folder that `ngrpo compare` wrote under the first one, with its runs whole, or what was published of them.
+Writes OUT/TASK/results.json.gz and report.html, and OUT/tables.md: where each run ended, how many ended above the
+threshold, both tests, how often the better way was tried as the training went on, how much the rewards of a group
+differed, and what the strategy's rollouts were before training. Every number comes from the results.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from benchmarks.publishing import Results, comparisons, markdown_table, publish
 from benchmarks.study import scores
 
 _PARTS = 6  # of a training, for the table of what was tried
-_TRIED = "task_"
+# Title: how the name of what a training step logged begins. A task logs under its own name what is tried.
+_BY_PART = {"Tried the better way": "task_", "Deviation of the rewards within a group": "group_reward_std"}
+_BEFORE = ["learnable groups", "distinct answers", "diversity", "perplexity", "relative shift"]
 
 
 def ends(results: Results) -> list[list[str]]:
@@ -44,27 +47,43 @@ def ends(results: Results) -> list[list[str]]:
     return table
 
 
-def tried(results: Results) -> tuple[list[str], list[list[str]]]:
-    """How often rollouts tried the better way, by part of the training: the heading, and a row for each strategy."""
-    logged = [[step for step in run["steps"] if _key(step)] for run in results["runs"] if run["status"] == "done"]
-    last = int(max((step["step"] for steps in logged for step in steps), default=0))
+def by_part(results: Results, prefix: str) -> tuple[list[str], list[list[str]]]:
+    """A logged number by part of the training, its mean over steps and runs.
+
+    Args:
+        results: of a comparison.
+        prefix: how the number's name in a step begins.
+
+    Returns:
+        The heading, and a row for each strategy; both are empty where no step has the number.
+    """
+    steps = {strategy["id"]: _logged(results, strategy["id"], prefix) for strategy in results["strategies"]}
+    if not any(steps.values()):
+        return [], []
+    last = int(max((step for values in steps.values() for step, _ in values)))
     bounds = [round(last * part / _PARTS) for part in range(_PARTS + 1)]
-    head = [f"{first + 1} to {end}" for first, end in itertools.pairwise(bounds)]
     table = []
-    for strategy in results["strategies"]:
-        steps = [
-            step
-            for run in results["runs"]
-            if run["strategy"] == strategy["id"] and run["status"] == "done"
-            for step in run["steps"]
-            if _key(step)
-        ]
-        cells = []
-        for first, end in itertools.pairwise(bounds):
-            values = [step[_key(step)] for step in steps if first < step["step"] <= end]
-            cells.append(f"{np.mean(values):.3f}" if values else "–")
-        table.append([f"`{strategy['id']}`", *cells])
-    return head, table
+    for name, values in steps.items():
+        parts = [[value for step, value in values if first < step <= end] for first, end in itertools.pairwise(bounds)]
+        table.append([f"`{name}`", *(f"{np.mean(part):.3f}" if part else "–" for part in parts)])
+    return [f"{first + 1} to {end}" for first, end in itertools.pairwise(bounds)], table
+
+
+def before(diagnosis: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each strategy of what `ngrpo diagnose` measured on the untrained model; – where there is no number."""
+    table = []
+    for row in diagnosis["strategies"]:
+        numbers = (
+            row["reward"],
+            row["pass_at_k"][str(diagnosis["group"])],
+            row["learnable_groups"],
+            row["diversity"]["distinct_answers"],
+            row["diversity"]["score"],
+            row["validity"]["perplexity"],
+            row["relative_shift"],
+        )
+        table.append([f"`{row['name']}`", *("–" if number is None else f"{number:.3f}" for number in numbers)])
+    return table
 
 
 def report(tasks: Mapping[str, Results]) -> str:
@@ -86,8 +105,16 @@ def report(tasks: Mapping[str, Results]) -> str:
         )
         head = ["strategy", "Mean@n by seed", f"above {threshold:g}", "mean", f"to `{results['baseline']}`", "Fisher"]
         lines += ["", *markdown_table(head, ends(results))]
-        head, rows = tried(results)
-        lines += ["", "Tried the better way, by steps:", "", *markdown_table(["strategy", *head], rows)]
+        for title, prefix in _BY_PART.items():
+            head, rows = by_part(results, prefix)
+            if not rows:  # as where a task logs nothing of what is tried
+                continue
+            lines += ["", f"{title}, by steps:", "", *markdown_table(["strategy", *head], rows)]
+        diagnosis = results["diagnosis"]
+        if diagnosis:
+            head = ["strategy", "reward", f"Pass@{diagnosis['group']}", *_BEFORE]
+            title = f"Rollouts of the untrained model, {diagnosis['prompts']} groups of {diagnosis['group']}:"
+            lines += ["", title, "", *markdown_table(head, before(diagnosis))]
     lines += [
         "",
         "Differences: paired by seed, 95% intervals, p of the paired t test; Fisher's exact test is of the runs",
@@ -112,9 +139,16 @@ def main() -> None:
     publish(options.study, options.out, list(tasks), report(tasks))
 
 
-def _key(step: Mapping[str, float]) -> str:
-    """The task's own name of what is tried, in a step that logged it."""
-    return next((key for key in step if key.startswith(_TRIED)), "")
+def _logged(results: Results, strategy: str, prefix: str) -> list[tuple[float, float]]:
+    """(step, value) of all finished runs of a strategy, where a step has a number whose name begins so."""
+    return [
+        (step["step"], step[name])
+        for run in results["runs"]
+        if run["strategy"] == strategy and run["status"] == "done"
+        for step in run["steps"]
+        for name in step
+        if name.startswith(prefix)
+    ]
 
 
 def _difference(difference: Mapping[str, Any] | None) -> str:

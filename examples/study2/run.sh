@@ -24,18 +24,30 @@ up_to() {  # GROUP FILE: the file with its groups of arms up to one; it ends wit
 }
 
 if [ -n "${PILOT:-}" ]; then
-  for task in ${TASKS:-shortcut:late shortcut}; do run "$here/pilot.yaml" "$task" "$@"; done
-  run "$here/rate.yaml" shortcut:late-plain "$@"
+  run "$here/pilot.yaml" shortcut:late "$@"
+  run "$here/pilot_shortcut.yaml" shortcut "$@"
+  for task in shortcut:late-plain shortcut:first-plain; do run "$here/rate.yaml" $task "$@"; done
   exit $status
 fi
 mkdir -p "$out"
-for group in 1 2 3 4; do
-  for task in ${TASKS:-shortcut:late shortcut two_peaks minimum_sum star_graph}; do
-    file=$here/study.yaml
-    [ "$task" != two_peaks ] || file=$here/two_peaks.yaml
-    grep -q "^  # group $group:" "$file" || continue
-    up_to $group "$file" > "$out/$(basename "$file" .yaml)-$group.yaml"
-    run "$out/$(basename "$file" .yaml)-$group.yaml" "$task" "$@"
+
+words=("$@")
+
+stage() {  # GROUPS [TASK ...]: group after group, each on every one of the tasks.
+  local group task file
+  for group in $1; do
+    for task in "${@:2}"; do
+      file=$here/$task.yaml
+      [ -f "$file" ] || file=$here/study.yaml
+      grep -q "^  # group $group:" "$file" || continue
+      up_to "$group" "$file" > "$out/$(basename "$file" .yaml)-$group.yaml"
+      run "$out/$(basename "$file" .yaml)-$group.yaml" "$task" "${words[@]}"
+    done
   done
-done
+}
+
+read -ra tasks <<< "${TASKS:-shortcut:late shortcut two_peaks minimum_sum star_graph}"
+stage 1 "${tasks[@]}"
+stage "2 3 4" "${tasks[0]}"
+stage "2 3 4" "${tasks[@]:1}"
 exit $status

@@ -15,6 +15,7 @@ _COLUMNS = (
     ("Reward ↑", ("reward",), 3),
     ("Learnable groups ↑", ("learnable_groups",), 3),
     ("Groups of one trajectory ↓", ("single_trajectory_groups",), 3),
+    ("Groups fed the same inputs ↓", ("same_input_groups",), 3),
     ("Distinct answers ↑", ("diversity", "distinct_answers"), 3),
     ("Distinct intermediate results ↑", ("diversity", "distinct_intermediate"), 3),
     ("Self-BLEU ↓", ("diversity", "self_bleu"), 3),

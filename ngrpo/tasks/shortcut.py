@@ -22,7 +22,7 @@ ARGUMENT = "FORM"
 OPTIONAL = True
 EXAMPLE = "such as --task shortcut:late"
 # Form: whether the way is chosen after words without a meaning, and the share of easy problems.
-FORMS = {"first": (False, 0.6), "late": (True, 0.6), "first-plain": (False, 0.0), "late-plain": (True, 0.0)}
+FORMS = {"first": (False, 0.5), "late": (True, 0.6), "first-plain": (False, 0.0), "late-plain": (True, 0.0)}
 TRAIN_ROWS = 4096
 EVAL_ROWS = 256
 # Most distinct training and held-out problems come from different seeds of one generator; what is in both is dropped.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import os
 import re
@@ -77,9 +78,8 @@ def test_a_study_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(sys, "argv", words)
     study.main()
     text = (tmp_path / "out" / "tables.md").read_text()
-    assert (tmp_path / "out" / "sums" / "results.json").read_bytes() == (
-        tmp_path / "runs" / "sums" / "results.json"
-    ).read_bytes()
+    published = gzip.decompress((tmp_path / "out" / "sums" / "results.json.gz").read_bytes())
+    assert published == (tmp_path / "runs" / "sums" / "results.json").read_bytes()
     assert "11 of 12 runs finished" in text and "ngrpo compare --perturbations" in text
     assert "## Contrasts in Mean@n" in text and "## Contrasts in Pass@8" in text
     row = next(line for line in text.splitlines() if line.startswith("| neighbor rate=0.1 |"))

@@ -12,6 +12,7 @@ import pytest
 
 from ngrpo.compare import arguments
 from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations import registry
 
 FOLDER = Path(__file__).parents[2] / "examples" / "study2"
 
@@ -21,29 +22,40 @@ def plan(file: Path, task: str = "shortcut:late") -> arguments.Plan:
 
 
 def test_no_seed_of_the_pilot_is_the_studys() -> None:
-    plans = {name: plan(FOLDER / f"{name}.yaml") for name in ("pilot", "rate", "study", "two_peaks")}
-    assert plans["study"].seeds == plans["two_peaks"].seeds == (0, 1, 2, 3, 4)
-    assert plans["pilot"].seeds == (100, 101, 102, 103, 104) and plans["rate"].seeds == (100, 101)
-    assert all(one.baseline == "none" and not one.keep_models for one in plans.values())
-    assert [plans[name].threshold for name in plans] == [0.8, 0.9, 0.8, 0.8]
+    plans = {file.stem: plan(file) for file in FOLDER.glob("*.yaml")}
+    for name in ("study", "shortcut", "two_peaks"):
+        assert plans[name].seeds == (0, 1, 2, 3, 4)
+    assert plans["pilot"].seeds == (100, 101, 102, 103, 104)
+    assert plans["rate"].seeds == (100, 101)
+    assert plans["pilot_shortcut"].seeds == (110, 111, 112, 113, 114)
+    for name, one in plans.items():
+        assert one.baseline == "none"
+        assert not one.keep_models
+        assert one.threshold == (0.9 if name == "rate" else 0.8)
     shared = Flags(plans["two_peaks"].shared)
     assert int(shared.value("--data.max_samples") or 0) == 300 * int(shared.value("--rollout.batch_size") or 0) > 0
 
 
-@pytest.mark.parametrize(("task", "file"), [("shortcut:late", "study"), ("two_peaks", "two_peaks")])
-def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_path: Path) -> None:
-    """run.sh gives `ngrpo compare` the groups up to one, then up to the next: the arms of the whole file in the end."""
+def calls_of_run_sh(tmp_path: Path, tasks: str) -> list[list[str]]:
+    """The arguments of every `ngrpo compare` that run.sh starts, with a program in its place that writes them down."""
     (tmp_path / "bin").mkdir()
     stand_in = tmp_path / "bin" / "ngrpo"
     stand_in.write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     stand_in.chmod(0o755)
     env = {
         **os.environ, "PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}",
-        "CALLS": str(tmp_path / "calls"), "TASKS": task,
+        "CALLS": str(tmp_path / "calls"), "TASKS": tasks,
     }  # fmt: skip
-    out = tmp_path / "study"
-    subprocess.run(["bash", str(FOLDER / "run.sh"), str(out)], env=env, check=True)
-    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    subprocess.run(["bash", str(FOLDER / "run.sh"), str(tmp_path / "study")], env=env, check=True)
+    return [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("task", "file"), [("shortcut:late", "study"), ("shortcut", "shortcut"), ("two_peaks", "two_peaks")]
+)
+def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_path: Path) -> None:
+    """run.sh gives `ngrpo compare` the groups up to one, then up to the next: the arms of the whole file in the end."""
+    calls = calls_of_run_sh(tmp_path, task)
     configs = [Path(call[call.index("--config") + 1]) for call in calls]
     arms = [[arm.id for arm in plan(config, task).arms] for config in configs]
     assert len(arms) == (FOLDER / f"{file}.yaml").read_text().count("# group ") == len(set(configs))
@@ -51,4 +63,22 @@ def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_pa
     assert arms[0][0] == "none" and all(
         shorter == longer[: len(shorter)] != longer for shorter, longer in itertools.pairwise(arms)
     )
-    assert all(call[call.index("--out") + 1] == str(out / task.replace(":", "-")) for call in calls)
+    assert all(call[call.index("--out") + 1] == str(tmp_path / "study" / task.replace(":", "-")) for call in calls)
+
+
+def test_the_first_task_is_finished_before_the_others_go_on(tmp_path: Path) -> None:
+    """The order that docs/study2.md tells: the first group of every task, the rest of the first task, then the rest."""
+    calls = calls_of_run_sh(tmp_path, "shortcut:late two_peaks star_graph")
+    order = [(call[call.index("--task") + 1], Path(call[call.index("--config") + 1]).stem[-1]) for call in calls]
+    assert order == [
+        ("shortcut:late", "1"), ("two_peaks", "1"), ("star_graph", "1"),
+        ("shortcut:late", "2"), ("shortcut:late", "3"), ("shortcut:late", "4"),
+        ("two_peaks", "2"), ("star_graph", "2"), ("star_graph", "3"), ("star_graph", "4"),
+    ]  # fmt: skip
+
+
+def test_every_perturbation_is_an_arm() -> None:
+    arms = [arm.id.split()[0] for arm in plan(FOLDER / "study.yaml").arms]
+    # Other tests register perturbations of their own.
+    own = {name for name, module in registry.available().items() if module.startswith("perturbations.")}
+    assert own == set(arms)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +13,18 @@ import pytest
 
 from benchmarks import trap_results
 from ngrpo.compare import results
+
+DOCS = Path(__file__).parents[2] / "docs"
+DIAGNOSIS = {
+    "group": 8, "prompts": 64,
+    "strategies": [
+        {
+            "name": "away", "reward": 0.5, "pass_at_k": {"1": 0.5, "8": 0.75}, "learnable_groups": 0.4,
+            "diversity": {"distinct_answers": 0.2, "score": 0.3}, "validity": {"perplexity": 2.5},
+            "relative_shift": None,
+        }
+    ],
+}  # fmt: skip
 
 
 def comparison(counted: dict[str, float]) -> dict:
@@ -30,7 +44,7 @@ def comparison(counted: dict[str, float]) -> dict:
     ]  # fmt: skip
     return {
         "created": "then", "baseline": "none", "machine": {"cores": 2, "cpu": "X"}, "runs": runs,
-        "untrained": {"mean_at_n": 0.25}, "strategies": [{"id": "none"}, {"id": "away"}],
+        "untrained": {"mean_at_n": 0.25}, "diagnosis": DIAGNOSIS, "strategies": [{"id": "none"}, {"id": "away"}],
         "summary": results.summarise(runs, ["none", "away"], "none", 0.8),
     }  # fmt: skip
 
@@ -42,9 +56,11 @@ def test_tables() -> None:
     # 0.30, 0.35 and 0.09 more; 2 of 3 against 0 of 3: of C(6, 2) = 15 tables 3 at each end, so p = 6 / 15.
     assert away[1:4] == ["0.900 0.950 0.700", "2 of 3", "0.850"] and away[4].startswith("+0.247 [")
     assert away[5] == "0.4 (0.4)"
-    head, rows = trap_results.tried(found)
+    head, rows = trap_results.by_part(found, "task_")
     assert head == ["1 to 1", "2 to 2", "3 to 3", "4 to 4", "5 to 5", "6 to 6"]
     assert rows[1] == ["`away`", "0.100", "0.200", "0.300", "0.400", "0.500", "0.600"]
+    text = trap_results.report({"shortcut": found})
+    assert "Tried the better way" in text and "Deviation of the rewards" not in text, "no step has it"
 
 
 def test_only_whole_comparisons_are_published(
@@ -66,3 +82,34 @@ def test_only_whole_comparisons_are_published(
     assert (out / "shortcut" / "report.html").read_text() == "report"
     text = (out / "tables.md").read_text()
     assert "6 of 6 runs, 6 minutes" in text and "Before training: 0.250." in text
+    assert "Rollouts of the untrained model, 64 groups of 8:" in text
+    assert "| `away` | 0.500 | 0.750 | 0.400 | 0.200 | 0.300 | 2.500 | – |" in text
+
+
+def test_published_tables_are_made_again_from_what_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("report")
+    (folder / "results.json").write_text(json.dumps(comparison({"none": 0.1, "away": 0.2})))
+    for study in (folder.parent, out):
+        monkeypatch.setattr(sys, "argv", ["trap_results", str(study), "--out", str(out)])
+        trap_results.main()
+        if study == folder.parent:
+            first = (out / "tables.md").read_bytes()
+            (out / "tables.md").unlink()
+    assert (out / "tables.md").read_bytes() == first
+
+
+def test_methods_md_says_what_was_measured() -> None:
+    """The last column of the perturbations' table: of each, the study's first arm of that name."""
+    published = DOCS / "results" / "study2" / "shortcut-late" / "results.json.gz"
+    measured: dict[str, str] = {}
+    for strategy, _, above, mean, *_ in trap_results.ends(json.loads(gzip.decompress(published.read_bytes()))):
+        measured.setdefault(strategy.strip("`").split()[0], f"{above}, {mean}")
+    table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | paper | what is fed |")[2]
+    rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    told = {tuple(re.findall(r"`(\w+)`", row[0])): row[-1].removesuffix(" |") for row in rows}
+    assert told == {names: "; ".join(measured[name] for name in names) for names in told}
+    assert {name for names in told for name in names} == set(measured)
