@@ -100,6 +100,8 @@ SEAMS: tuple[Seam, ...] = (
         "asks for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
     _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.ports:outside_of_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
+    _seam("torch.nn.modules.linear", "Linear.forward", "hardware.slow_bfloat16:linear_in_float32", "slow_bfloat16",
+        "(self, input)", "in bfloat16 takes many times as long as in float32 without AVX-512", "torch 2.13.0"),
     # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
     _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
