@@ -128,9 +128,9 @@ def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[st
 
 
 def test_two_nodes_and_a_file_of_ones_own(tmp_path: Path, smollm2: str) -> None:
-    """Plugin, file and configuration reach trainer and engine, of which each node has one."""
+    """Plugin, file, configuration and relative paths reach trainer and engine, of which each node has one."""
     folder = tmp_path / "project"
-    words = own(folder, smollm2)
+    words = [*own(folder, smollm2)[:-1], "run"]
     with head() as address, second(address):
         check(folder, run(folder, str(BIN / "ngrpo"), "train", *words, RAY_ADDRESS=address))
 

@@ -8,9 +8,10 @@ OpenRLHF pays nothing, and the order of imports does not matter.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -28,10 +29,14 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     """Ray's `worker_process_setup_hook`: runs in every worker before any of its tasks or actors.
 
     Ray keeps the function, and with it the run, in its own store: no disk need be shared, and none of it stands in an
-    environment variable, of which Linux allows 131,072 bytes.
+    environment variable, of which Linux allows 131,072 bytes. Relative paths mean in a worker what they mean here, also
+    on a cluster that was started in another folder.
     """
+    here = os.getcwd()
 
     def in_worker() -> None:
+        with suppress(OSError):  # another node need not have the folder
+            os.chdir(here)
         begin(run)
         install_in_worker(conditions)
 
