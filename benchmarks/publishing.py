@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngrpo.compare import results
+from ngrpo.report import write_report
 from ngrpo.storage.result_folder import read_json, write_text
 
 Results = Mapping[str, Any]
@@ -25,25 +26,63 @@ def comparisons(parser: argparse.ArgumentParser, study: Path, made_by: str) -> d
         study: the study's folder.
         made_by: the command that makes it, for the error.
     """
-    results = {file.parent.name: json.loads(gzip.decompress(file.read_bytes())) for file in study.glob(f"*/{_PACKED}")}
-    results |= {file.parent.name: read_json(file) for file in study.glob("*/results.json")}
-    if not results:
+    found = published(study) | {file.parent.name: read_json(file) for file in study.glob("*/results.json")}
+    if not found:
         parser.error(f"{study} holds no comparison: run {made_by} first")
-    return dict(sorted(results.items()))
+    return dict(sorted(found.items()))
 
 
-def publish(study: Path, out: Path, names: Sequence[str], tables: str) -> None:
-    """Copies reports and results of these comparisons to ``out``, writes tables.md there and prints its path.
+def published(out: Path) -> dict[str, Results]:
+    """The results of each comparison that was published there, by its folder's name."""
+    return {file.parent.name: json.loads(gzip.decompress(file.read_bytes())) for file in out.glob(f"*/{_PACKED}")}
 
-    A study of a hundred runs has results of ten megabytes, so they are compressed, to the same bytes each time. Where
-    ``out`` is the study's own folder, as of a published one, its tables alone are written.
+
+def joined(first: Results, more: Results) -> Results:
+    """One comparison of the strategies and seeds of two, which were run one after the other or on two machines.
+
+    Args:
+        first: its baseline and threshold are taken; of what both have, its part stays.
+        more: of the same task, and counted with the same threshold.
     """
-    for name in names if study.resolve() != out.resolve() else ():
+    theirs = {row["strategy"]: row for row in more["summary"]}
+    if first["task"] != more["task"] or first["baseline"] not in theirs:
+        raise ValueError(f"{first['task']} against {first['baseline']} has no part in {more['task']} of {list(theirs)}")
+
+    def union(ones: Sequence[Results], others: Sequence[Results], name: str) -> list[Results]:
+        return list({row[name]: row for row in (*ones, *others, *ones)}.values())
+
+    strategies, runs = (union(first[key], more[key], "id") for key in ("strategies", "runs"))
+    diagnosis, measured = (dict(one["diagnosis"] or {"strategies": []}) for one in (first, more))
+    diagnosis["strategies"] = union(diagnosis["strategies"], measured["strategies"], "name")
+    processors = dict.fromkeys(one["machine"].get("cpu") for one in (first, more))
+    return {
+        **first,
+        "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},
+        "strategies": strategies,
+        "runs": runs,
+        "diagnosis": diagnosis if diagnosis.keys() > {"strategies"} else None,
+        "summary": results.summarise(
+            runs, [one["id"] for one in strategies], first["baseline"], first["summary"][0]["above"]["threshold"]
+        ),
+    }
+
+
+def publish(comparisons: Mapping[str, Results], out: Path, tables: str, *, with_results: bool = True) -> None:
+    """Writes results and report of each comparison under ``out``, and tables.md, whose path it prints.
+
+    A study of a hundred runs has results of ten megabytes, so they are compressed, to the same bytes each time.
+
+    Args:
+        comparisons: by the names of their folders.
+        out: the folder.
+        tables: the text of tables.md.
+        with_results: False where the results are what ``out`` holds already.
+    """
+    for name, each in comparisons.items() if with_results else ():
         place = out / name
         place.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(study / name / "report.html", place / "report.html")
-        text = (study / name / "results.json").read_bytes()
-        (place / _PACKED).write_bytes(gzip.compress(text, mtime=0))
+        write_report(each, place / "report.html")
+        (place / _PACKED).write_bytes(gzip.compress(json.dumps(each, indent=1).encode(), mtime=0))
     write_text(out / "tables.md", tables)
     print(out / "tables.md")
 

@@ -162,7 +162,8 @@ def main() -> None:
         missing = [strategy for strategy in pair if strategy not in known]
         if missing:
             parser.error(f"contrast {name!r}: no strategy is called {missing[0]!r}; there are {sorted(known)}")
-    publish(options.study, options.out, list(tasks), report(tasks, pairs))
+    is_published = options.study.resolve() == options.out.resolve()
+    publish(tasks, options.out, report(tasks, pairs), with_results=not is_published)
 
 
 def _last(run: Mapping[str, Any], key: str) -> list[Mapping[str, float]]:

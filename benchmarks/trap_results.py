@@ -2,11 +2,13 @@
 """Publishes comparisons on the sandbox's tasks, the second study or its pilot (docs/study2.md).
 
     python -m benchmarks.trap_results runs/study2-pilot --out docs/results/study2_pilot
+    python -m benchmarks.trap_results runs/study2-more --out docs/results/study2 --join
 
 Takes each folder that `ngrpo compare` wrote under the first one, with its runs whole, or what was published of them.
 Writes OUT/TASK/results.json.gz and report.html, and OUT/tables.md: where each run ended, how many ended above the
 threshold, both tests, how often the better way was tried as the training went on, how much the rewards of a group
-differed, and what the strategy's rollouts were before training. Every number comes from the results.
+differed, and what the strategy's rollouts were before training. With --join further strategies and seeds of a task are
+added to what OUT holds of it, and all are judged together. OUT's other tasks stay. Every number comes from the results.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.publishing import Results, comparisons, markdown_table, publish
+from benchmarks.publishing import Results, comparisons, joined, markdown_table, publish, published
 from benchmarks.study import scores
 
 _PARTS = 6  # of a training, for the table of what was tried
@@ -128,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--join", action="store_true", help="add to what OUT holds of a task")
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "examples/study2/run.sh")
     for name, results in tasks.items():
@@ -136,7 +139,11 @@ def main() -> None:
             parser.error(f"{name}: {len(missing)} runs are not finished: {', '.join(missing[:3])}")
         if any("above" not in row for row in results["summary"]):
             parser.error(f"{name}: runs were not counted; give the comparison --threshold")
-    publish(options.study, options.out, list(tasks), report(tasks))
+    before = published(options.out)
+    if options.join:
+        tasks = {name: joined(before[name], new) if name in before else new for name, new in tasks.items()}
+    is_published = options.study.resolve() == options.out.resolve()
+    publish(tasks, options.out, report(dict(sorted((before | tasks).items()))), with_results=not is_published)
 
 
 def _logged(results: Results, strategy: str, prefix: str) -> list[tuple[float, float]]:

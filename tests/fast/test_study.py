@@ -71,15 +71,14 @@ def test_a_study_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
                 run["steps"][-1][study._DRIFT] = 0.25
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "results.json").write_text(json.dumps(results))
-        (tmp_path / "runs" / name / "report.html").write_text("<html>")
     file = tmp_path / "contrasts.yaml"
     file.write_text("neighbor helps: ['neighbor rate=0.1', none]\n")
     words = ["study", str(tmp_path / "runs"), "--contrasts", str(file), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", words)
     study.main()
     text = (tmp_path / "out" / "tables.md").read_text()
-    published = gzip.decompress((tmp_path / "out" / "sums" / "results.json.gz").read_bytes())
-    assert published == (tmp_path / "runs" / "sums" / "results.json").read_bytes()
+    published = json.loads(gzip.decompress((tmp_path / "out" / "sums" / "results.json.gz").read_bytes()))
+    assert published == json.loads((tmp_path / "runs" / "sums" / "results.json").read_text())
     assert "11 of 12 runs finished" in text and "ngrpo compare --perturbations" in text
     assert "## Contrasts in Mean@n" in text and "## Contrasts in Pass@8" in text
     row = next(line for line in text.splitlines() if line.startswith("| neighbor rate=0.1 |"))

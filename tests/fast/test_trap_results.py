@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import trap_results
+from benchmarks import publishing, trap_results
 from ngrpo.compare import results
 
-DOCS = Path(__file__).parents[2] / "docs"
 DIAGNOSIS = {
     "group": 8, "prompts": 64,
     "strategies": [
@@ -43,8 +40,9 @@ def comparison(counted: dict[str, float]) -> dict:
         for seed, right in enumerate(ends)
     ]  # fmt: skip
     return {
-        "created": "then", "baseline": "none", "machine": {"cores": 2, "cpu": "X"}, "runs": runs,
-        "untrained": {"mean_at_n": 0.25}, "diagnosis": DIAGNOSIS, "strategies": [{"id": "none"}, {"id": "away"}],
+        "format": 1, "created": "then", "baseline": "none", "task": "shortcut",
+        "machine": {"cores": 2, "cpu": "X"}, "runs": runs, "untrained": {"mean_at_n": 0.25}, "diagnosis": DIAGNOSIS,
+        "strategies": [{"id": "none"}, {"id": "away"}],
         "summary": results.summarise(runs, ["none", "away"], "none", 0.8),
     }  # fmt: skip
 
@@ -68,7 +66,6 @@ def test_only_whole_comparisons_are_published(
 ) -> None:
     folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
     folder.mkdir(parents=True)
-    (folder / "report.html").write_text("report")
     monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out)])
     whole = comparison({"none": 0.0, "away": 0.0})
     (folder / "results.json").write_text(
@@ -79,7 +76,7 @@ def test_only_whole_comparisons_are_published(
     assert "1 runs are not finished: x" in capsys.readouterr().err and not out.exists()
     (folder / "results.json").write_text(json.dumps(whole))
     trap_results.main()
-    assert (out / "shortcut" / "report.html").read_text() == "report"
+    assert "away" in (out / "shortcut" / "report.html").read_text()
     text = (out / "tables.md").read_text()
     assert "6 of 6 runs, 6 minutes" in text and "Before training: 0.250." in text
     assert "Rollouts of the untrained model, 64 groups of 8:" in text
@@ -91,7 +88,6 @@ def test_published_tables_are_made_again_from_what_was_published(
 ) -> None:
     folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
     folder.mkdir(parents=True)
-    (folder / "report.html").write_text("report")
     (folder / "results.json").write_text(json.dumps(comparison({"none": 0.1, "away": 0.2})))
     for study in (folder.parent, out):
         monkeypatch.setattr(sys, "argv", ["trap_results", str(study), "--out", str(out)])
@@ -102,14 +98,43 @@ def test_published_tables_are_made_again_from_what_was_published(
     assert (out / "tables.md").read_bytes() == first
 
 
-def test_methods_md_says_what_was_measured() -> None:
-    """The last column of the perturbations' table: of each, the study's first arm of that name."""
-    published = DOCS / "results" / "study2" / "shortcut-late" / "results.json.gz"
-    measured: dict[str, str] = {}
-    for strategy, _, above, mean, *_ in trap_results.ends(json.loads(gzip.decompress(published.read_bytes()))):
-        measured.setdefault(strategy.strip("`").split()[0], f"{above}, {mean}")
-    table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | paper | what is fed |")[2]
-    rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
-    told = {tuple(re.findall(r"`(\w+)`", row[0])): row[-1].removesuffix(" |") for row in rows}
-    assert told == {names: "; ".join(measured[name] for name in names) for names in told}
-    assert {name for names in told for name in names} == set(measured)
+def renamed(found: dict, name: str) -> dict:
+    """The same comparison with another name for the strategy beside the baseline."""
+    return json.loads(json.dumps(found).replace("away", name))
+
+
+def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
+    folder.mkdir(parents=True)
+    first = comparison({"none": 0.1, "away": 0.2})
+    more = renamed({**first, "machine": {"cpu": "Y"}}, "later")
+    for part, words in ((first, []), (more, ["--join"])):
+        (folder / "results.json").write_text(json.dumps(part))
+        monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out), *words])
+        trap_results.main()
+    whole = publishing.published(out)["shortcut"]
+    assert [row["strategy"] for row in whole["summary"]] == ["none", "away", "later"] and len(whole["runs"]) == 9
+    assert [row["name"] for row in whole["diagnosis"]["strategies"]] == ["away", "later"]
+    # One comparison of two strategies has one p of each: corrected for one there, for two here.
+    alone, together = (rows[1]["difference"]["mean_at_n"] for rows in (first["summary"], whole["summary"]))
+    assert together["p"] == alone["p"] and together["p_corrected"] == pytest.approx(2 * alone["p_corrected"])
+    text = (out / "tables.md").read_text()
+    assert "9 of 9 runs" in text and "of X; Y" in text and "`later`" in text
+
+
+def test_other_tasks_stay_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    for task in ("two_peaks", "shortcut"):
+        folder = tmp_path / task / task
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps(comparison({"none": 0.1, "away": 0.2})))
+        monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out)])
+        trap_results.main()
+    text = (out / "tables.md").read_text()
+    assert text.index("## shortcut") < text.index("## two_peaks")
+
+
+def test_what_is_no_part_of_a_comparison_is_not_joined() -> None:
+    first = comparison({"none": 0.1, "away": 0.2})
+    with pytest.raises(ValueError, match="star_graph"):
+        publishing.joined(first, {**first, "task": "star_graph"})
