@@ -50,10 +50,10 @@ def linear_in_float32(original: Callable[[nn.Linear, Tensor], Tensor]) -> Callab
         def backward(ctx, gradient):  # type: ignore[no-untyped-def]
             x, weight = ctx.saved_tensors
             wide, (of_x, of_weight, of_bias) = gradient.float(), ctx.needs_input_grad
-            rows = wide.flatten(0, -2)
+            rows = wide.reshape(-1, wide.shape[-1])
             return (
                 (wide @ weight.float()).to(x.dtype) if of_x else None,
-                (rows.T @ x.flatten(0, -2).float()).to(weight.dtype) if of_weight else None,
+                (rows.T @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if of_weight else None,
                 rows.sum(0).to(weight.dtype) if of_bias else None,
             )
 

@@ -30,11 +30,12 @@ def test_processors(machine: str, flags: str, slow: bool, tmp_path: Path) -> Non
     assert not is_slow(machine, tmp_path / "none")
 
 
-def test_products_are_float32_sums_rounded_once() -> None:
+@pytest.mark.parametrize("rows", [(3, 5), ()])
+def test_products_are_float32_sums_rounded_once(rows: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(96, 40).bfloat16()
-    x = torch.randn(3, 5, 96).bfloat16().requires_grad_()
-    gradient = torch.randn(3, 5, 40).bfloat16()
+    x = torch.randn(*rows, 96).bfloat16().requires_grad_()
+    gradient = torch.randn(*rows, 40).bfloat16()
     y = FORWARD(layer, x)
     y.backward(gradient)
     exact = nn.Linear(96, 40)
