@@ -14,7 +14,7 @@ import pytest
 
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
-from ngrpo.hardware import attention, profile_for
+from ngrpo.hardware import attention, profile_for, slow_bfloat16
 from ngrpo.hardware.cpu import engine_of_processes
 from ngrpo.trainers.openrlhf import install, launch
 from ngrpo.trainers.openrlhf.failure import RUN_ID
@@ -70,6 +70,7 @@ def test_cuda_with_flash_attn_is_stock_openrlhf(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("installed", [True, False])
 def test_conditions_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     set_flash_attn(monkeypatch, installed)
+    monkeypatch.setattr(slow_bfloat16, "is_slow", lambda: False)
     perturbed = run_of(perturbation={"name": "neighbor"})
     assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation"), "of no use on a CPU"
     assert conditions_for(CPU, run_of(reproducible=True)) == ("cpu", "without_flash_attn", "reproducible")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-import stat
 import subprocess
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -155,11 +155,34 @@ def test_what_make_calls_exists() -> None:
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 
-def test_ci_runs_make_test() -> None:
-    run = ROOT / ".ci" / "run"
-    assert run.stat().st_mode & stat.S_IXUSR and run.read_text().rstrip().endswith(
-        "make lint && make test && make test-more"
-    )
+MAKE = """#!/bin/sh
+echo "$1" >> "$CALLS"
+[ "$1" = "$FAILING" ] && exit 2
+[ "$1" = test-more ] && echo "$SAID" && exec sleep "$LONG"
+exit 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "said", "long", "status", "calls"),
+    [
+        ("", "", "0", 0, "lint test test-more"),
+        ("lint", "", "0", 2, "lint"),
+        ("test", "", "0", 2, "lint test"),
+        ("test-more", "", "0", 2, "lint test test-more"),
+        ("", "FAILED tests/some.py", "60", 124, "lint test test-more"),
+        ("", "1 passed; no line begins with FAILED", "60", 0, "lint test test-more"),
+    ],
+)
+def test_ci_runs_all_tests_as_far_as_the_time_reaches(
+    failing: str, said: str, long: str, status: int, calls: str, tmp_path: Path
+) -> None:
+    (tmp_path / "make").write_text(MAKE)
+    (tmp_path / "make").chmod(0o755)
+    log, path = tmp_path / "calls", os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "CALLS": str(log), "FAILING": failing, "SAID": said, "LONG": long}
+    done = subprocess.run([ROOT / ".ci" / "run"], env={**env, "CI_SECONDS": "1"}, capture_output=True, check=False)
+    assert done.returncode == status and log.read_text().split() == calls.split()
 
 
 def test_shell_scripts_parse() -> None:
