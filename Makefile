@@ -183,5 +183,5 @@ $(READY): setup.py Makefile
 	@echo "== ready"
 
 clean:
-	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ GIB = 2**30
 Check = tuple[str, Callable[[], str | None]]
 """What is told of a check, and the check: it raises where something is wrong, and returns why it could not look."""
 _WIDTH = 78
+_WRONG = "WRONG"  # in a line about what cannot work
 
 
 def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
@@ -34,7 +35,7 @@ def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: 
         checks: all that is checked before a run starts, by what is told of it.
 
     Returns:
-        0, or 1 where a check fails.
+        0, or 1 where a check fails or the estimate is of more memory than there is.
     """
     args, hardware = openrlhf_parser.resolved(argv), profile_for(run.hardware).name
     print("configuration")
@@ -42,8 +43,9 @@ def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: 
     print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")
     print(_indented(placed(args)))
     print("\nmemory of one GPU in GiB, estimated")
+    estimate = memory(args, gpu_gib) if hardware == "cuda" else []
     if hardware == "cuda":
-        print(_indented(memory(args, gpu_gib)))
+        print(_indented(estimate))
     else:
         print("  no GPU: the models share this machine's memory")
     print("\ntokens")
@@ -51,7 +53,7 @@ def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: 
     if hardware == "cuda":
         print(_indented(kv_cache(args, gpu_gib)))
     print("\nchecks")
-    return run_checks(checks)
+    return max(run_checks(checks), any(_WRONG in line for line in estimate))
 
 
 def run_checks(checks: Sequence[Check]) -> int:
@@ -62,7 +64,7 @@ def run_checks(checks: Sequence[Check]) -> int:
             unchecked = check()
         except UsageError as error:
             wrong += 1
-            print(textwrap.fill(label, _WIDTH, initial_indent="  WRONG  ", subsequent_indent=" " * 9))
+            print(textwrap.fill(label, _WIDTH, initial_indent=f"  {_WRONG}  ", subsequent_indent=" " * 9))
             print(textwrap.fill(str(error), _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
         else:
             state = "ok  " if unchecked is None else "open"
@@ -179,7 +181,7 @@ def _table(parts: Sequence[Part], gpu: float) -> list[str]:
     formulas = ["", *(part.formula for part in parts), ""]
     lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(columns, formulas)]
     most = max(sums[:-1])
-    return lines if most <= gpu else [*lines, f"  WRONG: {gib(most)} GiB do not fit into {gib(gpu)}"]
+    return lines if most <= gpu else [*lines, f"  {_WRONG}: {gib(most)} GiB do not fit into {gib(gpu)}"]
 
 
 def tokens(args: Mapping[str, Any]) -> list[str]:
@@ -196,8 +198,6 @@ def tokens(args: Mapping[str, Any]) -> list[str]:
         f"updates a step: {answers} answers × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
         f"each GPU trains {batch / world:g} answers an update, {args['train.micro_batch_size']} at a time",
     ]
-    if not updates.is_integer():
-        lines.append("WRONG: the answers of a step are no whole number of batches: set --train.batch_size to a divisor")
     return [line for text in lines for line in _wrapped(text)]
 
 

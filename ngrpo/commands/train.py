@@ -183,7 +183,7 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
         checks_only: leave out all but the checks.
 
     Returns:
-        0, or 1 where a check fails.
+        0, or 1 where a check fails or the memory does not suffice.
 
     Raises:
         UsageError: for flags that make no run.
@@ -238,10 +238,15 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
 
 
 def _notes(complete: Flags, run: RunConfig) -> list[str]:
-    """What the advantage, the sampling, the datasets' labels and the perturbation's entry in the loss warn of."""
+    """What advantage, sampling, the datasets' labels, the batches and the perturbation's entry in the loss warn of."""
     flags = Flags(run.openrlhf)
     notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(flags)]
-    return [*notes, *preflight.dataset_notes(flags), *entry_check.notes(complete, run)]
+    return [
+        *notes,
+        *preflight.dataset_notes(flags),
+        *preflight.batch_notes(complete),
+        *entry_check.notes(complete, run),
+    ]
 
 
 def _hardware_notes(hardware: str) -> list[str]:

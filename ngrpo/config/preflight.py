@@ -49,6 +49,7 @@ _AT_LEAST_ONE = (
     "--train.num_episodes",
     "--data.max_len",
     "--data.max_samples",
+    "--ds.ring_attn_size",
 )
 
 # The same of fractions: what each one may be, and in words.
@@ -168,7 +169,7 @@ def check_density(flags: Flags, run: RunConfig) -> None:
     reason = f"{entry_check.WHY_ONE_UPDATE}, so each rollout is used for one update at the policy that drew it"
     if flags.has("--train.async_enable"):
         refuse("--train.async_enable", reason)
-    prompts, answers, batch, epochs = (int(flags.value(name) or defaults()[name]) for name in _SIZES)
+    prompts, answers, batch, epochs = _sizes(flags)
     if epochs > 1:
         refuse(f"--train.max_epochs {epochs}", reason, "Set --train.max_epochs 1")
     samples = prompts * answers
@@ -176,6 +177,20 @@ def check_density(flags: Flags, run: RunConfig) -> None:
         reason += f", and a rollout has {samples} samples (--rollout.batch_size {prompts} ×"
         reason += f" --rollout.n_samples_per_prompt {answers})"
         refuse(f"--train.batch_size {batch}", reason, f"Set --train.batch_size {samples}")
+
+
+def batch_notes(flags: Flags) -> list[str]:
+    """What to know of answers of a step that fill no batch."""
+    prompts, answers, batch, epochs = _sizes(flags)
+    trained = prompts * answers * epochs
+    if trained % batch == 0 or flags.has("--train.dynamic_batch_enable"):
+        return []
+    rest = "what is left goes into the next step's first update"
+    return [f"--train.batch_size {batch} does not divide the {trained} answers that a step trains: {rest}."]
+
+
+def _sizes(flags: Flags) -> tuple[int, ...]:
+    return tuple(int(flags.value(name) or defaults()[name]) for name in _SIZES)
 
 
 def check_credit(flags: Flags, run: RunConfig) -> None:

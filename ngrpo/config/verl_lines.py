@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ngrpo.config.run import RunConfig
+from ngrpo.config import entry_check
+from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.upstream.openrlhf_parser import defaults
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -46,10 +49,12 @@ _TRANSLATED = {
 _OWN = ("--ckpt.", "--logger.")  # of each trainer
 _LOSSES = {"ppo": "vanilla", "gspo": "gspo"}
 _KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+_ESTIMATOR, _KL_COEFFICIENT = "--algo.advantage.estimator", "--algo.kl.init_coef"
+_UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl has not
 
 
 def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
-    """The overrides of a run, and the flags that have none.
+    """The overrides of a run, and the flags that have none. What OpenRLHF has as a default and verl has not is written.
 
     Args:
         run: what is asked for.
@@ -58,13 +63,22 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     Raises:
         UsageError: for what only OpenRLHF's trainer has, and for an estimator or a loss that verl has not.
     """
-    for part in ("credit", "policy_noise", "sampling_schedule"):
-        if part in run.specs:
-            raise UsageError(f"--print verl: --{part} is of OpenRLHF's trainer. Leave it out.")
-    if run.sampling.correct_mask:
-        raise UsageError("--print verl: --sampling.correct_mask is of OpenRLHF's trainer. Leave it out.")
+    of_openrlhf = [kind.flag for kind in beside_perturbation() if kind.name in run.specs and kind.name != "advantage"]
+    of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
+    if of_openrlhf:
+        raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
     overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
-    overrides["algorithm.adv_estimator"] = _one_of(flags, "--algo.advantage.estimator", {"group_norm": "grpo"}, "grpo")
+    if run.sampling.top_k:
+        overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
+    if run.advantage is None:
+        estimator = entry_check.estimator(flags)
+        if estimator != "group_norm":
+            default = "" if flags.has(_ESTIMATOR) else " (OpenRLHF's default)"
+            raise UsageError(
+                f"--print verl: {_ESTIMATOR} {estimator}{default} is not translated; group_norm is. Set it, or take"
+                " --preset grpo or an --advantage."
+            )
+        overrides["algorithm.adv_estimator"] = "grpo"
     loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
     if loss != "vanilla":
         overrides[f"{_ACTOR}.policy_loss.loss_mode"] = loss
@@ -74,7 +88,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     low, high = _clip(flags)
     if low is not None:
         overrides |= {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
-    coefficient = float(flags.value("--algo.kl.init_coef") or 0.0)
+    coefficient = float(flags.value(_KL_COEFFICIENT) or defaults()[_KL_COEFFICIENT])
     if coefficient:
         kind = _one_of(flags, "--algo.kl.estimator", _KL, "kl")
         as_loss = flags.has("--algo.kl.use_loss")
@@ -84,7 +98,6 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     lines = [f"{key}={hydra(value)}" for key, value in overrides.items()]
     if run.advantage is not None:
         spec = dict(run.specs["advantage"])
-        lines = [line for line in lines if not line.startswith("algorithm.adv_estimator=")]
         lines += [f"algorithm.adv_estimator={spec.pop('name')}"]
         lines += [f"+advantage.{name}={hydra(value)}" for name, value in spec.items()]
     if run.spec is not None:
@@ -94,6 +107,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         own |= {name: value for name, (value, default) in settings.items() if value != default}
         lines += of_perturbation(own)
     left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
+    left += [f"--{SETTINGS[name]}" for name in _UNTRANSLATED if getattr(run, name) != getattr(RunConfig, name)]
     return [f"{_ROLLOUT}.name=vllm", *lines], left
 
 
@@ -122,10 +136,13 @@ def hydra(value: object) -> str:
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _clip(flags: Flags) -> tuple[str | None, str | None]:
-    if flags.has("--actor.eps_clip_low_high"):
-        low, high = next(flag.values for flag in flags if flag.name == "--actor.eps_clip_low_high")
-        return low, high
+def _clip(flags: Flags) -> tuple[str | None, ...]:
+    name = "--actor.eps_clip_low_high"
+    if flags.has(name):
+        values = [flag.values for flag in flags if flag.name == name][-1]
+        if len(values) != 2:
+            raise UsageError(f"{name} {' '.join(values)}".rstrip() + ": must be two numbers, the lower one first.")
+        return values
     return (flags.value("--actor.eps_clip"),) * 2
 
 
@@ -134,5 +151,5 @@ def _one_of(flags: Flags, name: str, allowed: Mapping[str, str], default: str) -
     if value is None:
         return default
     if value not in allowed:
-        raise UsageError(f"--print verl: {name} {value} has no counterpart in verl; {', '.join(allowed)} have.")
+        raise UsageError(f"--print verl: {name} {value} is not translated; {', '.join(allowed)} are.")
     return allowed[value]

@@ -43,7 +43,7 @@ def linear_in_float32(original: Callable[[nn.Linear, Tensor], Tensor]) -> Callab
     class RoundedLinear(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x if weight.requires_grad else None, weight)
             return builtin(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
         @staticmethod
@@ -52,7 +52,7 @@ def linear_in_float32(original: Callable[[nn.Linear, Tensor], Tensor]) -> Callab
             wide, (of_x, of_weight, of_bias) = gradient.float(), ctx.needs_input_grad
             rows = wide.reshape(-1, wide.shape[-1])
             return (
-                (wide @ weight.float()).to(x.dtype) if of_x else None,
+                (wide @ weight.float()).to(gradient.dtype) if of_x else None,
                 (rows.T @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if of_weight else None,
                 rows.sum(0).to(weight.dtype) if of_bias else None,
             )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from ngrpo.config import rules, run
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import Sampling
-from ngrpo.upstream.openrlhf_flags import Flags
 
 
 def run_of(*, sampling: Mapping[str, Any] | None = None, **values: Any) -> RunConfig:
@@ -28,5 +28,5 @@ def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
 
 
 def check_flags(words: Sequence[str], asked: RunConfig) -> None:
-    """The rules on OpenRLHF's flags as they are given."""
-    rules.check("given", Flags(words), asked)
+    """The rules on OpenRLHF's flags as they are given, and as the methods complete them."""
+    rules.completed(replace(asked, openrlhf=tuple(words)))

@@ -305,10 +305,12 @@ class TestCommand:
 
     def test_what_does_not_fit_or_divide_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--task arithmetic --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --train.batch_size 24"
-        assert cli.main([*self.LINE.replace("--dry-run", "--dry-run 24").split(), *line.split()]) == 0
+        assert cli.main([*self.LINE.replace("--dry-run", "--dry-run 24").split(), *line.split()]) == 1
         text = capsys.readouterr().out
         assert "GPU of 24 GiB (as --dry-run says)" in text
-        assert "do not fit into 24.0" in text and "no whole number of batches" in text
+        assert (
+            "do not fit into 24.0" in text and "warning: --train.batch_size 24 does not divide the 32 answers" in text
+        )
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,15 @@ def test_several_updates_of_one_rollout_need_a_ratio(words: list[str], parts: li
         check_flags([*MODEL, *words], run_of(perturbation=other.spec()))
 
 
+def test_the_flags_of_a_packaged_model_count_for_a_density() -> None:
+    """The sandbox brings 8 prompts × 8 answers a step and batches of 64: one update, unless a flag says otherwise."""
+    model = ["--actor.model_name_or_path", "sandbox"]
+    density = run_of(perturbation=create("gaussian", base="soft", density="gaussian").spec())
+    check_flags(model, density)
+    with pytest.raises(UsageError, match=r"--train.batch_size 64 .* 128 samples .*--rollout.batch_size 16"):
+        check_flags([*model, "--rollout.batch_size", "16"], density)
+
+
 def test_one_update_of_each_rollout_passes() -> None:
     settings = run_of(perturbation=create("gaussian", base="soft", density="gaussian").spec())
     for words in (SIZES, [*SIZES, "--train.batch_size", "16"]):
@@ -140,12 +149,20 @@ def test_harmless_values_pass() -> None:
         ["--rollout.n_samples_per_prompt=0"],
         ["--train.batch_size", "8.5"],
         ["--data.max_len"],
+        ["--ds.ring_attn_size", "x"],
     ],
 )
 def test_numbers_that_must_be_at_least_one(words: list[str]) -> None:
     with pytest.raises(UsageError, match="whole number of at least 1"):
         check_flags([*MODEL, *words], run_of())
     check_flags([*MODEL, words[0].partition("=")[0], "2"], run_of())
+
+
+def test_answers_that_fill_no_batch_are_told_of() -> None:
+    sizes = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "3", "--train.batch_size", "8"]
+    assert "8 does not divide the 12 answers" in preflight.batch_notes(Flags(sizes))[0]
+    for fit in (["--train.max_epochs", "2"], ["--train.dynamic_batch_enable"], ["--train.batch_size", "6"]):
+        assert preflight.batch_notes(Flags([*sizes, *fit])) == []
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,35 @@ def test_options_and_an_advantage(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["algorithm.adv_estimator"] == "rs_grpo" and printed["+advantage.beta"] == "2.0"
 
 
+def test_defaults_of_openrlhf_that_verl_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """A KL term that no flag names is OpenRLHF's default; what verl cannot do is named."""
+    words = "--model m --task arithmetic --advantage rs_grpo --sampling.top_k 20 --reproducible --report.groups 2"
+    assert cli.main(["train", *words.split(), "--print", "verl"]) == 0
+    text = capsys.readouterr()
+    printed = lines_of(text.out)
+    assert printed["algorithm.use_kl_in_reward"] == "true" and printed["algorithm.kl_ctrl.kl_coef"] == "0.01"
+    assert printed["actor_rollout_ref.rollout.top_k"] == "20"
+    assert text.err.rstrip().endswith("--reproducible, --report.groups, --task")
+
+
+def test_the_last_clip_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    clips = ["--actor.eps_clip_low_high", "0.1", "0.1", "--actor.eps_clip_low_high", "0.2", "0.28"]
+    assert cli.main(["train", "--model", "m", "--preset", "grpo", *clips, "--print", "verl"]) == 0
+    printed = lines_of(capsys.readouterr().out)
+    clip = {key.rpartition("_")[2]: value for key, value in printed.items() if "clip_ratio" in key}
+    assert clip == {"low": "0.2", "high": "0.28"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--print trl", "--print trl: verl is the one trainer"),
         ("--print verl --credit first_token", "--credit is of OpenRLHF's trainer"),
-        ("--print verl --algo.advantage.estimator rloo", "rloo has no counterpart in verl"),
+        ("--print verl --preset grpo --sampling.schedule edt", "--sampling.schedule is of OpenRLHF's trainer"),
+        ("--print verl --preset grpo --sampling.min_p 0.1", "--sampling.min_p is of OpenRLHF's trainer"),
+        ("--print verl --algo.advantage.estimator rloo", "rloo is not translated; group_norm is"),
+        ("--print verl", "gae (OpenRLHF's default) is not translated"),
+        ("--print verl --preset grpo --actor.eps_clip_low_high 0.2", "must be two numbers"),
     ],
 )
 def test_what_verl_has_not(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
