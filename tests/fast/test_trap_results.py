@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from benchmarks import publishing, trap_results
 from ngrpo.compare import results
 
+DOCS = Path(__file__).parents[2] / "docs"
 DIAGNOSIS = {
     "group": 8, "prompts": 64,
     "strategies": [
@@ -138,3 +141,16 @@ def test_what_is_no_part_of_a_comparison_is_not_joined() -> None:
     first = comparison({"none": 0.1, "away": 0.2})
     with pytest.raises(ValueError, match="star_graph"):
         publishing.joined(first, {**first, "task": "star_graph"})
+
+
+def test_methods_md_says_what_was_measured() -> None:
+    """The last column of the perturbations' table: of each that was run, the study's first arm of that name."""
+    published = DOCS / "results" / "study2" / "shortcut-late" / "results.json.gz"
+    measured: dict[str, str] = {}
+    for strategy, _, above, mean, *_ in trap_results.ends(json.loads(gzip.decompress(published.read_bytes()))):
+        measured.setdefault(strategy.strip("`").split()[0], f"{above}, {mean}")
+    table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | paper | what is fed |")[2]
+    rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    told = {tuple(re.findall(r"`(\w+)`", row[0])): row[-1].removesuffix(" |") for row in rows}
+    assert told == {names: "; ".join(measured.get(name, "–") for name in names) for names in told}
+    assert set(measured) <= {name for names in told for name in names}
