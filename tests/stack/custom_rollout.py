@@ -91,7 +91,7 @@ def in_ray(model: str) -> dict[str, Any]:
             check_perturbation(perturbation)
             return {"process": os.getpid(), "seen": perturbation.fingerprint(), "pickled": pickled.fingerprint()}
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=everywhere)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=everywhere)
     perturbation = create(**spec)
     result = ray.get(Actor.remote().look.remote(perturbation))
     ray.shutdown()
