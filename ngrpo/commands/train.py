@@ -44,6 +44,10 @@ sampling of the rollouts; evaluation is as it was
                             top-k and min-p left (temperature and top-p:
                             --rollout.temperature, --rollout.top_p)
   --sampling.mask_gib N     memory that a rollout worker may take for that [8]
+  --sampling.correction_warmup N
+                            importance weights of the loss (OpenRLHF's
+                            --algo.advantage.is_correction_*) grow from 1 to
+                            their whole over the first N steps
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 

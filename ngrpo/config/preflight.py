@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
 from math import inf, nan
 from pathlib import Path
 from typing import NoReturn
 
-from ngrpo.config import entry_check
+from ngrpo.config import correction_check, entry_check
 from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.config.run import RunConfig
 from ngrpo.models import config_file
@@ -217,56 +216,6 @@ def check_credit(flags: Flags, run: RunConfig) -> None:
         )
 
 
-def _check_correction(flags: Flags, subject: str, *, needed: bool) -> None:
-    """Raises ``UsageError`` where the loss would not weigh answers by π / π_rollout, as the method asked for does.
-
-    Args:
-        flags: OpenRLHF's flags.
-        subject: the method's flag.
-        needed: whether it cannot do without, since it follows the rollouts' log-probabilities.
-    """
-    level = flags.value(_CORRECTION)
-    if level in (None, "off"):
-        if needed:
-            raise UsageError(
-                f"{subject} needs the rollouts' log-probabilities, which {_CORRECTION} off does without. Leave"
-                f" {_CORRECTION} at token, which it sets."
-            )
-        return
-    if flags.value(_LOSS) == "gspo":
-        off = "" if needed else f", or add {_CORRECTION} off, which trains without the weights"
-        raise UsageError(
-            f"{subject} cannot be used with {_LOSS} gspo and {_CORRECTION} {level}: GSPO then puts the rollout's policy"
-            " in the place of the old one, and its narrow clip would leave out nearly all answers with a negative"
-            f" advantage. Leave one of them out{off}."
-        )
-
-
-def _check_sampled_text(flags: Flags, subject: str, perturbation: Perturbation, *, needed: bool) -> None:
-    """Raises ``UsageError`` where the loss would be weighed by π / π_rollout of tokens that were not drawn from it.
-
-    Args:
-        flags: OpenRLHF's flags.
-        subject: the method's flag.
-        perturbation: one whose text is not sampled.
-        needed: whether the method cannot do without the weights.
-    """
-    level = flags.value(_CORRECTION)
-    if level in (None, "off"):
-        return
-    ways = [] if needed else [f"add {_CORRECTION} off, which trains without the weights"]
-    for field in fields(perturbation):
-        for choice in field.metadata.get("choices") or ():
-            with suppress(UsageError):
-                if replace(perturbation, **{field.name: choice}).samples_text:
-                    ways.append(f"take --perturbation.{field.name} {choice}, under which the text is sampled")
-    raise UsageError(
-        f"{subject} cannot be used with --perturbation {perturbation.name} and {_CORRECTION} {level}: its text is not"
-        " drawn from the policy at the schedule's temperature, so that the importance weights π / π_rollout would be"
-        f" those of another distribution. Leave one of them out{''.join(f', or {way}' for way in ways)}."
-    )
-
-
 def check_policy_noise(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for what a run with noise on the rollouts' weights cannot go with."""
     if run.policy_noise is None:
@@ -287,7 +236,7 @@ def check_policy_noise(flags: Flags, run: RunConfig) -> None:
             f" {entry_check.WHY_ONE_UPDATE}, so it is trained at the policy that drew it alone, and not at weights"
             " without the noise. Leave one of them out, or add --perturbation.density token."
         )
-    _check_correction(flags, subject, needed=run.policy_noise.follows_divergence)
+    correction_check.check_weights(flags, subject, needed=run.policy_noise.follows_divergence)
     correction = flags.value(_CORRECTION)
     if correction not in (None, "off") and perturbation is not None and perturbation.has_density:
         raise UsageError(
@@ -322,9 +271,9 @@ def check_sampling_schedule(flags: Flags, run: RunConfig) -> None:
             " temperature than the trainer's are weighted by the tokens' log-probabilities, which the density takes the"
             " place of. Add --perturbation.density token, or leave the schedule out."
         )
-    _check_correction(flags, subject, needed=schedule.follows_training)
+    correction_check.check_weights(flags, subject, needed=schedule.follows_training)
     if perturbation is not None and perturbation.active and not perturbation.samples_text:
-        _check_sampled_text(flags, subject, perturbation, needed=schedule.follows_training)
+        correction_check.check_sampled_text(flags, subject, perturbation, needed=schedule.follows_training)
     if schedule.evaluation and _number(flags.value("--eval.temperature") or "1") == 0.0:
         raise UsageError(
             f"{subject} with --sampling.schedule.evaluation cannot be used with --eval.temperature 0: which token is"

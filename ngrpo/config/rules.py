@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngrpo import tasks
-from ngrpo.config import entry_check, parse, preflight, presets, second_round_check
+from ngrpo.config import correction_check, entry_check, parse, preflight, presets, second_round_check
 from ngrpo.config.dataset_check import is_checked
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
@@ -120,6 +120,7 @@ RULES = (
     Rule("complete", entry_check.check_kl),
     Rule("complete", preflight.check_policy_noise),
     Rule("complete", preflight.check_sampling_schedule),
+    Rule("complete", correction_check.check_warmup),
     Rule("complete", second_round_check.check_second_round),
     Rule(
         "start",

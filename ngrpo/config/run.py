@@ -138,6 +138,7 @@ class RunConfig:
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
             "sampling": bool(self.sampling.given()),
             "sampling_mask": self.sampling.correct_mask,
+            "correction_warmup": self.sampling.correction_warmup is not None,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
             "report_groups": self.report_groups > 0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token-level sampling of the rollouts that OpenRLHF 0.11.2 has no flags for: ``--sampling.top_k|min_p|correct_mask``.
+"""Sampling of the rollouts, and its correction in the loss, that OpenRLHF 0.11.2 has no flags for: ``--sampling.*``.
 
 Temperature and top-p are OpenRLHF's own (``--rollout.temperature``, ``--rollout.top_p``).
 """
@@ -19,7 +19,7 @@ _BIAS = (
     "On SmolLM2-135M each log-probability is off by 0.04 on average with top-p 0.95, by 0.06 with top-k 50 (at worst"
     " 0.96) and by 0.15 with min-p 0.05, always downwards, and a baseline is not free."
 )
-OURS = ("correct_mask", "mask_gib")  # which say nothing of how tokens are drawn
+OURS = ("correct_mask", "mask_gib", "correction_warmup")  # which say nothing of how tokens are drawn
 _OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 
 
@@ -33,6 +33,9 @@ class Sampling(Options):
     min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
     correct_mask: bool = option(False, "take log-probabilities among the tokens that top-p, top-k and min-p left")
     mask_gib: float | None = option(None, "memory of a worker's records of these tokens, in GiB; 8 if none", above=0.0)
+    correction_warmup: int | None = option(
+        None, "training steps over which the importance weights of the loss grow from 1 to their whole", low=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +83,7 @@ def create(**options: Any) -> Sampling:
 
 def described(sampling: Sampling, flags: Flags) -> dict[str, float | int | None]:
     """All settings of the rollout's token sampling, for the results; None: not cut."""
-    spec = {name: value for name, value in sampling.spec().items() if name != "mask_gib"}
+    spec = {name: value for name, value in sampling.spec().items() if name not in ("mask_gib", "correction_warmup")}
     return {**_openrlhf(flags), **spec}
 
 

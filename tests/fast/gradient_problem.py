@@ -64,12 +64,17 @@ class Model(nn.Module):
 
 
 @cache
-def policy_loss() -> Any:
-    """OpenRLHF's, from its own file: importing the package loads PEFT and transformers, for many seconds."""
+def policy_loss(level: str = "off", mode: str = "mask", threshold: tuple[float, float] = (0.5, 5.0)) -> Any:
+    """OpenRLHF's, with its ``is_correction_*``.
+
+    From its own file: importing the package loads PEFT and transformers, for many seconds.
+    """
     package = types.ModuleType("openrlhf_models")
     package.__path__ = [str(Path(find_spec("openrlhf").submodule_search_locations[0]) / "models")]
     sys.modules[package.__name__] = package
-    return import_module("openrlhf_models.loss").PolicyLoss(token_level_loss=True)
+    return import_module("openrlhf_models.loss").PolicyLoss(
+        token_level_loss=True, is_correction_level=level, is_correction_mode=mode, is_correction_threshold=[*threshold]
+    )
 
 
 def plain_log_probs(logits: Tensor, labels: Tensor) -> Tensor:

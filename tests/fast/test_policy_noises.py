@@ -128,11 +128,10 @@ def test_a_model_without_such_weights_is_refused() -> None:
 
 def test_the_importance_weight_is_cut_at_ten() -> None:
     """log π − log π_rollout of 2.5 and 1: min(12.1825, 10) = 10 and e. Loss −A times that, at ratio 1."""
-    loss = policy_loss()
     noise = policy_noises.create("psn").flags(Flags())
     level, mode = noise["--algo.advantage.is_correction_level"], noise["--algo.advantage.is_correction_mode"]
-    bounds = [float(bound) for bound in noise["--algo.advantage.is_correction_threshold"]]
-    made = type(loss)(is_correction_level=level, is_correction_mode=mode, is_correction_threshold=bounds)
+    low, high = (float(bound) for bound in noise["--algo.advantage.is_correction_threshold"])
+    made = policy_loss(level, mode, (low, high))
     old = torch.tensor([[-1.0, -1.0]])
     found = made(old, old, torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[-3.5, -2.0]]), batch_num_tokens=1.0)
     assert found[0].item() == pytest.approx(-(10.0 + math.e)) and found[4].item() == pytest.approx(0.5)
@@ -143,7 +142,7 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
         is_correction_level=level,
         is_correction_mode=mode,
         is_correction_gating="ratio",
-        is_correction_threshold=bounds,
+        is_correction_threshold=[low, high],
     )
     args = SimpleNamespace(algo=SimpleNamespace(advantage=correction), actor=SimpleNamespace(policy_loss_type="ppo"))
     assert importance_measures([experience], args) == {

@@ -67,6 +67,10 @@ SCHEDULES = [
         "ngrpo/config/preflight.py",
         "test_sampled_text.py",
         ("and not perturbation.samples_text:", "and False:", "weights of tokens that were not drawn from the policy"),
+    ),
+    *of_file(
+        "ngrpo/config/correction_check.py",
+        "test_sampled_text.py",
         ("if replace(perturbation, **{field.name: choice}).samples_text:", "if False:", "no way out is named"),
     ),
     *of_file(
@@ -114,5 +118,12 @@ SCHEDULES = [
         "ngrpo/trainers/openrlhf/importance.py",
         "test_sampling_schedules_run.py",
         ("e.rollout_log_probs[e.action_mask.bool()]", "e.rollout_log_probs.flatten()", "padding has an entropy"),
+    ),
+    *of_file(
+        "ngrpo/trainers/openrlhf/correction_warmup.py",
+        "test_correction_warmup.py",
+        (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
+        ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
+        ("min(1.0, self.training_step / steps)", "1.0", "the weights are whole from the first step"),
     ),
 ]

@@ -84,13 +84,22 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
 def test_sampling_schedule(schedule: str, tmp_path: Path, smollm2: str) -> None:
     """With importance weights; alone and with a perturbation; an evaluation, which is at its own temperature."""
-    loud = {"ead": ["tau_max", "1.6", "c", "2"], "edt": ["theta", "1.0"], "e3": ["share", "1"]}[schedule]
+    loud = {
+        "ead": ["tau_max", "1.6", "c", "2"],
+        "edt": ["theta", "1.0"],
+        "e3": ["share", "1"],
+        "ladder": ["most", "1.6"],
+    }[schedule]
     flags = ["--sampling.schedule", schedule, "--eval.steps", "1", "--algo.kl.init_coef", "0"]
     for name, value in zip(loud[::2], loud[1::2]):
         flags += [f"--sampling.schedule.{name}", value]
     if schedule == "edt":  # the text is sampled: importance weights are of no other
         flags += ["--perturbation", "neighbor", "--perturbation.realization", "sampled"]
+    if schedule == "ladder":
+        flags += ["--sampling.correction_warmup", "2"]
     steps = steps_of(tmp_path, smollm2, *LOUD, *flags)
+    if schedule == "ladder":
+        assert [step["importance_strength"] for step in steps] == [0.0, 0.5]
     for step in steps:
         assert 0.5 < step["importance_weight"] < 1.5 and step["sampling_entropy"] > 0.0
     if schedule == "e3":

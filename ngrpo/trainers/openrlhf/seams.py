@@ -152,7 +152,7 @@ SEAMS: tuple[Seam, ...] = (
         "perturbation or sampling_mask", "sha:b5693a55753f", "measures rollout against replay before the update"),
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "metrics:reporting_trainer",
         "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
-        " or second_round", "sha:74b355e75a15", "the measures join the step's log"),
+        " or second_round or correction_warmup", "sha:74b355e75a15", "the measures join the step's log"),
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "resume:resuming_trainer",
         "perturbation or reproducible or sampling_mask or sampling_schedule or advantage", "sha:74b355e75a15",
         "a checkpoint holds the round and COPO's counts"),
@@ -162,8 +162,8 @@ SEAMS: tuple[Seam, ...] = (
         "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
         "the round, where asynchronous"),
     _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "metrics:reporting_trainer",
-        "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round",
-        "sha:ad079d89d655", "likewise where asynchronous"),
+        "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
+        " or correction_warmup", "sha:ad079d89d655", "likewise where asynchronous"),
     _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response"),
@@ -231,6 +231,9 @@ SEAMS: tuple[Seam, ...] = (
     # ---- --report.groups (after all that makes experiences) ---------------------------------------
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "kept_groups:kept_groups",
         "report_groups", "sha:b5693a55753f", "keeps all answers to a few prompts for the run's report"),
+    # ---- --sampling.correction_warmup (outermost: all others see the rollout's own log-probabilities) ----
+    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "correction_warmup:growing_correction",
+        "correction_warmup", "sha:b5693a55753f", "the loss's weights follow from the rollout's log-probabilities"),
 )  # fmt: skip
 
 

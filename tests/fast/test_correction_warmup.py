@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--sampling.correction_warmup``: weights by hand, in OpenRLHF's own loss, over the steps of a run, and refusals."""
+
+from __future__ import annotations
+
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ngrpo.config import parse, rules
+from ngrpo.trainers.openrlhf import correction_warmup
+from ngrpo.trainers.openrlhf.correction_warmup import with_strength
+from ngrpo.trainers.openrlhf.seams import active
+from perturbations.errors import UsageError
+from tests.fast.gradient_problem import policy_loss
+from tests.fast.run import run_with
+
+BOUNDS = (0.0, 10.0)
+WEIGHTS = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.is_correction_mode", "clip"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "strength", "weight"),
+    [
+        (2.0, 0.0, 1.0),
+        (2.0, 0.5, 1.5),
+        (0.5, 0.5, 0.75),
+        (40.0, 0.25, 3.25),  # 1 + 0.25 · (10 − 1): the bound comes first
+        (1e-12, 0.5, 0.5),
+    ],
+)
+def test_weights_by_hand(ratio: float, strength: float, weight: float) -> None:
+    trainer = torch.tensor([[log(0.3)]])
+    rollout = with_strength(trainer, trainer - log(ratio), strength, BOUNDS)
+    assert (trainer - rollout).exp().item() == pytest.approx(weight, rel=1e-5)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3, 0.9])
+def test_openrlhf_s_loss_is_interpolated(strength: float) -> None:
+    """Between the loss without weights and the one with all of them, in value and in gradient."""
+    generator = torch.Generator().manual_seed(3)
+    old, rollout = (-3.0 * torch.rand(4, 6, generator=generator) for _ in range(2))
+    advantages = torch.randn(4, 6, generator=generator)
+    mask = torch.ones(4, 6)
+
+    def loss(level: str, of_rollout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        policy = (old + 0.05).requires_grad_()
+        loss_fn = policy_loss(level, "clip", BOUNDS)
+        value = loss_fn(policy, old, advantages, action_mask=mask, rollout_log_probs=of_rollout)[0]
+        value.backward()
+        assert policy.grad is not None
+        return value.detach(), policy.grad
+
+    without, whole = loss("off", rollout), loss("token", rollout)
+    between = loss("token", with_strength(old, rollout, strength, BOUNDS))
+    assert not torch.allclose(without[1], whole[1], atol=1e-3)
+    for none, all_of_it, ours in zip(without, whole, between):
+        torch.testing.assert_close(ours, (1 - strength) * none + strength * all_of_it, atol=1e-6, rtol=1e-5)
+
+
+def test_the_strength_follows_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, sampling={"correction_warmup": 4})
+    advantage = SimpleNamespace(is_correction_threshold=[0.0, 10.0])
+    strategy = SimpleNamespace(args=SimpleNamespace(algo=SimpleNamespace(advantage=advantage)))
+    maker = SimpleNamespace(strategy=strategy, step_measures={})
+    make = correction_warmup.growing_correction(lambda maker, samples: samples)
+    old, own = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]])
+    for step, strength in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
+        maker.training_step = step
+        [experience] = make(maker, [SimpleNamespace(action_log_probs=old, rollout_log_probs=own)])
+        assert maker.step_measures["importance/strength"] == strength
+        assert (old - experience.rollout_log_probs).exp().item() == pytest.approx(1 + 2 * strength, rel=1e-5)
+    assert experience.rollout_log_probs is own, "the whole weight is OpenRLHF's own"
+
+
+def test_it_is_outermost_and_the_step_is_known() -> None:
+    """Measures and the report's groups are of the rollout's own log-probabilities."""
+    rows = active(["correction_warmup", "perturbation", "sampling_schedule", "report_groups"])
+    ours = [seam.ours for seam in rows if seam.target.endswith("RemoteExperienceMaker.make_experience_batch")]
+    assert ours[-1] == "ngrpo.trainers.openrlhf.correction_warmup:growing_correction"
+    alone = [seam.target for seam in active(["correction_warmup"])]
+    assert "openrlhf.trainer.ppo_trainer.PPOTrainer" in alone
+    assert "openrlhf.trainer.ppo_trainer_async.TrainingActor" in alone
+
+
+def test_a_schedule_s_own_weights_can_grow() -> None:
+    words = ["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ladder"]
+    run = parse.run_config([*words, "--sampling.correction_warmup", "50"])
+    assert rules.checked(run).value("--algo.advantage.is_correction_level") == "token"
+    assert "correction_warmup" in run.conditions
+    assert run.flags()["sampling.correction_warmup"] == 50
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "cannot be used with --algo.advantage.is_correction_level off"),
+        (WEIGHTS[:2], "cannot be used with --algo.advantage.is_correction_mode mask"),
+        ([*WEIGHTS, "--actor.policy_loss_type", "gspo"], "cannot be used with --actor.policy_loss_type gspo"),
+        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "2", "5"], "Give --algo.advantage.is_correction_thr"),
+        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "0.5"], "threshold 0 0.5: its weights begin at 1"),
+        ([*WEIGHTS, "--second_round", "lope"], "cannot be used with --second_round lope"),
+    ],
+)
+def test_what_has_no_weight_of_each_token_is_refused(words: list[str], message: str) -> None:
+    run = parse.run_config(["--model", "m", "--task", "arithmetic", "--sampling.correction_warmup", "50", *words])
+    with pytest.raises(UsageError, match=r"--sampling\.correction_warmup 50") as caught:
+        rules.checked(run)
+    assert message in str(caught.value)
+
+
+def test_no_step_is_no_warmup() -> None:
+    with pytest.raises(UsageError, match="correction_warmup='0': must be at least 1"):
+        parse.run_config(["--sampling.correction_warmup", "0"])
