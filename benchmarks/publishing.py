@@ -43,6 +43,9 @@ def joined(first: Results, more: Results) -> Results:
     Args:
         first: its baseline and threshold are taken; of what both have, its part stays.
         more: of the same task, and counted with the same threshold.
+
+    Returns:
+        With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor.
     """
     theirs = {row["strategy"]: row for row in more["summary"]}
     if first["task"] != more["task"] or first["baseline"] not in theirs:
@@ -54,12 +57,15 @@ def joined(first: Results, more: Results) -> Results:
     strategies, runs = (union(first[key], more[key], "id") for key in ("strategies", "runs"))
     diagnosis, measured = (dict(one["diagnosis"] or {"strategies": []}) for one in (first, more))
     diagnosis["strategies"] = union(diagnosis["strategies"], measured["strategies"], "name")
+    once = {run["id"] for run in first["runs"]}
+    again = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in once]
     processors = dict.fromkeys(one["machine"].get("cpu") for one in (first, more))
     return {
         **first,
         "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},
         "strategies": strategies,
         "runs": runs,
+        "repeated": [*first.get("repeated", ()), *again],
         "diagnosis": diagnosis if diagnosis.keys() > {"strategies"} else None,
         "summary": results.summarise(
             runs, [one["id"] for one in strategies], first["baseline"], first["summary"][0]["above"]["threshold"]

@@ -49,6 +49,18 @@ def ends(results: Results) -> list[list[str]]:
     return table
 
 
+def repeated(results: Results) -> list[str]:
+    """A line for each strategy that was run again on another machine: where those runs ended, by seed."""
+    lines = []
+    for cpu, name in dict.fromkeys((run["cpu"], run["strategy"]) for run in results.get("repeated", ())):
+        runs = [run for run in results["repeated"] if (run["cpu"], run["strategy"]) == (cpu, name)]
+        by_seed = scores({"runs": runs}, name)
+        ends = " ".join(f"{by_seed[seed]:.3f}" for seed in sorted(by_seed))
+        mean = np.mean(list(by_seed.values()))
+        lines.append(f"`{name}` run again on {cpu or 'a CPU'}, not counted above: {ends} (mean {mean:.3f}).")
+    return lines
+
+
 def by_part(results: Results, prefix: str) -> tuple[list[str], list[list[str]]]:
     """A logged number by part of the training, its mean over steps and runs.
 
@@ -107,6 +119,7 @@ def report(tasks: Mapping[str, Results]) -> str:
         )
         head = ["strategy", "Mean@n by seed", f"above {threshold:g}", "mean", f"to `{results['baseline']}`", "Fisher"]
         lines += ["", *markdown_table(head, ends(results))]
+        lines += [line for told in repeated(results) for line in ("", told)]
         for title, prefix in _BY_PART.items():
             head, rows = by_part(results, prefix)
             if not rows:  # as where a task logs nothing of what is tried
