@@ -78,7 +78,7 @@ def _by_task(problem: Problem, text: str) -> Verdict:
     label = problem.meta.get("label", problem.answer)
     reward = float(task.score(text, label))
     extracted = task.final_answer(text)
-    return Verdict(reward, reward >= _FULL, extracted, extracted is not None)
+    return Verdict(reward, reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, extracted is not None)
 
 
 @lru_cache(maxsize=8)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks by name: each module here writes a dataset and names the OpenRLHF flags that use it.
 
-A module has ``prepare(folder)``, and for evaluation ``score(answer, label)`` and ``final_answer(answer)``. A module
+A module has ``prepare(folder)``, and for evaluation ``score(answer, label)`` and ``final_answer(answer)``; an answer is
+right from a reward of ``RIGHT_FROM`` on, or of 1 where the module has no such constant. A module
 with a constant ``ARGUMENT`` (its name in upper case, for help) is asked for as ``name:argument``: its ``prepare``
 takes the argument too, and its ``check`` refuses a wrong one; with ``OPTIONAL`` it may be left out.
 """

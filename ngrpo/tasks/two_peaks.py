@@ -19,6 +19,8 @@ from ngrpo.upstream.openrlhf_flags import Default
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 16
+# The least reward of an answer that an evaluation counts as right: the lower peak has 0.6, and its slopes less.
+RIGHT_FROM = 0.8
 
 
 def prepare(folder: Path) -> dict[str, Default]:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from ngrpo import tasks
+from ngrpo.evaluate import scorers
 from ngrpo.models import packaged
 from ngrpo.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
 from ngrpo.scoring.answers import generated
+from ngrpo.scoring.problem import Problem
 from ngrpo.tasks import minimum_sum, shortcut, star_graph, two_peaks
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -46,6 +48,13 @@ def test_demonstrations_of_digit_sums() -> None:
     assert abs(counted / 4000 - digit_sums.COUNTED) < 0.02 and abs(right / counted - digit_sums.SKILL) < 0.025
     late = digit_sums.demonstration(chance, digits, late=True).split()
     assert set(late[:3]) <= set(vocabulary.FILLERS) and late[3] in ("copy", "count")
+
+
+@pytest.mark.parametrize(("number", "right"), [(40, True), (37, True), (44, False), (75, False), (99, False)])
+def test_an_answer_near_the_higher_peak_is_right(number: int, right: bool) -> None:
+    """exp(-9 / 50) = 0.835 at 37, so a reward of 0.85; exp(-16 / 50) = 0.726 at 44, so 0.75: by hand."""
+    problem = Problem("a", ({"role": "user", "content": "pick"},), "40", "task:two_peaks")
+    assert scorers.score(problem, f" {number}").correct is right
 
 
 def test_two_peaks() -> None:

@@ -23,8 +23,9 @@ def plan(file: Path, task: str = "shortcut:late") -> arguments.Plan:
 
 def test_no_seed_of_the_pilot_is_the_studys() -> None:
     plans = {file.stem: plan(file) for file in FOLDER.glob("*.yaml")}
-    for name in ("study", "shortcut", "two_peaks"):
+    for name in ("study", "shortcut", "two_peaks_first"):
         assert plans[name].seeds == (0, 1, 2, 3, 4)
+    assert plans["two_peaks"].seeds == (10, 11, 12, 13, 14)
     assert plans["pilot"].seeds == (100, 101, 102, 103, 104)
     assert plans["rate"].seeds == (100, 101)
     assert plans["pilot_shortcut"].seeds == (110, 111, 112, 113, 114)
