@@ -30,7 +30,9 @@ class Latent(Perturbation):
     pool: int = option(256, "likeliest tokens that may take part at most; the paper takes the whole nucleus", low=1)
     scale: float = option(1.0, "s, factor of the noise", low=0.0)
     tau: float = option(1.0, "temperature of the mixture", above=0.0)
-    one_sided: bool = option(True, "where Δ < 0 in an answer with A ≤ 0, the gradient in log p is exp(Δ) − 1, which is bounded")
+    one_sided: bool = option(
+        True, "where Δ < 0 in an answer with A ≤ 0, the gradient in log p is exp(Δ) − 1, which is bounded"
+    )
     density: str = option(
         "token",
         "what the loss weighs: the token's probability, the release's density, or that of the noise as it is drawn",
