@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +53,44 @@ def prove_when_idle(core: EngineCore) -> None:
     """
     if read(core.vllm_config.additional_config) is not None:
         setattr(core, _DUE, True)
-        if not core.scheduler.has_requests():
+        if _is_idle(core):
             prove(core)
 
 
 def before_request(core: EngineCore) -> None:
     """Proves the engine where that is due and nothing else is running."""
-    if getattr(core, _DUE, False) and not core.scheduler.has_requests() and not _has_dummy_weights(core):
+    if getattr(core, _DUE, False) and not _has_dummy_weights(core) and _is_idle(core):
         prove(core)
+
+
+def _is_idle(core: EngineCore) -> bool:
+    """Whether an engine, paused or not, could run the probe's requests now, and has no others.
+
+    A sleeping engine cannot: its weights or its KV cache are not in memory.
+    """
+    if core.model_executor.is_sleeping:
+        return False
+    with _without_pause(core):
+        return not core.scheduler.has_requests()
+
+
+@contextmanager
+def _without_pause(core: EngineCore) -> Iterator[None]:
+    """Lifts the pause of an engine's scheduler for a while.
+
+    A paused scheduler counts none of the requests that it holds back, and would not run those of the probe. Nothing
+    else takes place meanwhile: the core's own loop waits for us.
+    """
+    scheduler, state = core.scheduler, core.scheduler.pause_state
+    unpaused = type(state).UNPAUSED
+    if state == unpaused:
+        yield
+        return
+    scheduler.set_pause_state(unpaused)
+    try:
+        yield
+    finally:
+        scheduler.set_pause_state(state)
 
 
 def _has_dummy_weights(core: EngineCore) -> bool:
@@ -74,7 +105,7 @@ def perturbation_replaced(core: EngineCore) -> None:
 
 
 def prove(core: EngineCore) -> float:
-    """Asks for the probe's requests and judges the answers.
+    """Asks for the probe's requests and judges the answers; an engine that is paused is paused again afterwards.
 
     Args:
         core: vLLM's ``EngineCore``, idle.
@@ -89,7 +120,8 @@ def prove(core: EngineCore) -> float:
     # The probe's own requests ask for no probe; a failure leaves it due, so that no request runs unproven.
     setattr(core, _DUE, False)
     try:
-        _prove(core)
+        with _without_pause(core):
+            _prove(core)
     except BaseException:
         setattr(core, _DUE, True)
         raise

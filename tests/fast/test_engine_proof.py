@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,78 @@ def test_an_unperturbed_engine_is_not_asked() -> None:
     assert engine.asked == 0
 
 
+class PauseState(IntEnum):
+    """vLLM's, of a scheduler."""
+
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+    PAUSED_ALL = 2
+
+
+class Scheduler:
+    """As vLLM's, which counts no requests that a pause holds back."""
+
+    def __init__(self, waiting: int = 0, state: PauseState = PauseState.UNPAUSED) -> None:
+        self.waiting, self.pause_state = waiting, state
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+    def has_requests(self) -> bool:
+        return self.pause_state == PauseState.UNPAUSED and self.waiting > 0
+
+
+def core_with(scheduler: Scheduler, sleeping: bool = False) -> Any:
+    """An engine's core as far as it is asked whether it can be proven."""
+    model = SimpleNamespace(dtype="torch.float32")
+    config = SimpleNamespace(
+        additional_config={"perturbation": {"name": "neighbor"}},
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    executor = SimpleNamespace(is_sleeping=sleeping)
+    return SimpleNamespace(vllm_config=config, scheduler=scheduler, model_executor=executor)
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[PauseState]:
+    """The states of the scheduler in which probes ran."""
+    found: list[PauseState] = []
+    monkeypatch.setattr(engine_probe, "_prove", lambda core: found.append(core.scheduler.pause_state))
+    return found
+
+
+@pytest.mark.parametrize("state", PauseState)
+def test_a_paused_engine_is_proven_and_paused_again(state: PauseState, states: list[PauseState]) -> None:
+    """As in a run that is strict and reproducible: it pauses its engines until a batch is complete."""
+    core = core_with(Scheduler(state=state))
+    engine_probe.prove_when_idle(core)
+    assert states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
+    engine_probe.before_request(core)
+    assert len(states) == 1, "nothing is due any more"
+
+
+@pytest.mark.parametrize("state", PauseState)
+def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState, states: list[PauseState]) -> None:
+    core = core_with(Scheduler(waiting=1, state=state))
+    engine_probe.prove_when_idle(core)
+    engine_probe.before_request(core)
+    assert not states and core.scheduler.pause_state == state
+    core.scheduler.waiting = 0
+    engine_probe.before_request(core)
+    assert len(states) == 1
+
+
+def test_the_pause_of_a_sleeping_engine_is_not_lifted(states: list[PauseState]) -> None:
+    core = core_with(Scheduler(state=PauseState.PAUSED_NEW), sleeping=True)
+    engine_probe.prove_when_idle(core)
+    engine_probe.before_request(core)
+    assert not states
+    core.model_executor.is_sleeping = False
+    engine_probe.before_request(core)
+    assert len(states) == 1
+
+
 def test_no_request_runs_after_a_proof_that_failed() -> None:
     """The engine lives on in its caller's process, and has to refuse the next request as it did the first one."""
     failures = iter(["first", "second"])
@@ -67,15 +140,8 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
     def collective_rpc(method: str) -> list[Any]:
         raise RuntimeError(next(failures))
 
-    model = SimpleNamespace(dtype="torch.float32")
-    configuration = {"perturbation": {"name": "neighbor"}}
-    core: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            additional_config=configuration, model_config=model, load_config=SimpleNamespace(load_format="auto")
-        ),
-        scheduler=SimpleNamespace(has_requests=lambda: False),
-        collective_rpc=collective_rpc,
-    )
+    core = core_with(Scheduler())
+    core.collective_rpc = collective_rpc
     with pytest.raises(RuntimeError, match="first"):
         engine_probe.engine_started(core)
     with pytest.raises(RuntimeError, match="second"):
