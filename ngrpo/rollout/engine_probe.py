@@ -66,12 +66,23 @@ def before_request(core: EngineCore) -> None:
 def _is_idle(core: EngineCore) -> bool:
     """Whether an engine, paused or not, could run the probe's requests now, and has no others.
 
-    A sleeping engine cannot: its weights or its KV cache are not in memory.
+    A sleeping engine cannot: its weights or its KV cache are not in memory. Requests that have finished do not count,
+    although the workers may not have been told of them.
     """
     if core.model_executor.is_sleeping:
         return False
     with _without_pause(core):
-        return not core.scheduler.has_requests()
+        return not core.scheduler.has_unfinished_requests()
+
+
+def tell_of_finished(core: EngineCore) -> None:
+    """Lets the workers of an idle engine know that its last requests have finished.
+
+    vLLM tells them with the next step, which an engine in its caller's process takes with the next requests only.
+    """
+    while _is_idle(core) and (core.scheduler.has_finished_requests() or core.batch_queue):
+        _, executed = core.step_fn()
+        core.post_step(executed)
 
 
 @contextmanager

@@ -242,6 +242,8 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if method == "perturbation_probe":
             return [engine_probe.prove_when_idle(self)]
+        if method == "perturbation_replace":
+            engine_probe.tell_of_finished(self)
         result = original(self, method, *args, **kwargs)
         if method == "perturbation_replace":
             engine_probe.perturbation_replaced(self)

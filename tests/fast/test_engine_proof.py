@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.rollout import engine_probe
+from ngrpo.rollout import engine_probe, plugin
 from ngrpo.trainers.openrlhf.rollout_actor import EngineProof
 from tests.fast.run import run_with
 
@@ -72,14 +72,20 @@ class PauseState(IntEnum):
 class Scheduler:
     """As vLLM's, which counts no requests that a pause holds back."""
 
-    def __init__(self, waiting: int = 0, state: PauseState = PauseState.UNPAUSED) -> None:
-        self.waiting, self.pause_state = waiting, state
+    def __init__(self, waiting: int = 0, state: PauseState = PauseState.UNPAUSED, finished: int = 0) -> None:
+        self.waiting, self.pause_state, self.finished = waiting, state, finished
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
 
-    def has_requests(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return self.pause_state == PauseState.UNPAUSED and self.waiting > 0
+
+    def has_finished_requests(self) -> bool:
+        return self.finished > 0
+
+    def has_requests(self) -> bool:
+        return self.has_unfinished_requests() or self.has_finished_requests()
 
 
 def core_with(scheduler: Scheduler, sleeping: bool = False) -> Any:
@@ -131,6 +137,28 @@ def test_the_pause_of_a_sleeping_engine_is_not_lifted(states: list[PauseState]) 
     core.model_executor.is_sleeping = False
     engine_probe.before_request(core)
     assert len(states) == 1
+
+
+def test_finished_requests_do_not_make_an_engine_busy(states: list[PauseState]) -> None:
+    """An engine in its caller's process takes no step after its last request, so that its workers hear of none."""
+    core = core_with(Scheduler(finished=2))
+    engine_probe.prove_when_idle(core)
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize(("waiting", "told"), [(0, True), (1, False)])
+def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(waiting: int, told: bool) -> None:
+    """The step that tells them would lose the tokens of requests that are running."""
+    core, calls = core_with(Scheduler(waiting=waiting, finished=2)), []
+
+    def step() -> tuple[dict[int, Any], bool]:
+        core.scheduler.finished = 0
+        calls.append("step")
+        return {}, False
+
+    core.step_fn, core.post_step, core.batch_queue = step, lambda executed: None, None
+    plugin._with_probe_calls(lambda self, method: calls.append(method))(core, "perturbation_replace")
+    assert calls == [*(["step"] if told else []), "perturbation_replace"]
 
 
 def test_no_request_runs_after_a_proof_that_failed() -> None:

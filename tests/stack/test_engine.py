@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.rollout import set_perturbation, take_records
+from ngrpo.rollout import engine_probe, set_perturbation, take_records
 from perturbations import ExactIndex
 from tests.stack.harness import build_engine, chat_prompts, gaps, sample
 
@@ -45,6 +45,35 @@ def test_aborted_requests_leave_no_record(engine: Any) -> None:
     while engine.llm_engine.has_unfinished_requests():
         engine.llm_engine.step()
     assert list(take_records(engine)) == ["kept"]
+
+
+def test_an_engine_in_its_callers_process_is_idle_after_its_requests(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes the records, and no further step tells the worker that the requests have finished."""
+    from vllm import SamplingParams
+
+    proofs: list[object] = []
+    original = engine_probe._prove
+    monkeypatch.setattr(engine_probe, "_prove", lambda core: (original(core), proofs.append(core)))
+    prompts = [{"prompt_token_ids": prompt} for prompt in chat_prompts(engine)[:2]]
+
+    def generate() -> None:
+        engine.generate(prompts, SamplingParams(max_tokens=3), use_tqdm=False)
+
+    set_perturbation(engine, "gumbel")
+    generate()
+    engine.llm_engine.collective_rpc("perturbation_probe")
+    assert len(proofs) == 1
+    generate()
+    set_perturbation(engine, "soft")
+    core = engine.llm_engine.engine_core.engine_core
+    core.pause_scheduler("keep")
+    engine.llm_engine.collective_rpc("perturbation_probe")
+    assert len(proofs) == 2 and core.is_scheduler_paused()
+    core.resume_scheduler()
+    generate()
+    assert len(take_records(engine)) == 2
 
 
 def test_a_stop_string_keeps_the_record(engine: Any) -> None:
