@@ -62,7 +62,8 @@ class Chunks:
             array[rows] = _fit(name, part, array.shape[1:])
         if len(self._arrays) > len(parts):
             for name in self._arrays.keys() - parts.keys():
-                self._arrays[name][rows] = 0
+                # Chunks may have been made since this array was last written to.
+                self._array(name, self._arrays[name][:0])[rows] = 0
         self.counts[slots] = at + 1
 
     def read(self, slot: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:

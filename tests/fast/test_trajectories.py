@@ -49,6 +49,24 @@ def test_arrays_grow_as_wide_as_what_arrives() -> None:
     assert found["sigma"].tolist() == [0.0, 0.1, 0.0]
 
 
+def test_what_is_missing_is_0_in_chunks_that_are_made_later() -> None:
+    """A record that comes with a request has other optional parts than the edits of the engine."""
+    chunks, slot, at = Chunks(1, 5000), np.array([0]), np.arange(1, 5000)
+    chunks.write(slot, np.array([0]), {"weights": np.array([1.0]), "sigma": np.array([0.1])})
+    chunks.write(np.zeros_like(at), at, {"weights": np.ones(len(at)), "normalizer": np.full(len(at), 2.0)})
+    found = chunks.read(0)
+    assert found["weights"].tolist() == [1.0] * 5000
+    assert found["sigma"].tolist() == [0.1, *[0.0] * 4999]
+    assert found["normalizer"].tolist() == [0.0, *[2.0] * 4999]
+    chunks.clear(0)
+    chunks.write(slot, np.array([0]), {"weights": np.array([3.0])})
+    assert {name: part.tolist() for name, part in chunks.read(0).items()} == {
+        "weights": [3.0],
+        "sigma": [0.0],
+        "normalizer": [0.0],
+    }
+
+
 def test_a_large_engine_with_dense_edits_needs_memory_for_what_was_edited_only() -> None:
     """1,032 slots of 32,768 positions and 4,096 dimensions would be 567 TB; two edits take one pool of chunks."""
     store = TrajectoryStore(1032, 32_768)
