@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import base64
 import json
+import uuid
 from typing import TYPE_CHECKING, Any
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ngrpo.rollout.vllm_objects import FrontEnd
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
+_ID_HEADER = "x-request-id"
 
 
 class PerturbationMiddleware:
@@ -56,20 +58,47 @@ class PerturbationMiddleware:
         except ValueError as error:
             return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
         request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: json.dumps(arguments)}
-        body = json.dumps(request).encode()
         scope = {**scope, "headers": list(scope["headers"])}
-        MutableHeaders(scope=scope)["content-length"] = str(len(body))
+        headers = MutableHeaders(scope=scope)
+        added = _lengthen_id(headers, request) if with_record else ""
+        body = json.dumps(request).encode()
+        headers["content-length"] = str(len(body))
         if not with_record:
             return await self._app(scope, _once(body, receive), send)
         held = _Held()
         await self._app(scope, _once(body, receive), held)
-        answer = Response(held.body, held.status, media_type="application/json")
-        if held.status == 200:
-            try:
-                answer = JSONResponse(await _with_records(json.loads(held.body), scope["app"].state.engine_client))
-            except RuntimeError as error:
-                answer = _error(str(error), "InternalServerError", 500)
+        answer = await _answer(held, scope["app"].state.engine_client, added)
         return await answer(scope, receive, send)
+
+
+def _lengthen_id(headers: MutableHeaders, request: dict[str, Any]) -> str:
+    """Lengthens the id that a client gave its request: records are found by ids, and clients may give one id twice.
+
+    Returns:
+        What stands at the end of the id now; empty where the client gave none, so that vLLM makes up one of its own.
+    """
+    added = f"-{uuid.uuid4().hex}"
+    if _ID_HEADER in headers:  # which vLLM prefers to the field
+        headers[_ID_HEADER] += added
+    elif isinstance(request.get("request_id"), str):
+        request["request_id"] += added
+    else:
+        return ""
+    return added
+
+
+async def _answer(held: _Held, engine: FrontEnd, added: str) -> Response:
+    """The server's answer with records and with the client's own id, to which ``added`` was added."""
+    headers = {name: value for name, value in held.headers.items() if name != "content-length"}
+    if _ID_HEADER in headers:
+        headers[_ID_HEADER] = headers[_ID_HEADER].removesuffix(added)
+    if held.status != 200:
+        return Response(held.body, held.status, headers, media_type="application/json")
+    try:
+        answer = await _with_records(json.loads(held.body), engine)
+    except RuntimeError as error:
+        return _error(str(error), "InternalServerError", 500)
+    return JSONResponse({**answer, "id": answer["id"].removesuffix(added)}, headers=headers)
 
 
 async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> dict[str, Any]:
@@ -117,11 +146,11 @@ class _Held:
     """Takes an answer in, in place of the client."""
 
     def __init__(self) -> None:
-        self.status, self.body = 500, b""
+        self.status, self.headers, self.body = 500, Headers(), b""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.status, self.headers = message["status"], Headers(raw=list(message.get("headers", ())))
         elif message["type"] == "http.response.body":
             self.body += message.get("body", b"")
 

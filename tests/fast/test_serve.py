@@ -140,11 +140,12 @@ class Server:
         self.answer, self.held, self.got = answer, held, None
         self.state = SimpleNamespace(engine_client=self)
         self.output_processor = SimpleNamespace(**{LENGTHS: lengths or {}})
+        self.headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.got = json.loads((await receive())["body"])
         assert dict(scope["headers"])[b"content-length"] == str(len(json.dumps(self.got))).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         body = json.dumps(self.answer).encode()
         await send({"type": "http.response.body", "body": body[:5], "more_body": True})
         await send({"type": "http.response.body", "body": body[5:]})
@@ -156,10 +157,17 @@ class Server:
         return [{name: self.held[name] for name in asked[rank::2]} for rank in range(2)]
 
 
-def ask(server: Server, request: Any, path: str = "/v1/completions") -> tuple[int, Any]:
+def ask(
+    server: Server, request: Any, path: str = "/v1/completions", headers: dict[bytes, bytes] | None = None
+) -> tuple[int, Any]:
     """Status and answer of one request through the middleware."""
+    messages = asked(server, json.dumps(request).encode(), path, headers or {})
+    return messages[0]["status"], json.loads(b"".join(message.get("body", b"") for message in messages[1:]))
+
+
+def asked(server: Server, body: bytes, path: str, headers: dict[bytes, bytes]) -> list[Any]:
+    """What the middleware sends in answer to a body."""
     sent: list[Any] = []
-    body = json.dumps(request).encode()
 
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -167,10 +175,10 @@ def ask(server: Server, request: Any, path: str = "/v1/completions") -> tuple[in
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-length", str(len(body)).encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": server}
+    sizes = [(b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [*sizes, *headers.items()], "app": server}
     asyncio.run(PerturbationMiddleware(server)(scope, receive, send))
-    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+    return sent
 
 
 LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32)
@@ -203,6 +211,47 @@ def test_each_choice_has_its_record(path: str, answer: dict[str, Any], names: li
         assert base64.b64decode(choice["perturbation_record"]) == kept[choice["index"]].to_bytes()
         assert choice["perturbation_log_probs"] == [-0.5, -1.0]
     assert server.got == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3}'}}
+
+
+class NamingServer(Server):
+    """Calls a request what its client does, as vLLM: by the header, or else by the field; says so in both places."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        name = dict(scope["headers"]).get(b"x-request-id", b"").decode()
+        name = name or json.loads(message["body"]).get("request_id", "made-up")
+        self.answer = {"id": f"cmpl-{name}", "choices": [{"index": 0}]}
+        record = dataclasses.replace(KEPT, seed=len(self.held))
+        self.held |= {f"cmpl-{name}-0-{len(self.held):08}": FinishedTrajectory(record, LOG_PROBS).pack()}
+        self.headers = [(b"x-request-id", name.encode()), (b"vary", b"origin")]
+
+        async def again() -> Any:
+            return message
+
+        await super().__call__(scope, again, send)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "name"),
+    [
+        ({}, {b"x-request-id": b"mine"}, "mine"),
+        ({"request_id": "mine"}, {}, "mine"),
+        ({"request_id": "other"}, {b"x-request-id": b"mine"}, "mine"),
+        ({}, {}, "made-up"),
+    ],
+)
+def test_requests_of_one_id_get_their_own_records(fields: Any, headers: dict[bytes, bytes], name: str) -> None:
+    server = NamingServer({}, {})
+    body = json.dumps({"prompt": "a", "perturbation": {"return_record": True}, **fields}).encode()
+    for i in range(3 if name == "mine" else 1):
+        start, content = asked(server, body, "/v1/completions", headers)
+        answer = json.loads(content["body"])
+        assert ReplayRecord.from_bytes(base64.b64decode(answer["choices"][0]["perturbation_record"])).seed == i
+        assert answer["id"] == f"cmpl-{name}"
+        sent = dict(start["headers"])
+        assert (sent[b"x-request-id"], sent[b"vary"]) == (name.encode(), b"origin")
+        assert int(sent[b"content-length"]) == len(content["body"])
+    assert len({key.rpartition("-")[0] for key in server.held}) == len(server.held)
 
 
 def test_a_record_ends_where_its_answer_does() -> None:
