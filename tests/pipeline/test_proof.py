@@ -22,9 +22,12 @@ def tiny_smollm3(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
 
 
 def test_a_model_of_the_transformers_backend(tmp_path: Path, tiny_smollm3: str) -> None:
-    """Strict: the engine proves itself before the first request and after each sync, and every gap is judged."""
+    """Strict: the engine proves itself before the first request and after each sync, and every gap is judged.
+
+    Reproducible too: the engine is paused when it has to prove itself again.
+    """
     flags = ["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"]
-    for step in steps_of(tmp_path, tiny_smollm3, *LOUD, *flags, "--perturbation.strict"):
+    for step in steps_of(tmp_path, tiny_smollm3, *LOUD, *flags, "--perturbation.strict", "--reproducible"):
         assert step["rate"] == pytest.approx(0.5, abs=0.12)
         assert max(step[f"gap_{kind}_mean"] for kind in ("perturbed", "plain", "before")) < 0.1
 
