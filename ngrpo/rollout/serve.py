@@ -9,13 +9,15 @@ A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``
 - ``return_record``: true for the answer's record, which each choice then has as ``perturbation_record``, in base64
   (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token.
 
-vLLM passes on no objects, so the field travels to the workers as JSON text. Everything else goes by untouched.
+vLLM passes on no objects, so the field travels to the workers as JSON text. What these two paths are sent must be a
+JSON object. Everything else goes by untouched.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import reprlib
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
+from ngrpo.rollout.request_check import checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
+from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _ID_HEADER = "x-request-id"
+_RETURN_RECORD, _XARGS = "return_record", "vllm_xargs"
 
 
 class PerturbationMiddleware:
@@ -47,17 +52,12 @@ class PerturbationMiddleware:
             return await self._app(scope, receive, send)
         body = await Request(scope, receive).body()
         try:
-            request = json.loads(body)
-            arguments = request.pop(KEY, None)
-        except (ValueError, AttributeError):  # not JSON, or no object: vLLM says what is wrong with it
-            return await self._app(scope, _once(body, receive), send)
-        if arguments is None:
-            return await self._app(scope, _once(body, receive), send)
-        try:
-            with_record = _record_wanted(arguments, request)
-        except ValueError as error:
+            asked = _read(body)
+        except UsageError as error:
             return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
-        request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: json.dumps(arguments)}
+        if asked is None:
+            return await self._app(scope, _once(body, receive), send)
+        request, with_record = asked
         scope = {**scope, "headers": list(scope["headers"])}
         headers = MutableHeaders(scope=scope)
         added = _lengthen_id(headers, request) if with_record else ""
@@ -69,6 +69,37 @@ class PerturbationMiddleware:
         await self._app(scope, _once(body, receive), held)
         answer = await _answer(held, scope["app"].state.engine_client, added)
         return await answer(scope, receive, send)
+
+
+def _read(body: bytes) -> tuple[dict[str, Any], bool] | None:
+    """The request as vLLM gets it, and whether a record was asked for; None where it says nothing of a perturbation.
+
+    Raises:
+        UsageError: for a body that is no JSON object, and for wrong fields.
+    """
+    request = _json_object(body)
+    arguments = request.pop(KEY, None)
+    if arguments is None:
+        return None
+    with_record = _record_wanted(arguments, request)
+    checked_fields(with_record_read(arguments, KEY), KEY, (_RETURN_RECORD,))
+    others = {} if request.get(_XARGS) is None else request[_XARGS]
+    if not isinstance(others, dict):
+        raise UsageError(f"{_XARGS} is {others!r}: must be a JSON object. Leave it out, or send {{}}.")
+    request[_XARGS] = {**others, KEY: json.dumps(arguments)}
+    return request, with_record
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """The body as a dictionary; UsageError where it is anything else."""
+    needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the request's body {reprlib.repr(body)} is not JSON: {error}. {needed}") from None
+    if not isinstance(request, dict):
+        raise UsageError(f"the request's body is {reprlib.repr(request)}: must be a JSON object. {needed}")
+    return request
 
 
 def _lengthen_id(headers: MutableHeaders, request: dict[str, Any]) -> str:
@@ -133,12 +164,15 @@ def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
 
 
 def _record_wanted(arguments: object, request: dict[str, Any]) -> bool:
-    """Whether ``return_record`` stands in the field, which is taken out of it; ValueError where it cannot be had."""
-    with_record = arguments.pop("return_record", False) if isinstance(arguments, dict) else False
+    """Whether ``return_record`` stands in the field, which is taken out of it; UsageError where it cannot be had."""
+    with_record = arguments.pop(_RETURN_RECORD, False) if isinstance(arguments, dict) else False
+    where = f"{KEY}.{_RETURN_RECORD}"
     if not isinstance(with_record, bool):
-        raise ValueError(f"{KEY}.return_record is {with_record!r}: must be true or false.")
+        raise UsageError(f"{where} is {with_record!r}: must be true or false.")
     if with_record and request.get("stream"):
-        raise ValueError(f"{KEY}.return_record needs an answer that is not streamed. Leave one of them out.")
+        raise UsageError(f"{where} needs an answer that is not streamed. Leave one of them out.")
+    if with_record and request.get("use_beam_search"):
+        raise UsageError(f"{where} needs an answer that is sampled, and no beam search. Leave one of them out.")
     return with_record
 
 

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_arguments_pass_and_text_is_read() -> None:
     [
         ("[1]", "must be a dictionary"),
         ("{", "no JSON object"),
+        ("[" * 100_000, "no JSON object"),
         ('{"record": "*"}', "base64"),
         ({"sed": 3}, "'sed'] is unknown. Known: seed, sample, enabled, record"),
         ({"seed": "3"}, "must be an integer"),
@@ -273,6 +275,48 @@ def test_other_requests_go_by() -> None:
     assert server.got == {"perturbation": {"seed": 3}}
     assert ask(server, {"perturbation": {"enabled": False}, "vllm_xargs": {"a": 1}}) == (200, server.answer)
     assert server.got == {"vllm_xargs": {"a": 1, "perturbation": '{"enabled": false}'}}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt": "a"', "is not JSON: .*Send a JSON object"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", r"is \[\]: must be a JSON object"),
+        (b'"text"', "is 'text': must be a JSON object"),
+        (b"null", "is None: must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
+    start, content = asked(Server({}, {}), body, "/v1/completions", {})
+    error = json.loads(content["body"])["error"]
+    assert (start["status"], error["type"]) == (400, "BadRequestError")
+    assert re.search(said, error["message"]) and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"perturbation": 3}, "perturbation is 3: must be a dictionary with seed"),
+        ({"perturbation": []}, r"perturbation is \[\]: must be a dictionary"),
+        ({"perturbation": {"seed": "three"}}, r"perturbation\['seed'\]='three': must be an integer from 0"),
+        ({"perturbation": {"seed": None}}, "must be an integer from 0"),
+        ({"perturbation": {"enabled": 1}}, "must be True or False"),
+        ({"perturbation": {"record": 3}}, "must be the bytes of a record: .*in base64"),
+        ({"perturbation": {"record": "*"}}, r"perturbation\['record'\] is not base64"),
+        ({"perturbation": {"return_recrod": True}}, "Known: .*return_record.* Did you mean 'return_record'"),
+        ({"perturbation": {}, "vllm_xargs": [1]}, r"vllm_xargs is \[1\]: must be a JSON object"),
+        ({"perturbation": {}, "vllm_xargs": ""}, "vllm_xargs is '': must be a JSON object"),
+        ({"perturbation": {"return_record": True}, "use_beam_search": True}, "beam search"),
+        ({"perturbation": {"seed": "three"}, "stream": True}, "must be an integer from 0"),
+    ],
+)
+def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], said: str) -> None:
+    server = Server({"id": "cmpl-1", "choices": [{"index": 0}]}, {})
+    status, answer = ask(server, {"prompt": "a", **fields})
+    assert status == 400 and re.search(said, answer["error"]["message"]), answer
+    assert server.got is None
 
 
 @pytest.mark.parametrize(
