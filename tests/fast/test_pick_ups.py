@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ngrpo.rollout.async_scheduling import keep_length, keep_lengths_in, taken_length
 from ngrpo.trainers.openrlhf.rollout_actor import PickUps
 
 
@@ -16,6 +18,8 @@ class Engine:
 
     def __init__(self, missing: tuple[str, ...] = (), fails: int = 0) -> None:
         self.calls: list[list[str]] = []
+        self.output_processor = SimpleNamespace()
+        keep_lengths_in(self.output_processor)
         self._missing, self._fails = missing, fails
 
     async def collective_rpc(self, method: str, args: Any) -> Any:
@@ -45,6 +49,17 @@ def test_what_is_asked_for_during_a_call_goes_with_the_next() -> None:
         assert (await pick_ups.take("c"))[0] == b"c" and len(engine.calls) == 3
 
     asyncio.run(run())
+
+
+def test_the_lengths_of_answers_go_with_their_records() -> None:
+    """vLLM's front end keeps them for callers that have no output at hand; one that has must leave none behind."""
+    engine, names = Engine(), ["a", "b", "of another caller"]
+    finish = keep_length(lambda front, state: None)
+    for name in names:
+        detokenizer = SimpleNamespace(num_output_tokens=lambda: 5)
+        finish(engine.output_processor, SimpleNamespace(request_id=f"{name}-12345678", detokenizer=detokenizer))
+    asyncio.run(taken(engine, names[:2]))
+    assert [taken_length(engine.output_processor, f"{name}-12345678") for name in names] == [None, None, 5]
 
 
 def test_one_record_that_is_gone_does_not_take_the_others_with_it() -> None:

@@ -13,6 +13,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
+from ngrpo.rollout.async_scheduling import taken_length
 from ngrpo.rollout.records import confirm, of_all_workers
 from ngrpo.rollout.request_names import external_id
 from ngrpo.rollout.settings import (
@@ -140,7 +141,7 @@ class PickUps:
             pending, self._asked = self._asked, {}
             try:
                 answers = await self._llm.collective_rpc("perturbation_take", args=(list(pending), None))
-                by_name = {external_id(name): parts for name, parts in of_all_workers(answers).items()}
+                by_name = self._by_name(of_all_workers(answers))
                 results = {name: by_name.get(name, _gone(name)) for name in pending}
             except Exception as error:
                 results = dict.fromkeys(pending, error)
@@ -151,6 +152,16 @@ class PickUps:
                     answer.set_exception(results[name])
                 else:
                     answer.set_result(results[name])
+
+    def _by_name(self, taken: Mapping[str, Any]) -> dict[str, Any]:
+        """What workers handed over, by the callers' ids.
+
+        The front end keeps the length of an answer until its record is taken; our callers cut records by the answers
+        that they have, so that the lengths only need to go.
+        """
+        for name in taken:
+            taken_length(self._llm.output_processor, name)
+        return {external_id(name): parts for name, parts in taken.items()}
 
 
 def _gone(name: str) -> RuntimeError:
