@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from ngrpo.rollout.vllm_objects import FrontEnd
 
+JsonObject = dict[str, Any]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _ID_HEADER = "x-request-id"
 _RETURN_RECORD, _XARGS = "return_record", "vllm_xargs"
@@ -71,7 +72,7 @@ class PerturbationMiddleware:
         return await answer(scope, receive, send)
 
 
-def _read(body: bytes) -> tuple[dict[str, Any], bool] | None:
+def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     """The request as vLLM gets it, and whether a record was asked for; None where it says nothing of a perturbation.
 
     Raises:
@@ -90,7 +91,7 @@ def _read(body: bytes) -> tuple[dict[str, Any], bool] | None:
     return request, with_record
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def _json_object(body: bytes) -> JsonObject:
     """The body as a dictionary; UsageError where it is anything else."""
     needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
     try:
@@ -102,7 +103,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return request
 
 
-def _lengthen_id(headers: MutableHeaders, request: dict[str, Any]) -> str:
+def _lengthen_id(headers: MutableHeaders, request: JsonObject) -> str:
     """Lengthens the id that a client gave its request: records are found by ids, and clients may give one id twice.
 
     Returns:
@@ -132,7 +133,7 @@ async def _answer(held: _Held, engine: FrontEnd, added: str) -> Response:
     return JSONResponse({**answer, "id": answer["id"].removesuffix(added)}, headers=headers)
 
 
-async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> dict[str, Any]:
+async def _with_records(answer: JsonObject, engine: FrontEnd) -> JsonObject:
     """The answer, each of its choices with its record; RuntimeError where one is not there."""
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
@@ -148,7 +149,7 @@ async def _with_records(answer: dict[str, Any], engine: FrontEnd) -> dict[str, A
     return answer
 
 
-def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
+def _request_ids(answer: JsonObject, choices: int) -> list[tuple[str, ...]]:
     """For each choice the ids under which vLLM 0.29 may have run it.
 
     A completion numbers its prompts behind its id, and several samples of a prompt are numbered before it.
@@ -163,7 +164,7 @@ def _request_ids(answer: dict[str, Any], choices: int) -> list[tuple[str, ...]]:
     return ids
 
 
-def _record_wanted(arguments: object, request: dict[str, Any]) -> bool:
+def _record_wanted(arguments: object, request: JsonObject) -> bool:
     """Whether ``return_record`` stands in the field, which is taken out of it; UsageError where it cannot be had."""
     with_record = arguments.pop(_RETURN_RECORD, False) if isinstance(arguments, dict) else False
     where = f"{KEY}.{_RETURN_RECORD}"

@@ -153,7 +153,7 @@ class PickUps:
                 else:
                     answer.set_result(results[name])
 
-    def _by_name(self, taken: Mapping[str, Any]) -> dict[str, Any]:
+    def _by_name(self, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, Any]:
         """What workers handed over, by the callers' ids.
 
         The front end keeps the length of an answer until its record is taken; our callers cut records by the answers
