@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ngrpo.policy_noises import register
@@ -13,6 +14,10 @@ from perturbations.options import option
 
 _LEVEL = "--algo.advantage.is_correction_level"
 _LEAST, _MOST = 1e-6, 0.5
+# As transformers 5 names them; Gemma 4's experts stand beside the MLP of their block.
+_MLP = re.compile(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|\d+\.experts)\.")
+# The matrices of all experts are one parameter (experts, rows, columns), whose name does not end in "weight".
+_MATRIX = re.compile(r"(weight|\.experts\.(gate_up_proj|up_proj|down_proj))$")
 
 
 @register("psn")
@@ -28,8 +33,8 @@ class PSN(PolicyNoise):
     factor: float = option(1.01, "by which an adaptive σ changes at each step", above=1.0)
 
     def selects(self, name: str) -> bool:
-        """The weights of the MLPs."""
-        return ".mlp." in name and name.endswith("weight")
+        """The weights of the MLPs; of a mixture of experts, those of its router and of every expert."""
+        return bool(_MLP.search(name) and _MATRIX.search(name))
 
     @property
     def follows_divergence(self) -> bool:
