@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,12 +26,34 @@ class PolicyNoise(Options, ABC):
     kind: ClassVar[str] = "policy noise"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
+    # For the error of a model that has none of them.
+    noised: ClassVar[str] = "the parameters that its method selects() names"
 
     seed: int = option(0, "seed of the noise")
 
     @abstractmethod
     def selects(self, name: str) -> bool:
         """Whether a parameter gets noise, by its name in the Hugging Face model."""
+
+    def selected(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The parameters of a model that get noise; what :meth:`selects` says of each, unless a noise compares them.
+
+        Args:
+            names: of all its parameters.
+
+        Raises:
+            UsageError: where there is none.
+        """
+        names = tuple(names)
+        chosen = tuple(name for name in names if self.selects(name))
+        if not chosen:
+            some = ", ".join(names[:4])
+            raise UsageError(
+                f"--policy_noise {self.name}: none of the model's parameters ({some}, …) is one that it is made for:"
+                f" {self.noised}. Use another --policy_noise ({', '.join(_registry.available())}, or a file of your"
+                " own), another model, or leave it out."
+            )
+        return chosen
 
     @abstractmethod
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
@@ -69,14 +91,9 @@ class PolicyNoise(Options, ABC):
             sync: number of the weight sync.
 
         Raises:
-            UsageError: where no parameter is selected.
+            UsageError: as :meth:`selected`.
         """
-        chosen = {name: parameter for name, parameter in parameters.items() if self.selects(name)}
-        if not chosen:
-            names = ", ".join(list(parameters)[:4])
-            raise UsageError(
-                f"--policy_noise {self.name}: none of the model's parameters ({names}, …) is one that it is made for."
-            )
+        chosen = {name: parameters[name] for name in self.selected(parameters)}
         if scale == 0.0:
             yield
             return

@@ -26,6 +26,7 @@ class PSN(PolicyNoise):
     """PSN-RLVR: fresh noise on the MLP weights for each rollout, and truncated importance sampling in the loss."""
 
     paper = "PSN-RLVR, arXiv 2602.02555"
+    noised = "the weights of the MLPs (such as layers.0.mlp.up_proj.weight)"
 
     sigma: float = option(0.001, "σ; the first one where it is adaptive", low=_LEAST, high=_MOST)
     adaptive: bool = option(False, "let σ follow the divergence between the rollout's and the trainer's policy")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights a policy noise is for, by the names that the installed transformers gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from ngrpo import policy_noises
+from perturbations.errors import UsageError
+
+
+def parameter_names(model_type: str, **options: object) -> dict[str, torch.Size]:
+    """Names and shapes of a model's parameters, as the installed transformers has them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = AutoConfig.for_model(model_type, **{**shape, "num_hidden_layers": 2, "pad_token_id": 0, **options})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def of_last_block(names: Iterable[str]) -> set[str]:
+    return {name.partition(".layers.1.")[2] for name in names} - {""}
+
+
+EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("qwen3_moe", {f"mlp.{name}" for name in EXPERTS}),
+        ("mixtral", {f"mlp.{name}" for name in EXPERTS}),
+        # Its experts have biases as well, which are none of a linear layer's weights.
+        ("gpt_oss", {"mlp.router.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
+        ("granitemoe", {f"block_sparse_moe.{name.replace('gate.', 'router.')}" for name in EXPERTS}),
+        ("llama", {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}),
+    ],
+)
+def test_psn_noises_the_matrices_of_all_experts(model_type: str, expected: set[str]) -> None:
+    """In transformers 5 the matrices of all experts are one parameter, whose name does not end in "weight"."""
+    noise, shapes = policy_noises.create("psn"), parameter_names(model_type)
+    found = [name for name in shapes if noise.selects(name)]
+    assert of_last_block(found) == expected
+    assert all(len(shapes[name]) == (3 if ".experts." in name else 2) for name in found)
+
+
+def test_each_expert_has_noise_of_its_own() -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    model = {name: nn.Parameter(torch.zeros(3, 40, 30))}
+    with policy_noises.create("psn").added(model, 0.5, 0):
+        experts = model[name].detach().clone().flatten(1)
+    assert experts.std(1).tolist() == pytest.approx([0.5] * 3, rel=0.1)
+    assert (torch.corrcoef(experts) - torch.eye(3)).abs().max() < 0.15
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", {"input_layernorm", "post_attention_layernorm"}),
+        # Its post_attention_layernorm is before the MLP, the norm at the end of attention has another name.
+        ("glm4", {"input_layernorm", "post_attention_layernorm"}),
+        # In these it is at the end of attention.
+        ("gemma2", {"input_layernorm", "pre_feedforward_layernorm"}),
+        ("gemma3_text", {"input_layernorm", "pre_feedforward_layernorm"}),
+        ("gemma4_text", {"input_layernorm", "pre_feedforward_layernorm"}),
+        ("afmoe", {"input_layernorm", "pre_mlp_layernorm"}),
+        ("apertus", {"attention_layernorm", "feedforward_layernorm"}),
+        ("cohere", {"input_layernorm"}),  # one for both
+    ],
+)
+def test_aqn_noises_the_norms_before_attention_and_mlp(model_type: str, expected: set[str]) -> None:
+    found = policy_noises.create("aqn").selected(parameter_names(model_type))
+    assert of_last_block(found) == {f"{name}.weight" for name in expected}
+
+
+def test_noise_is_added_to_the_norms_that_are_selected() -> None:
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    model = {f"model.layers.0.{name}.weight": nn.Parameter(torch.zeros(4)) for name in names}
+    with policy_noises.create("aqn").added(model, 0.5, 0):
+        noisy = {name.split(".")[3] for name, weight in model.items() if bool(weight.any())}
+    assert noisy == {"input_layernorm", "pre_feedforward_layernorm"}
+
+
+def test_one_plus_w_has_the_same_noise_as_w() -> None:
+    """Gemma's norm multiplies by 1 + w: with noise Z on w by 1 + w + Z."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    norm, rows = Gemma2RMSNorm(30), torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    clean, model = norm(rows), {"layers.0.input_layernorm.weight": norm.weight}
+    with policy_noises.create("aqn").added(model, 0.5, 0):
+        noise = norm.weight.detach().clone()
+        torch.testing.assert_close(norm(rows), clean * (1.0 + noise))
+    assert noise.std().item() == pytest.approx(0.5, rel=0.5)
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "exaone4"])
+def test_aqn_refuses_a_model_whose_norms_are_behind_attention_and_mlp(model_type: str) -> None:
+    """Of these it noised the norm behind the attention, and none for the MLP."""
+    with pytest.raises(UsageError, match=r"layers\.0 has post_attention_layernorm and no norm before its attention"):
+        policy_noises.create("aqn").selected(parameter_names(model_type))
+
+
+def test_aqn_refuses_a_model_without_norms_of_its_kind() -> None:
+    with pytest.raises(UsageError, match=r"made for: the norms before attention and MLP .* Use another --policy_noise"):
+        policy_noises.create("aqn").selected(parameter_names("gpt2"))
