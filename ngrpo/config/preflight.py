@@ -13,7 +13,7 @@ from typing import NoReturn
 from ngrpo.config import correction_check, entry_check
 from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.config.run import RunConfig
-from ngrpo.models import config_file
+from ngrpo.models import config_file, parameter_names
 from ngrpo.upstream import versions
 from ngrpo.upstream.openrlhf_flags import Flags
 from ngrpo.upstream.openrlhf_parser import defaults
@@ -244,6 +244,29 @@ def check_policy_noise(flags: Flags, run: RunConfig) -> None:
             f" density of --perturbation {perturbation.name} takes the place of. Add {_CORRECTION} off, or"
             " --perturbation.density token."
         )
+
+
+def check_noised_model(folder: str, run: RunConfig) -> str | None:
+    """Whether a local model has the weights that the run's policy noise is for.
+
+    Args:
+        folder: a resolved model.
+        run: the run.
+
+    Returns:
+        Why it could not be told, or None.
+
+    Raises:
+        UsageError: where it has none of them.
+    """
+    noise = run.policy_noise
+    if noise is None:
+        return None
+    names = parameter_names.of_folder(folder)
+    if names is None:
+        return f"not checked: which weights get noise; --policy_noise {noise.name} looks once the model has loaded."
+    noise.selected(names)
+    return None
 
 
 def check_eval_at_start(flags: Flags, run: RunConfig) -> None:

@@ -91,11 +91,11 @@ def _model(flags: Flags) -> str:
 
 
 def _options(flags: Flags, run: RunConfig) -> str | None:
-    """The perturbation's options and a local model, or why they were not compared."""
+    """The options of perturbation and policy noise and a local model, or why they were not compared."""
     model = flags.value("--actor.model_name_or_path") or ""
     if Path(_model(flags)).expanduser().is_dir():
         preflight.check_model(_model(flags), run.perturbation)
-        return None
+        return preflight.check_noised_model(_model(flags), run)
     if model in packaged.PACKAGED:
         return f"not checked: the folder of {model} is made when it is first used."
     return (

@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from ngrpo import policy_noises
+from ngrpo.config import preflight, rules
+from ngrpo.models import parameter_names as names_of
+from ngrpo.trainers.openrlhf import weight_sync
+from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
+from tests.fast.run import run_of, run_with
 
 
 def parameter_names(model_type: str, **options: object) -> dict[str, torch.Size]:
@@ -109,3 +116,52 @@ def test_aqn_refuses_a_model_whose_norms_are_behind_attention_and_mlp(model_type
 def test_aqn_refuses_a_model_without_norms_of_its_kind() -> None:
     with pytest.raises(UsageError, match=r"made for: the norms before attention and MLP .* Use another --policy_noise"):
         policy_noises.create("aqn").selected(parameter_names("gpt2"))
+
+
+# --- before a run trains --------------------------------------------------------------------------------------
+
+
+AQN = policy_noises.create("aqn").spec()
+
+
+def folder_of(path: Path, config: str) -> str:
+    path.joinpath("config.json").write_text(config)
+    return str(path)
+
+
+def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
+    """The first stage of aqn has no noise, so that the error came after the steps of it."""
+    config = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 24, "n_head": 2}'
+    model = folder_of(tmp_path, config)
+    flags, run = Flags(["--actor.model_name_or_path", model]), run_of(policy_noise=AQN)
+    with pytest.raises(UsageError, match="--policy_noise aqn: none of the model's parameters"):
+        rules.check("model", flags, run)
+    told = dict(rules.outcomes(flags, run))
+    with pytest.raises(UsageError, match="--policy_noise aqn: none of the model's parameters"):
+        told[f"the options fit the model {model}"]()
+    assert preflight.check_noised_model(model, run_of()) is None
+    assert preflight.check_noised_model(model, run_of(policy_noise=policy_noises.create("psn").spec())) is None
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "none_such"}', '{"model_type": "gpt2", "auto_map": {"A": "b.C"}}'])
+def test_a_model_that_cannot_be_made_is_not_checked(tmp_path: Path, config: str) -> None:
+    model = folder_of(tmp_path, config)
+    assert names_of.of_folder(model) is None
+    assert "looks once the model has loaded" in (preflight.check_noised_model(model, run_of(policy_noise=AQN)) or "")
+
+
+@pytest.mark.parametrize(("norm", "refused"), [("input_layernorm", False), ("ln_1", True)])
+def test_the_actor_looks_for_the_weights_once_it_has_loaded(
+    monkeypatch: pytest.MonkeyPatch, norm: str, refused: bool
+) -> None:
+    class Plain:
+        def init_model_from_pretrained(self, strategy: str, pretrain: str) -> None:
+            self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({norm: nn.LayerNorm(4)})))
+
+    run_with(monkeypatch, policy_noise=AQN)
+    actor = weight_sync.told_of_noise(Plain)()
+    if not refused:
+        actor.init_model_from_pretrained("strategy", pretrain="m")
+        return
+    with pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) is one that it is made for"):
+        actor.init_model_from_pretrained("strategy", pretrain="m")

@@ -53,9 +53,18 @@ def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def told_of_noise(plain: type) -> type:
-    """`PolicyModelActor`: is told the noise of the next weight sync."""
+    """`PolicyModelActor`: looks for the weights that get noise once it has them, and is told the noise of each sync.
+
+    A first stage without noise, and a dry run that could not see the model, would find out late that there are none.
+    """
 
     class NoisyModelActor(plain):  # type: ignore[misc, valid-type]
+        def init_model_from_pretrained(self, *args: object, **kwargs: object) -> Any:
+            result = super().init_model_from_pretrained(*args, **kwargs)
+            names = (name for name, _ in model_of(self.actor).named_parameters())
+            present(current_run().policy_noise, "--policy_noise").selected(names)
+            return result
+
         def set_policy_noise(self, scale: float, sync: int) -> None:
             self.trainer.policy_noise = (scale, sync)
 
