@@ -242,13 +242,14 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
 
 
 def _notes(complete: Flags, run: RunConfig) -> list[str]:
-    """What advantage, sampling, the datasets' labels, the batches and the perturbation's entry in the loss warn of."""
+    """What advantage, sampling, the datasets' labels, batches, gap and the perturbation's entry in the loss warn of."""
     flags = Flags(run.openrlhf)
     notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(flags)]
     return [
         *notes,
         *preflight.dataset_notes(flags),
         *preflight.batch_notes(complete),
+        *preflight.gap_notes(run),
         *entry_check.notes(complete, run),
     ]
 

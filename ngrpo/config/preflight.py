@@ -188,6 +188,17 @@ def batch_notes(flags: Flags) -> list[str]:
     return [f"--train.batch_size {batch} does not divide the {trained} answers that a step trains: {rest}."]
 
 
+def gap_notes(run: RunConfig) -> list[str]:
+    """What to know of a run whose gap says nothing of the replay (`metrics.judge_gaps`)."""
+    if run.perturbation is None or run.sampling_schedule is None:
+        return []
+    strict = ", and --perturbation.strict does nothing" if run.strict else ""
+    return [
+        f"--sampling.schedule {run.sampling_schedule.name}: rollouts are drawn at other temperatures than the"
+        f" trainer's, so their gap is logged and not judged{strict}."
+    ]
+
+
 def _sizes(flags: Flags) -> tuple[int, ...]:
     return tuple(int(flags.value(name) or defaults()[name]) for name in _SIZES)
 

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo import sampling_schedules
+from ngrpo.config import preflight
 from ngrpo.trainers.openrlhf import metrics, unperturbed
 from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
 from ngrpo.trainers.openrlhf.side_inputs import unpack
 from ngrpo.trainers.openrlhf.unperturbed import ANSWERS, Turns, UnperturbedAnswer
+from perturbations import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 NAMES = ("unperturbed", "perturbed", "plain", "before")
 
@@ -157,3 +160,23 @@ def test_when_weights_drift_by_design(
     assert scale is metrics.gap_scale(maker)
     scale.of(0.02)
     assert scale.is_needed == drifts
+
+
+@pytest.mark.parametrize("large", [step(perturbed=5.0, plain=0.01), step(perturbed=0.9, plain=0.9, unperturbed=0.02)])
+def test_rollouts_at_other_temperatures_are_not_judged(
+    maker: Any, large: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule's gap is that between two temperatures, whatever the replay does."""
+    run_with(monkeypatch, strict=True)
+    with pytest.raises(ReplayGap):
+        metrics.judge_gaps(maker, large)
+    run_with(monkeypatch, strict=True, sampling_schedule=sampling_schedules.create("ladder").spec())
+    metrics.judge_gaps(maker, large)
+
+
+def test_a_start_says_that_the_gap_is_not_judged() -> None:
+    ladder, neighbor = sampling_schedules.create("ladder").spec(), create("neighbor").spec()
+    assert preflight.gap_notes(run_of(sampling_schedule=ladder)) == []
+    assert preflight.gap_notes(run_of(perturbation=neighbor)) == []
+    (note,) = preflight.gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
+    assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")

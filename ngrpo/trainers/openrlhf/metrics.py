@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,18 +118,36 @@ def measured_experience(original: Callable[..., Any]) -> Callable[..., Any]:
             padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
             lengths = experience.attention_mask.sum(dim=-1).tolist()
             log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-        run = current_run()
-        measures = step_metrics(records, log_probs, run.perturbation)
+        measures = step_metrics(records, log_probs, current_run().perturbation)
         if not self.strategy.args.vllm.enable_prefix_caching:
             measures.pop("perturbation/prefix_hit_rate", None)
         measures |= _unperturbed_gap(self, records)
-        check_gap(measures, run.gap_limit, strict=run.strict)
-        gap_scale(self).check(measures, run.gap_limit, strict=run.strict)
+        judge_gaps(self, measures)
         measures |= importance_measures(experiences, self.strategy.args)
         note_measures(self, measures)
         return experiences
 
     return make_experience_batch
+
+
+def judge_gaps(maker: ExperienceMaker, measures: Mapping[str, float]) -> None:
+    """Warns of the step's gaps where they are too large, or raises.
+
+    Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's, so that a gap says
+    nothing of the replay.
+
+    Args:
+        maker: OpenRLHF's experience maker.
+        measures: of the step, with ``gap_unperturbed_mean`` where it was measured.
+
+    Raises:
+        ReplayGap: where a gap is too large and the run is strict.
+    """
+    run = current_run()
+    if run.sampling_schedule is not None:
+        return
+    check_gap(measures, run.gap_limit, strict=run.strict)
+    gap_scale(maker).check(measures, run.gap_limit, strict=run.strict)
 
 
 def gap_scale(maker: ExperienceMaker) -> GapScale:
