@@ -98,9 +98,9 @@ def check_warmup(flags: Flags, run: RunConfig) -> None:
 
 
 def _bounds(flags: Flags) -> tuple[float, float]:
-    """The least and the largest weight; what is no number is the parser's to refuse."""
+    """The least and the largest weight; what is no number, or none at all, is the parser's to refuse."""
     words = next((flag.values for flag in reversed([*flags]) if flag.name == _BOUNDS), ("0.5", "5.0"))
-    with suppress(ValueError):
+    with suppress(ValueError, IndexError):
         numbers = [float(word) for word in words]
         return (0.0, *numbers)[-2], numbers[-1]
     return 0.0, 1.0
