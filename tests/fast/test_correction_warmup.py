@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.config import parse, rules
-from ngrpo.trainers.openrlhf import correction_warmup
+from ngrpo.trainers.openrlhf import correction_warmup, metrics
 from ngrpo.trainers.openrlhf.correction_warmup import with_strength
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
@@ -83,6 +83,31 @@ def test_it_is_outermost_and_the_step_is_known() -> None:
     alone = [seam.target for seam in active(["correction_warmup"])]
     assert "openrlhf.trainer.ppo_trainer.PPOTrainer" in alone
     assert "openrlhf.trainer.ppo_trainer_async.TrainingActor" in alone
+
+
+def test_the_weights_are_measured_as_the_rollout_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up alone logged its strength, and neither the weights that grow nor the divergence behind them."""
+    run_with(monkeypatch, sampling={"correction_warmup": 4})
+    advantage = SimpleNamespace(
+        is_correction_level="token",
+        is_correction_mode="clip",
+        is_correction_gating="ratio",
+        is_correction_threshold=[0.0, 10.0],
+    )
+    args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
+    maker = SimpleNamespace(strategy=SimpleNamespace(args=args), step_measures={}, training_step=0)
+    rows = [seam.ours for seam in active(["correction_warmup"]) if seam.target.endswith("make_experience_batch")]
+    in_order = [metrics.measured_rollout_policy, correction_warmup.growing_correction]
+    assert rows == [f"{row.__module__}:{row.__name__}" for row in in_order]
+    make = correction_warmup.growing_correction(metrics.measured_rollout_policy(lambda maker, samples: samples))
+    old, own = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]])
+    make(maker, [SimpleNamespace(action_log_probs=old, rollout_log_probs=own, action_mask=torch.ones(1, 1))])
+    assert maker.step_measures == {
+        "importance/divergence": pytest.approx(-log(3.0)),
+        "importance/weight": pytest.approx(3.0),
+        "importance/cut": 0.0,
+        "importance/strength": 0.0,
+    }
 
 
 def test_a_schedule_s_own_weights_can_grow() -> None:

@@ -191,7 +191,8 @@ SEAMS: tuple[Seam, ...] = (
     _seam(_ACTOR, "PolicyModelActor", "weight_sync:told_of_noise", "policy_noise", "sha:8d664f8c8592",
         "is told the noise of the next weight sync"),
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "metrics:measured_rollout_policy",
-        "policy_noise or sampling_schedule", "sha:b5693a55753f", "measures the policy that rolled out"),
+        "policy_noise or sampling_schedule or correction_warmup", "sha:b5693a55753f",
+        "measures the policy that rolled out"),
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "policy_noise:noisy_trainer", "policy_noise",
         "sha:74b355e75a15", "chooses the noise of each step, and evaluates with clean weights"),
     # ---- --eval.at_start (outermost: each class below it has its own evaluation) ------------------
