@@ -50,6 +50,11 @@ class Advantage(Options, ABC):
         """The advantage as it is at a training step, from 0 on: itself, unless an option changes over the run."""
         return self
 
+    @property
+    def changes_over_run(self) -> bool:
+        """Whether :meth:`at_step` may give another advantage at a later step."""
+        return type(self).at_step is not Advantage.at_step
+
     def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
         """As :meth:`formula`, with everything checked.
 
@@ -160,6 +165,11 @@ class AnnealedK(Advantage):
         if self.k_change == "switch":
             share = float(step >= self.k_steps)
         return replace(self, k=round(self.k + share * (self.k_end - self.k)), k_end=None)
+
+    @property
+    def changes_over_run(self) -> bool:
+        """Where there is a k of the end."""
+        return self.k_end is not None
 
     def check_group(self, size: int) -> None:
         """Raises ``UsageError`` where k does not fit groups of so many answers."""

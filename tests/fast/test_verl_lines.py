@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli
+from ngrpo import advantages, cli
+from ngrpo.advantages import Advantage
 from ngrpo.config.verl_lines import hydra
+from ngrpo.trainers.verl import advantage_estimators
+from perturbations.errors import UsageError
 
 pytest.importorskip("openrlhf")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RECIPE = "n_grpo_r1_distill_qwen_1.5b"
+NO_KL = ["--algo.kl.init_coef", "0"]
 
 
 def lines_of(command: str) -> dict[str, str]:
@@ -35,7 +39,7 @@ def test_the_recipe_for_verl_is_the_recipe(capsys: pytest.CaptureFixture[str]) -
 
 def test_options_and_an_advantage(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model m --task arithmetic --perturbation gumbel --perturbation.tau 0.5 --perturbation.strict"
-    assert cli.main(["train", *words.split(), "--advantage", "rs_grpo", "--print", "verl"]) == 0
+    assert cli.main(["train", *words.split(), "--advantage", "rs_grpo", *NO_KL, "--print", "verl"]) == 0
     printed = lines_of(capsys.readouterr().out)
     assert printed["+perturbation.tau"] == "0.5" and printed["+perturbation.strict"] == "true"
     assert printed["algorithm.adv_estimator"] == "rs_grpo" and printed["+advantage.beta"] == "2.0"
@@ -43,7 +47,8 @@ def test_options_and_an_advantage(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_defaults_of_openrlhf_that_verl_has_not(capsys: pytest.CaptureFixture[str]) -> None:
     """A KL term that no flag names is OpenRLHF's default; what verl cannot do is named."""
-    words = "--model m --task arithmetic --advantage rs_grpo --sampling.top_k 20 --reproducible --report.groups 2"
+    words = "--model m --task arithmetic --algo.advantage.estimator group_norm --sampling.top_k 20 --reproducible"
+    words += " --report.groups 2"
     assert cli.main(["train", *words.split(), "--print", "verl"]) == 0
     text = capsys.readouterr()
     printed = lines_of(text.out)
@@ -70,11 +75,58 @@ def test_the_last_clip_counts(capsys: pytest.CaptureFixture[str]) -> None:
         ("--print verl --algo.advantage.estimator rloo", "rloo is not translated; group_norm is"),
         ("--print verl", "gae (OpenRLHF's default) is not translated"),
         ("--print verl --preset grpo --actor.eps_clip_low_high 0.2", "must be two numbers"),
+        ("--print verl --advantage copo", "--print verl: --advantage copo: it looks at more than rewards"),
+        # Silently constant, and silently of rewards less the KL term.
+        (
+            "--print verl --rollout.n_samples_per_prompt 4 --advantage pass_at_k --advantage.k_end 2",
+            "--print verl: --advantage pass_at_k: it changes over the run",
+        ),
+        ("--print verl --advantage rs_grpo", "--algo.kl.init_coef 0.01 (OpenRLHF's default) cannot be used with --adv"),
+        (
+            "--print verl --advantage rs_grpo --algo.kl.init_coef 0.1",
+            "--algo.kl.init_coef 0.1 cannot be used with --advantage rs_grpo: verl subtracts the KL term",
+        ),
     ],
 )
 def test_what_verl_has_not(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--model", "m", "--task", "arithmetic", *words.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_an_advantage_can_go_with(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model m --task arithmetic --advantage pass_at_k --advantage.k 1 --algo.kl.use_loss --print verl"
+    assert cli.main(["train", *words.split()]) == 0
+    printed = lines_of(capsys.readouterr().out)
+    assert printed["algorithm.adv_estimator"] == "pass_at_k"
+    assert printed["actor_rollout_ref.actor.use_kl_loss"] == "true" and "algorithm.use_kl_in_reward" not in printed
+
+
+class Fading(advantages.registry.get("group_norm")):  # type: ignore[misc]
+    """A user's own, of which nobody knows which option changes it."""
+
+    def at_step(self, step: int) -> Advantage:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kl_in_reward", "said"),
+    [
+        ("pkpo", {"k_end": 2}, False, "algorithm.adv_estimator=pkpo: it changes over the run"),
+        ("rs_grpo", {}, True, "algorithm.use_kl_in_reward=True cannot be used with algorithm.adv_estimator=rs_grpo"),
+        ("copo", {}, False, "algorithm.adv_estimator=copo: it looks at more than rewards"),
+    ],
+)
+def test_what_verls_estimators_refuse(name: str, options: dict[str, object], kl_in_reward: bool, said: str) -> None:
+    """Before verl is asked for anything: tests/verl has these with verl's own configuration."""
+    with pytest.raises(UsageError) as caught:
+        advantage_estimators.register(name, options, kl_in_reward=kl_in_reward)
+    assert said in str(caught.value)
+    advantage_estimators.register("grpo", {}, kl_in_reward=True)  # verl's own business
+
+
+def test_an_advantage_says_whether_it_changes_over_the_run() -> None:
+    assert Fading().changes_over_run and not advantages.create("rs_grpo").changes_over_run
+    assert [advantages.create("pkpo", k_end=k).changes_over_run for k in (None, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(

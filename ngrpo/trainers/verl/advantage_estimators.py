@@ -11,25 +11,35 @@ from torch import Tensor
 
 from ngrpo import advantages
 from ngrpo.advantages.base import Advantage
+from ngrpo.config.verl_lines import KL_IN_REWARD, check_advantage
 from perturbations.errors import UsageError
 
 
-def register(name: str, options: dict[str, object]) -> None:
+def register(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:
     """Enters an advantage into verl's registry; does nothing for an estimator of verl's own.
 
-    Raises:
-        UsageError: for bad options, options of an estimator that is none of ours, or an advantage that needs more than
-            the rewards of a group.
-    """
-    from verl.trainer.ppo.core_algos import register_adv_est
+    Args:
+        name: ``algorithm.adv_estimator``.
+        options: of ours.
+        kl_in_reward: ``algorithm.use_kl_in_reward``.
 
+    Raises:
+        UsageError: for bad options, options of an estimator that is none of ours, an advantage that needs more than
+            the rewards of a group, or rewards that would contain a KL term.
+    """
     if name not in advantages.available():
         if options:
             raise UsageError(f"advantage.{next(iter(options))}: algorithm.adv_estimator={name} has no such options.")
         return
     advantage = advantages.create(name, **options)
-    if advantage.counted or advantage.leaves_out_overlong:
-        raise UsageError(f"algorithm.adv_estimator={name}: it looks at more than rewards, which verl does not give it.")
+    check_advantage(advantage, f"algorithm.adv_estimator={name}")
+    if kl_in_reward:
+        raise UsageError(
+            f"algorithm.use_kl_in_reward=True cannot be used with algorithm.adv_estimator={name}: {KL_IN_REWARD}."
+            " Set it to False, and actor_rollout_ref.actor.use_kl_loss=True for a KL term in the loss."
+        )
+    from verl.trainer.ppo.core_algos import register_adv_est
+
     register_adv_est(name)(estimator(advantage))
 
 

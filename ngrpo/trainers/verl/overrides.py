@@ -46,7 +46,8 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
         raise UsageError(f"{KEY}.strict={strict!r}: true or false is needed.")
     perturbation = registry.create(**options)
     advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
-    advantage_estimators.register(str(config.algorithm.adv_estimator), dict(advantage))
+    in_reward = bool(config.algorithm.use_kl_in_reward)
+    advantage_estimators.register(str(config.algorithm.adv_estimator), dict(advantage), kl_in_reward=in_reward)
     wrong = [f"{setting}: {reason}" for refused, setting, reason in _refused(config, perturbation) if refused]
     if wrong:
         raise UsageError(f"perturbation {perturbation.name!r} in verl does not work with " + "; nor with ".join(wrong))
