@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.rollout.settings import KEY as REQUEST
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.engine_handles import StandIn, knowing_evaluations, stood_in
@@ -181,6 +182,8 @@ async def in_two_rounds(
             )
     params = deepcopy(sampling_params)
     params.logprobs = params.logprobs or 1
+    if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of the round at hand
+        params.extra_args = {**(params.extra_args or {}), REQUEST: {**arguments, "answers": method.answers}}
     second = await asyncio.gather(
         *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(prompts, longer))
     )
