@@ -206,7 +206,6 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
     mask = experience.action_mask[row].bool()
     advantages = [_figure(value) for value in experience.advantages[row][mask].float().tolist()]
     finite = [value for value in advantages if value is not None]
-    finite = [value for value in advantages if value is not None]
     entry: dict[str, Any] = {
         "reward": _figure(float(experience.rewards[row])),
         "advantage": _figure(sum(finite) / len(finite)) if finite else None,
