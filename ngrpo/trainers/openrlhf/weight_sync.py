@@ -59,11 +59,10 @@ def told_of_noise(plain: type) -> type:
     """
 
     class NoisyModelActor(plain):  # type: ignore[misc, valid-type]
-        def init_model_from_pretrained(self, *args: object, **kwargs: object) -> Any:
-            result = super().init_model_from_pretrained(*args, **kwargs)
+        def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
+            super().init_model_from_pretrained(*args, **kwargs)
             names = (name for name, _ in model_of(self.actor).named_parameters())
             present(current_run().policy_noise, "--policy_noise").selected(names)
-            return result
 
         def set_policy_noise(self, scale: float, sync: int) -> None:
             self.trainer.policy_noise = (scale, sync)
