@@ -114,14 +114,31 @@ def _options(row: Row) -> Asked:
     elif isinstance(entries, dict):
         labels, entries = [str(label) for label in entries], list(entries.values())
     options = [str(option).strip() for option in entries]
-    answer = _reference(row.get(_first(row, _ANSWERS) or ""))
-    if answer in labels[: len(options)]:
-        answer = string.ascii_uppercase[labels.index(answer)]
-    elif answer in options:
-        answer = string.ascii_uppercase[options.index(answer)]
-    elif answer.isdigit() and int(answer) < len(options):
-        answer = string.ascii_uppercase[int(answer)]
+    answer = _letter(row.get(_first(row, _ANSWERS) or ""), labels[: len(options)], entries)
     return _choice(str(row[_first(row, _QUESTIONS) or ""]), options, answer)
+
+
+def _letter(value: object, labels: Sequence[str], entries: Sequence[object]) -> str:
+    """The letter of an answer that is a label, an index or an option in full; anything else stays as it is.
+
+    An integer beside options that are texts is an index, as in MMLU, even where an option reads the same.
+    """
+    answer, options = _reference(value), [str(entry).strip() for entry in entries]
+    is_index = _is_integer(value) and not any(_is_integer(entry) for entry in entries)
+    if answer in labels:
+        return string.ascii_uppercase[labels.index(answer)]
+    if answer in options and not is_index:
+        return string.ascii_uppercase[options.index(answer)]
+    if answer.isdecimal() and int(answer) < len(options):
+        return string.ascii_uppercase[int(answer)]
+    return answer
+
+
+def _is_integer(value: object) -> bool:
+    """Whether a value is a whole number and not a text; a table with gaps has 1.0 for 1, and a list may hold one."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
 
 
 def _choice(question: str, options: Sequence[str], answer: str) -> Asked:

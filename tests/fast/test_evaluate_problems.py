@@ -145,6 +145,28 @@ def test_multiple_choice_columns(tmp_path: Path, row: dict[str, Any]) -> None:
     assert (problem.answer, problem.scorer) == ("B", "choice")
 
 
+@pytest.mark.parametrize(
+    ("options", "answer", "letter"),
+    [
+        (["3", "0", "1", "2"], 0, "A"),  # MMLU: an integer is an index, though an option reads the same
+        (["3", "0", "1", "2"], 1.0, "B"),
+        (["3", "0", "1", "2"], "1", "C"),  # a text is the option in full
+        ([3, 0, 1, 2], 1, "C"),  # options that are integers themselves
+        ({"text": ["3", "1", "2"], "label": ["1", "2", "3"]}, 1, "A"),  # labels by name
+    ],
+)
+def test_an_integer_answer_is_an_index(tmp_path: Path, options: Any, answer: Any, letter: str) -> None:
+    row = {"question": "How many?", "choices": options, "answer": answer}
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", row))
+    assert problem.answer == letter
+
+
+def test_an_integer_answer_beyond_the_options_is_refused(tmp_path: Path) -> None:
+    row = {"question": "How many?", "choices": ["2", "4"], "answer": 4}
+    with pytest.raises(UsageError, match="the answer '4' is not a letter from A to B"):
+        load_problems(jsonl(tmp_path / "a.jsonl", row))
+
+
 def test_letters_listed_in_the_question(tmp_path: Path) -> None:
     listed = {"input": "Which?\n(A) one\n(B) two", "label": "B"}
     plain = {"input": "Which point is it?", "label": "B"}
