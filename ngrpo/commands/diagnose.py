@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.diagnose.policies import policy_of
+from ngrpo.diagnose.policies import policy_of, without_repeats
 from ngrpo.storage.result_folder import folder_for
 from perturbations import registry
 from perturbations.errors import UsageError
@@ -123,7 +123,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
     strategies = parse_arms(perturbations, args.sweep, args.strategy, rollouts=True)
     for strategy in strategies:
         policy_of(strategy, args.at_step, args.of_steps).check_temperature(args.temperature)
-    return args, sampling, strategies
+    return args, sampling, without_repeats(strategies, args.at_step, args.of_steps)
 
 
 def _parser() -> CommandParser:
@@ -139,7 +139,7 @@ def _parser() -> CommandParser:
         help="one strategy per value, for each of --perturbations that has the option; may be repeated",
     )  # fmt: skip
     add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
-        help="one more strategy, as it stands; may be repeated",
+        help="one more strategy, as it stands; may be repeated; one that is there already has no second row",
     )  # fmt: skip
     add("--prompts", type=int, default=32, help="only the first so many problems [32]")
     add("--group", type=int, default=8, help="answers per prompt [8]")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ngrpo.config.arms import Arm
 from ngrpo.evaluate.rollout_policy import RolloutPolicy
 from perturbations.errors import UsageError
@@ -26,3 +28,21 @@ def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> Rollout
         return RolloutPolicy.of(parse.run_config(words), step, steps)
     except UsageError as error:
         raise UsageError(f"--strategy {strategy.id!r}: {error}") from None
+
+
+def without_repeats(strategies: Sequence[Arm], step: int = 0, steps: int | None = None) -> list[Arm]:
+    """The strategies without those that an earlier one draws likewise: a diagnosis would show their rows twice.
+
+    Args:
+        strategies: in the order given; one that was given twice is ``none`` and ``none (2)``.
+        step: as in :func:`policy_of`.
+        steps: as in :func:`policy_of`.
+    """
+    distinct: list[Arm] = []
+    seen: list[tuple[object, ...]] = []
+    for strategy in strategies:
+        drawn = (strategy.name, dict(strategy.options), policy_of(strategy, step, steps).described())
+        if drawn not in seen:
+            distinct.append(strategy)
+            seen.append(drawn)
+    return distinct

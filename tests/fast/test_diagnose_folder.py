@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from ngrpo.cli import main
+from ngrpo.commands import diagnose
+from ngrpo.compare import arguments
 from ngrpo.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
 from ngrpo.diagnose.sample import Sample
 from ngrpo.storage.result_folder import CannotWrite
@@ -120,3 +122,27 @@ def test_bad_input(error: Any, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     assert "empty" in error("--model", "smollm2-135m", "--data", str(empty))
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        (["--perturbations", "none,none,neighbor"], ["none", "neighbor"]),
+        (["--perturbations", "none,neighbor", "--strategy", "none"], ["none", "neighbor"]),
+        (["--strategy", "none", "--strategy", "none sampling.schedule=none"], ["none"]),
+        (["--strategy", "neighbor k=3 rate=1", "--strategy", "neighbor rate=1 k=3"], ["neighbor k=3 rate=1"]),
+        (
+            ["--strategy", "none", "--strategy", "none sampling.schedule=ead", "--strategy", "neighbor rate=0"],
+            ["none", "none sampling.schedule=ead", "neighbor rate=0"],
+        ),
+    ],
+)
+def test_a_strategy_that_is_given_twice_has_one_row(words: list[str], ids: list[str]) -> None:
+    assert [strategy.id for strategy in diagnose._read(words)[2]] == ids
+
+
+def test_a_comparison_s_diagnosis_has_one_row_of_the_baseline() -> None:
+    words = "--diagnose.prompts 2 --diagnose.strategy none --model smollm2-135m --task arithmetic"
+    plan = arguments.parse(["--perturbations", "none,neighbor", *words.split()])[0]
+    assert plan.diagnosis is not None
+    assert [strategy.id for strategy in diagnose._read(plan.diagnosis)[2]] == ["none", "neighbor"]
