@@ -42,6 +42,7 @@ evaluation of each trained model (perturbation off)
                             task's]: the learning curve that compares
                             strategies, since rewards are of rollouts that each
                             draws in its own way
+  --eval.at_start           also before the first step, where the curve begins
 
 before training
   --diagnose.prompts N      prompts for the diversity-validity picture and the

@@ -11,7 +11,7 @@ from ngrpo.compare import shares
 from ngrpo.compare.plan import BASELINE, Plan
 from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.config.parse import DRY_RUN
+from ngrpo.config.parse import DRY_RUN, EVAL_AT_START
 from ngrpo.diagnose.policies import policy_of
 from ngrpo.models import packaged
 from ngrpo.storage import yaml_file
@@ -35,9 +35,16 @@ _SHARED = "--perturbation.replay_buffer"  # where records wait changes no result
 _REPEATED = ("strategy", "sweep")
 _SWITCHES = ("stock", "discard-models")
 _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", *_SWITCHES, *_REPEATED)
-# The beginning of a flag for another command, and the flags of OpenRLHF that begin so too.
+# The beginning of a flag for another command, and the flags of a training that begin so too.
 _GROUPS = {
-    "eval": ("--eval.dataset", "--eval.split", "--eval.steps", "--eval.temperature_", "--eval.n_samples"),
+    "eval": (
+        EVAL_AT_START,
+        "--eval.dataset",
+        "--eval.split",
+        "--eval.steps",
+        "--eval.temperature_",
+        "--eval.n_samples",
+    ),
     "diagnose": (),
 }
 _DEFAULT_N, _DEFAULT_PROMPTS = "8", "8"
@@ -212,11 +219,11 @@ def _evaluation(options: Flags, rest: Flags) -> tuple[str, ...] | None:
 
 
 def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
-    """With ``--eval.steps``, OpenRLHF evaluates as the trained models are: as many samples, at the same temperature.
+    """OpenRLHF's own evaluations are as those of the trained models: as many samples, at the same temperature.
 
     OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation so far, with the optimiser's states.
     """
-    if not rest.has("--eval.steps"):
+    if not rest.has("--eval.steps", EVAL_AT_START):
         return rest
     alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
     return rest.with_defaults({**_values_of(evaluation, alike), "--ckpt.best_metric_key": "none"})

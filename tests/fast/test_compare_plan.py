@@ -169,6 +169,18 @@ def test_evaluation_while_training_is_like_the_one_after() -> None:
     assert fewer[:4] == ("--eval.temperature", "1", "--ckpt.best_metric_key", "none")
 
 
+@pytest.mark.parametrize("steps", [[], ["--eval.steps", "5"]])
+def test_an_evaluation_before_the_training_is_the_trainings_own(steps: list[str], tmp_path: Path) -> None:
+    """It begins the learning curve of each run, drawn as the evaluations that follow it."""
+    made = plan("--perturbations", "none", "--hardware", "cpu", *steps, "--eval.at_start")
+    assert made.evaluation == ("--task", "arithmetic", "--n", "8")
+    assert run_config(made, made.runs()[0], Path("folder")).eval_at_start
+    assert has(made, 0, "--eval.n_samples_per_prompt 8 --ckpt.best_metric_key none")
+    command._check(made, tmp_path)
+    off = plan("--perturbations", "none", "--eval.at_start", "false")
+    assert not run_config(off, off.runs()[0], Path("folder")).eval_at_start
+
+
 def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy() -> None:
     made = plan("--perturbations", "neighbor,hrpo:k=4")
     neighbor, hrpo = (" ".join(eval_argv(made, "model", Path("out"), arm)) for arm in made.arms)
