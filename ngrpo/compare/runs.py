@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.console.progress import StepLine, follow, read_step, read_total
+from ngrpo.models import packaged
 from ngrpo.storage.datafiles import contents
 from ngrpo.storage.result_folder import writing
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -66,16 +68,33 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 def identity(plan: Plan, run: Run) -> str:
     """What makes a finished run this one: every flag of its commands, the files they name, and the versions.
 
-    A strategy of the user's own counts with its source, a dataset and a reward function with their content, and vLLM's
-    choice of a model runner where the user made it: no comparison has runs on either side of it.
+    A strategy of the user's own counts with its source, a dataset, a reward function and a file behind an option with
+    their content, a model folder with its weights, and vLLM's choice of a model runner where the user made it: no
+    comparison has runs on either side of it.
     """
     from ngrpo.upstream.versions import versions
 
     chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
     config = run_config(plan, run, Path())
-    files = contents([*config.openrlhf, config.task or "", *(plan.evaluation or ())])
+    files = contents([*_values(config), *(plan.evaluation or ())]) | _model_folders(config)
     parts = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def _values(config: RunConfig) -> list[str]:
+    """All values that may name a file: of the task, of OpenRLHF's flags, and of options, which are paths at most."""
+    values = [config.task or "", *(value for flag in Flags(config.openrlhf) for value in flag.values)]
+    for spec in config.specs.values():
+        options = (value for key, value in spec.items() if key.rpartition(".")[2] not in ("name", "source"))
+        values += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
+    return values
+
+
+def _model_folders(config: RunConfig) -> dict[str, str]:
+    """What tells the weights apart that local model folders hold, by the folder as it was named."""
+    named = {flag.values[0] for flag in Flags(config.openrlhf) if flag.name.endswith(parse.MODEL_FLAG) and flag.values}
+    folders = {name for value in named for name in value.split(",")} - packaged.PACKAGED.keys()
+    return {name: weights for name in folders if (weights := packaged.fingerprint(name)) is not None}
 
 
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:

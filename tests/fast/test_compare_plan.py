@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ngrpo.compare import arguments
 from ngrpo.compare.plan import Plan
 from ngrpo.compare.runs import eval_argv, identity, run_config
 from ngrpo.config import parse
+from ngrpo.upstream import versions as releases
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
@@ -223,6 +225,64 @@ def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
         known.add(seen())
     own.write_text(DAMP.replace("none", "another"))
     assert seen() not in known
+
+
+@pytest.mark.parametrize(
+    ("words", "pinned"),
+    [
+        ("--perturbations none", "1a59277e74b490a1"),
+        ("--perturbations neighbor:rate=0.2", "2da266a022e96ec3"),
+        ("--strategy 'none --rollout.temperature=0.8' --eval.n 4 --eval.temperature 1 --seeds 3", "edb0d581da187445"),
+    ],
+)
+def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished runs of a study are kept by it. A new option of a perturbation or a default changes it, and only then
+    are these numbers to be written anew."""
+    monkeypatch.setattr(releases, "versions", lambda runner: {"ngrpo": "0.1.0"})
+    made = plan(*shlex.split(words))
+    assert identity(made, made.runs()[0]) == pinned
+
+
+READING = """
+from dataclasses import dataclass
+from perturbations.options import option
+from perturbations.strategies.gaussian import Gaussian
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Gaussian):
+    paper = "none"
+    directions: str = option("", "a file of directions")
+"""
+
+
+def test_a_run_is_another_when_a_file_behind_an_option_or_an_equals_sign_changes(tmp_path: Path) -> None:
+    reward, directions, own = (tmp_path / name for name in ("reward.py", "directions.pt", "reading.py"))
+    own.write_text(READING)
+    reward.write_text("1")
+    directions.write_text("1")
+
+    def seen() -> str:
+        made = plan("--strategy", f"{own}:Reading directions={directions}", f"--reward.remote_url={reward}")
+        return identity(made, made.runs()[0])
+
+    before = seen()
+    reward.write_text("2")
+    between = seen()
+    directions.write_text("2")
+    assert len({before, between, seen()}) == 3
+    assert seen() == seen()
+
+
+def test_a_run_is_another_when_the_weights_of_its_model_folder_change(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    seen = set()
+    for weights in ("1", "2", "2"):
+        (folder / "model.safetensors").write_text(weights)
+        words = ["--perturbations", "none", "--model", str(folder), "--task", "arithmetic"]
+        made = arguments.parse(words)[0]
+        seen.add(identity(made, made.runs()[0]))
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(
