@@ -178,6 +178,25 @@ def test_finished_runs_of_other_files_or_versions_are_not_thrown_away(
     assert (folder.run_folder(made.runs()[0]) / "summary.json").is_file()
 
 
+def test_finished_runs_are_looked_at_again_before_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that changes while the first run trains: the second would be of other content than the first."""
+    data, executed = tmp_path / "data.jsonl", []
+    data.write_text("1")
+    words = ("--eval.data", "none", "--data.prompt_dataset", str(data))
+    made, folder = plan("--perturbations", "none", "--seeds", "0,1", *words), empty(tmp_path / "out")
+
+    def execute(plan: Plan, run: Any, folder: ComparisonFolder, on_step: Any) -> dict[str, Any]:
+        executed.append(run.id)
+        leave(folder, plan, len(executed) - 1, [1], reward=0.5, evaluated=False)
+        data.write_text("2")
+        return {"status": "done", "seconds": 1.0}
+
+    monkeypatch.setattr(runs, "execute", execute)
+    with pytest.raises(UsageError, match=r"1 finished runs in .* other content of the files .*: none-seed0"):
+        command._work(made, folder, [], lambda line: None)
+    assert executed == ["none-seed0"] and (folder.run_folder(made.runs()[0]) / "summary.json").is_file()
+
+
 def test_the_diagnosis_is_of_the_arms_that_roll_out_as_it_does() -> None:
     """Of the sweep only the perturbation at its own temperature was diagnosed."""
     rows = [{"name": "none"}, {"name": "gumbel"}]
