@@ -64,6 +64,7 @@ examples
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -208,20 +209,26 @@ def _refuse_others(plan: Plan, folder: ComparisonFolder) -> None:
 
 def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Screen) -> None:
     """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
-    steps = []
-    if plan.evaluation is not None:
-        argv = runs.eval_argv(plan, model, folder.path / "untrained")
-        steps.append(("untrained", "the untrained model", ["eval", *argv]))
-    if plan.diagnosis is not None:
-        out = str(folder.path / "diagnosis")
-        steps.append(("diagnosis", "the strategies", ["diagnose", "--model", model, *plan.diagnosis, "--out", out]))
-    for name, what, argv in steps:
-        document = folder.read(f"{name}/{'evaluation' if name == 'untrained' else 'diagnosis'}.json")
-        strategies = {row["name"] for row in (document or {}).get("strategies", [])}
-        if document is not None and (name == "untrained" or strategies >= {arm.perturbation for arm in plan.arms}):
-            continue
-        view.note(f"before training: {'evaluating' if name == 'untrained' else 'diagnosing'} {what}")
-        try:
-            runs.command(argv, folder.path / f"{name}.log", folder.lock)
-        except runs.CommandFailed as failure:
-            view.note(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)")
+    untrained, drawn = folder.path / "untrained", folder.path / "diagnosis"
+    if plan.evaluation is not None and folder.read("untrained/evaluation.json") is None:
+        view.note("before training: evaluating the untrained model")
+        _tried(["eval", *runs.eval_argv(plan, model, untrained)], folder, untrained.name, view)
+    if plan.diagnosis is None:
+        return
+    words = ["--model", model, *plan.diagnosis]
+    state = diagnosis.state(words, drawn)
+    if state == "finished":
+        return
+    again = " again: its settings are others than before" if state == "other" else ""
+    view.note(f"before training: diagnosing the strategies{again}")
+    if state == "other":
+        shutil.rmtree(drawn, ignore_errors=True)
+    _tried(["diagnose", *words, "--out", str(drawn)], folder, drawn.name, view)
+
+
+def _tried(argv: list[str], folder: ComparisonFolder, name: str, view: screen.Screen) -> None:
+    """Runs a command whose failure is told and stops nothing."""
+    try:
+        runs.command(argv, folder.path / f"{name}.log", folder.lock)
+    except runs.CommandFailed as failure:
+        view.note(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)")

@@ -8,7 +8,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
@@ -19,6 +20,8 @@ from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.diagnose.sample import GroupSampling
+
+State = Literal["finished", "unfinished", "other"]
 
 _EXAMPLES = """\
 SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset,
@@ -107,6 +110,29 @@ def check(argv: Sequence[str]) -> None:
     args, _, _ = _read(argv)
     problems_of(args, args.prompts, lambda line: None)
     checked_model(args)
+
+
+def state(argv: Sequence[str], path: Path) -> State:
+    """What a folder has of the diagnosis that :func:`run` would make with these words.
+
+    Returns:
+        ``finished`` where its document has all that is asked for; ``other`` where other settings were diagnosed there,
+        so that it cannot go on there; else ``unfinished``.
+
+    Raises:
+        UsageError: for bad input, or a damaged file.
+    """
+    from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder, map_settings_of, settings_of
+
+    args, sampling, strategies = _read(argv)
+    problems, dataset = problems_of(args, args.prompts, lambda line: None)
+    settings = settings_of(args.model, dataset, problems, sampling, args.dtype)
+    drawn = {s.id: (s.spec, policy_of(s, args.at_step, args.of_steps).described()) for s in strategies}
+    folder = DiagnosisFolder(path)
+    if folder.belongs_to_another(settings, drawn):
+        return "other"
+    map_settings = map_settings_of(strategies, args.tokens) if args.embedding_map else None
+    return "finished" if folder.is_complete([*drawn], map_settings) else "unfinished"
 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.diagnose import embedding_map, measuring, screen_table
-from ngrpo.diagnose.diagnosis_folder import DIAGNOSIS, MAP, REPORT, DiagnosisFolder
+from ngrpo.diagnose.diagnosis_folder import (
+    DIAGNOSIS,
+    MAP,
+    REPORT,
+    DiagnosisFolder,
+    map_settings_of,
+    settings_of,
+)
 from ngrpo.diagnose.sample import GroupSampling
 from ngrpo.diagnose.side_by_side import side_by_side
 from ngrpo.diagnose.strategy_row import groups_of, strategy_rows
@@ -19,7 +26,6 @@ from ngrpo.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.evaluate.scorers import check_problems
 from ngrpo.models import packaged
 from ngrpo.report import write_diagnosis
-from ngrpo.scoring.problem import digest
 from ngrpo.upstream.versions import machine, versions
 from perturbations.errors import UsageError
 
@@ -78,13 +84,7 @@ def diagnose(
     check_problems(problems)
     if not strategies:
         raise UsageError("no strategy to diagnose: name some with --perturbations.")
-    settings = {
-        "model": model,
-        "dataset": dataset,
-        "problems": digest(problems),
-        "sampling": asdict(sampling),
-        "dtype": dtype,
-    }
+    settings = settings_of(model, dataset, problems, sampling, dtype)
     path = packaged.resolve(model, report=report) if llm is None else model
     tokenizer = load_tokenizer(path) if llm is None else llm.get_tokenizer()
     began = time.time()
@@ -92,7 +92,7 @@ def diagnose(
         folder.claim(settings)
         policy = {s.id: p for s, p in zip(strategies, policies or [RolloutPolicy()] * len(strategies))}
         missing = [strategy for strategy in strategies if not folder.has(strategy, policy[strategy.id].described())]
-        map_settings = {"words": map_words, "specs": [s.spec for s in strategies]}
+        map_settings = map_settings_of(strategies, map_words)
         map_missing = with_map and (folder.read(MAP) or {}).get("asked") != map_settings
         if missing or map_missing:
             tokens = embedding_map.choose_tokens(tokenizer, map_words) if with_map else []

@@ -7,17 +7,38 @@ strategy that is not named there are what an interrupted run left, and are dropp
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ngrpo.config.arms import Arm
-from ngrpo.diagnose.sample import Sample
-from ngrpo.storage.result_folder import ResultFolder
+from ngrpo.diagnose.sample import GroupSampling, Sample
+from ngrpo.scoring.problem import Problem, digest
+from ngrpo.storage.result_folder import SETTINGS, ResultFolder
 from perturbations.errors import UsageError
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"
 DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"
+
+
+def settings_of(
+    model: str, dataset: str, problems: Sequence[Problem], sampling: GroupSampling, dtype: str
+) -> dict[str, Any]:
+    """What all strategies of a folder share."""
+    return {
+        "model": model,
+        "dataset": dataset,
+        "problems": digest(problems),
+        "sampling": asdict(sampling),
+        "dtype": dtype,
+    }
+
+
+def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, Any]:
+    """What an embedding map is made of."""
+    return {"words": words, "specs": [strategy.spec for strategy in strategies]}
 
 
 class DiagnosisFolder(ResultFolder):
@@ -36,6 +57,30 @@ class DiagnosisFolder(ResultFolder):
         remaining = [line for line in lines if line["strategy"] in self.finished]
         if len(remaining) < len(lines):
             self.write_lines(SAMPLES, remaining)
+
+    def belongs_to_another(self, settings: Mapping[str, Any], drawn: Mapping[str, tuple[object, object]]) -> bool:
+        """Whether something else was diagnosed here than is asked for, so that it cannot go on here.
+
+        Args:
+            settings: of :func:`settings_of`.
+            drawn: the spec of each strategy by its id, and what its rollouts have beside that.
+        """
+        begun = self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir())
+        if not begun:
+            return False
+        rows = {row["strategy"]: row for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
+        before = {name: (row["perturbation"], row.get("rollouts", {})) for name, row in rows.items()}
+        differ = any(before.get(name, now) != now for name, now in drawn.items())
+        return differ or self.read(SETTINGS) != json.loads(json.dumps(settings))
+
+    def is_complete(self, strategies: Sequence[str], map_settings: Mapping[str, Any] | None) -> bool:
+        """Whether the document is of these strategies, with the embedding map where its settings are given."""
+        document = self.read(DIAGNOSIS)
+        if document is None or {row["name"] for row in document["strategies"]} != set(strategies):
+            return False
+        if map_settings is None or document.get("embedding_map") is None:
+            return map_settings is None and document.get("embedding_map") is None
+        return (self.read(MAP) or {}).get("asked") == json.loads(json.dumps(map_settings))
 
     def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
         """Whether a strategy is finished here, its rollouts being drawn as described beside its perturbation.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,16 +205,6 @@ def test_the_diagnosis_is_of_the_arms_that_roll_out_as_it_does() -> None:
     ):
         named = results._named({"strategies": rows, "samples": []}, plan(*words).arms)
         assert [row["name"] for row in named["strategies"]] == names
-
-
-def test_a_strategy_that_is_added_later_is_diagnosed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, asked = empty(tmp_path / "out"), []
-    write_json(folder.path / "diagnosis" / "diagnosis.json", {"strategies": [{"name": "none"}]})
-    monkeypatch.setattr(runs, "command", lambda words, *rest: asked.append(words[0]))
-    for names, expected in (("none", []), ("none,gumbel", ["diagnose"])):
-        made = plan("--perturbations", names, "--eval.data", "none", "--diagnose.prompts", "2")
-        command._before(made, folder, "model", SimpleNamespace(note=lambda line: None))
-        assert asked == expected
 
 
 def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:

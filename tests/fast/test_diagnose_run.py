@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ngrpo.commands import compare
+from ngrpo.commands import diagnose as command
+from ngrpo.compare import runs
+from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.config.arms import parse_arms
 from ngrpo.diagnose import diagnosis, measuring
+from ngrpo.diagnose.policies import policy_of
 from ngrpo.diagnose.sample import GroupSampling, Sample
 from ngrpo.evaluate import load_task
 from ngrpo.storage.result_folder import read_json
 from perturbations.errors import UsageError
+from tests.fast.compare_example import plan
 
 SAMPLING = GroupSampling(group=2, max_tokens=4)
 
@@ -107,3 +114,71 @@ def test_what_is_refused(llm: MadeUp, tmp_path: Path) -> None:
         run(llm, tmp_path)
     with pytest.raises(UsageError, match="group=1: must be at least 2"):
         GroupSampling(group=1)
+
+
+class Continued:
+    """A comparison before its training, again and again in one folder, its diagnoses made with made-up samples."""
+
+    def __init__(self, llm: MadeUp, path: Path) -> None:
+        self.llm, self.folder, self.made, self.told = llm, ComparisonFolder(path), 0, list[str]()
+
+    def command(self, words: list[str], *_: Any) -> None:
+        assert words[0] == "diagnose"
+        args, sampling, strategies = command._read(words[1:])
+        diagnosis.diagnose(
+            args.model,
+            load_task("arithmetic", limit=args.prompts),
+            strategies,
+            out=args.out,
+            sampling=sampling,
+            dataset="task arithmetic",
+            policies=[policy_of(strategy) for strategy in strategies],
+            with_map=args.embedding_map,
+            map_words=args.tokens,
+            llm=self.llm,  # type: ignore[arg-type]
+        )
+        self.made += 1
+
+    def rows(self, *words: str) -> list[str]:
+        made = plan("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
+        compare._before(made, self.folder, "model", SimpleNamespace(note=self.told.append))
+        return [row["name"] for row in self.folder.read("diagnosis/diagnosis.json")["strategies"]]
+
+
+@pytest.fixture
+def continued(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Continued:
+    comparison = Continued(llm, tmp_path)
+    monkeypatch.setattr(runs, "command", comparison.command)
+    monkeypatch.setattr(diagnosis.embedding_map, "make", lambda *_: {"tokens": []})
+    monkeypatch.setattr(diagnosis.embedding_map, "choose_tokens", lambda tokenizer, words: [words])
+    return comparison
+
+
+def test_a_comparison_that_goes_on_diagnoses_what_is_new(continued: Continued) -> None:
+    ead = ("--perturbations", "none,gumbel", "--strategy", "none sampling.schedule=ead")
+    assert continued.rows("--perturbations", "none") == ["none"] and continued.made == 1
+    assert continued.rows("--perturbations", "none", "--seeds", "0,1") == ["none"] and continued.made == 1
+    assert continued.rows("--perturbations", "none,gumbel") == ["none", "gumbel"]
+    assert continued.rows(*ead) == ["none", "gumbel", "none sampling.schedule=ead"] and continued.made == 3
+    assert continued.llm.asked == ["none", "gumbel", "none sampling.schedule=ead"]
+    assert continued.rows(*ead) and continued.made == 3
+    assert continued.rows("--perturbations", "gumbel") == ["gumbel"] and continued.made == 4
+
+
+def test_a_comparison_that_goes_on_with_other_settings_of_its_diagnosis_makes_it_again(continued: Continued) -> None:
+    names = ("--perturbations", "none")
+    changes: list[tuple[str, ...]] = [(), ("--diagnose.seed", "3")]
+    for times, words in enumerate(changes, start=1):
+        for _ in range(2):
+            continued.rows(*names, *words)
+            assert (continued.made, len(continued.llm.asked)) == (times, times)
+    assert continued.told[-1].endswith("diagnosing the strategies again: its settings are others than before")
+
+
+def test_a_comparison_that_goes_on_makes_the_map_that_is_asked_for(continued: Continued) -> None:
+    names = ("--perturbations", "none")
+    changes = [(), ("--diagnose.embedding-map",), ("--diagnose.embedding-map", "--diagnose.tokens", "sum")]
+    for times, words in enumerate(changes, start=1):
+        for _ in range(2):
+            continued.rows(*names, *words)
+            assert (continued.made, continued.llm.asked) == (times, ["none"])
