@@ -57,9 +57,15 @@ def of_sampler(prompt: int, sample: int) -> int:
     return trajectory_seed(prompt, sample)
 
 
-def of_problem(run: int, prompt: str) -> int:
-    """The seed of an evaluation's problem: of its prompt, so that its answers do not depend on the other problems."""
-    return trajectory_seed(run, prompt)
+def of_problem(run: int, prompt: str, repeat: int = 0) -> int:
+    """The seed of an evaluation's problem: of its prompt, so that its answers do not depend on the other problems.
+
+    Args:
+        run: the seed of the evaluation.
+        prompt: what the problem's prompt is known by.
+        repeat: how many problems before this one have the same prompt.
+    """
+    return trajectory_seed(run, prompt, *([repeat] if repeat else []))
 
 
 def of_listed_prompt(run: int, *place: int | str) -> int:

@@ -36,7 +36,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: in (0, 1].
         max_tokens: longest answer, in tokens.
-        seed: with the problem's text and the sample's number it decides every draw.
+        seed: with the problem's text, how often that was asked before, and the sample's number it decides every draw.
     """
 
     temperature: float = 0.6

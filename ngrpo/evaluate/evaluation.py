@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -110,7 +111,9 @@ def evaluate(
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
             progress = _Progress(len(samples), len(samples) + len(missing), report)
-            batches = _generate(model, missing, n, sampling, perturbation, policy, hardware, engine_options, progress)
+            batches = _generate(
+                model, problems, missing, n, sampling, perturbation, policy, hardware, engine_options, progress
+            )
             with closing(batches):
                 for rows in batches:
                     folder.append(SAMPLES, rows)
@@ -186,6 +189,7 @@ def _samples(folder: ResultFolder) -> list[Sample]:
 
 def _generate(
     model: str | LLM,
+    problems: Sequence[Problem],
     missing: Sequence[tuple[Problem, int]],
     n: int,
     sampling: Sampling,
@@ -199,8 +203,9 @@ def _generate(
     from ngrpo.rollout import model_runner
 
     tokenizer = engines.load_tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
-    prompts = {p.id: engines.render(tokenizer, p) for p, _ in missing}
-    tokens = {key: tokenizer.encode(prompt, add_special_tokens=False) for key, prompt in prompts.items()}
+    prompts = {p.id: engines.render(tokenizer, p) for p in problems}
+    asked = dict.fromkeys(p.id for p, _ in missing)
+    tokens = {key: tokenizer.encode(prompts[key], add_special_tokens=False) for key in asked}
     if isinstance(model, str):
         length = max(map(len, tokens.values())) + sampling.max_tokens
         _check_length(model, length, sampling.max_tokens)
@@ -216,7 +221,8 @@ def _generate(
     progress.runner = model_runner(llm) if reproducible else None
     progress.start()
     # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
-    seeds = {key: of_problem(sampling.seed, json.dumps(prompt)) for key, prompt in tokens.items()}
+    repeats = _repeats(prompts)
+    seeds = {key: of_problem(sampling.seed, json.dumps(prompt), repeats[key]) for key, prompt in tokens.items()}
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     perturbed, step = spec is not None, policy.step
     # A schedule may give each of a problem's answers a temperature of its own.
@@ -241,6 +247,16 @@ def _generate(
                     row["perturbed"] = None if answer.record is None else len(answer.record)
                 rows.append(row)
             yield rows
+
+
+def _repeats(prompts: Mapping[str, str]) -> dict[str, int]:
+    """How many problems before each one have its prompt; with equal seeds they would get equal answers."""
+    asked: Counter[str] = Counter()
+    repeats = {}
+    for problem, prompt in prompts.items():
+        repeats[problem] = asked[prompt]
+        asked[prompt] += 1
+    return repeats
 
 
 def _known(folder: ResultFolder) -> tuple[float, str | None]:

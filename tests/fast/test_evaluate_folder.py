@@ -20,6 +20,7 @@ from ngrpo.evaluate.engine import Generated
 from ngrpo.models import packaged
 from ngrpo.storage.result_folder import ResultFolder, read_json
 from perturbations.errors import UsageError
+from perturbations.streams import trajectory_seed
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
@@ -113,6 +114,30 @@ def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
     assert result["mean_at_n"] == pytest.approx(1 / 2)
     evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[3])  # another k needs no samples
     assert llm.asked == 2
+
+
+def test_repeats_of_a_prompt_have_seeds_of_their_own(
+    llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first occurrence keeps the seed of its prompt alone, and one of its repeats that goes on keeps its own."""
+    seeds: list[int] = []
+
+    def generate(llm_: Any, jobs: Any, sampling: Any, **more: Any) -> Iterator[list[Generated]]:
+        seeds[:] = [seed for _, seed, _ in jobs]
+        yield from llm.generate(llm_, jobs, sampling, **more)
+
+    monkeypatch.setattr(engines, "generate", generate)
+    twice = [PROBLEMS[0], PROBLEMS[1], replace(PROBLEMS[0], id="p3"), replace(PROBLEMS[0], id="p4")]
+    llm.stop_after = 2
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(llm, twice, out=tmp_path / "out", n=1)
+    texts = ["1 + 1?\n", "2 + 2?\n"]
+    first, other = (trajectory_seed(0, json.dumps([ord(letter) for letter in text])) for text in texts)
+    whole = list(seeds)
+    assert whole[:2] == [first, other] and len(set(whole)) == 4
+    llm.stop_after = 10**9
+    evaluate(llm, twice, out=tmp_path / "out", n=1)
+    assert seeds == whole[2:]
 
 
 def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
