@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
-from ngrpo.storage.result_folder import folder_for
+from ngrpo.storage.result_folder import SETTINGS, folder_for, read_json
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -67,6 +67,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
+        _check_rescore(argv, args, command, engine_options, folder)
         result = rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
@@ -115,6 +116,20 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]
     args = _parser().read(rest)
     args.task = command.task
     return args, command, engine_options
+
+
+def _check_rescore(
+    argv: Sequence[str], args: argparse.Namespace, command: RunConfig, engine_options: dict[str, Any], folder: Path
+) -> None:
+    """Refuses what would only change how samples are drawn; a folder without an evaluation is for `rescore` to tell."""
+    from ngrpo.evaluate import rescore_flags
+    from ngrpo.evaluate.evaluation import PROBLEMS
+    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+
+    settings = read_json(folder / SETTINGS)
+    if isinstance(settings, dict) and (folder / PROBLEMS).is_file():
+        policy = RolloutPolicy(command, args.at_step, args.of_steps)
+        rescore_flags.check(argv, args, engine_options, command.spec, policy, settings)
 
 
 def _evaluate(
@@ -187,7 +202,7 @@ def _parser() -> CommandParser:
     add("--at-step", type=int, default=0, help="training step that schedule and noise are of, from 0 [0]")
     add("--of-steps", type=int, help="training steps of the run, where the noise depends on it")
     add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
-    add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating")
+    add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating; takes --scorer, --k")
     return parser
 
 

@@ -250,6 +250,35 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert llm.asked == 6
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--n 4", r"--n 4 has no effect on --rescore .* The samples there were drawn with 3\. Leave it out"),
+        ("--temperature 1", "were drawn with 0.6"),
+        ("--top-p=1", "were drawn with 0.95"),
+        ("--perturbation neighbor", r"that are there\. Leave it out"),
+        ("--sampling.schedule ead", "--sampling.schedule ead has no effect"),
+        ("--vllm.dtype float32", "were drawn with bfloat16"),
+        ("--model another", "were drawn with made-up"),
+        ("--task arithmetic", "were drawn with problems"),
+        ("--limit 1", "were drawn with 2"),
+        ("--label-key label", "--label-key label has no effect"),
+        ("--out elsewhere", "--out elsewhere has no effect"),
+    ],
+)
+def test_rescore_refuses_what_only_matters_for_generating(llm: MadeUp, tmp_path: Path, words: str, says: str) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3, engine_options={"dtype": "bfloat16"})
+    with pytest.raises(UsageError, match=says):
+        run(["--rescore", str(tmp_path), *words.split()], report=print)
+
+
+def test_rescore_takes_what_the_samples_were_drawn_with(llm: MadeUp, tmp_path: Path) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3, dataset="task arithmetic", engine_options={"enforce_eager": True})
+    words = "--model made-up --task arithmetic --limit 2 --n 3 --temperature 0.6 --top-p 0.950 --seed 0"
+    more = ["--vllm.enforce-eager", "true", "--perturbation", "none", "--at-step", "0"]
+    assert run(["--rescore", str(tmp_path), *words.split(), *more], report=print) == 0
+
+
 def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
     llm.stop_after = 4
     with pytest.raises(KeyboardInterrupt):
