@@ -107,7 +107,7 @@ from ngrpo.models import packaged
 from ngrpo.report import summary
 from ngrpo.report.page import write_training
 from ngrpo.rollout import used_runner
-from ngrpo.storage.result_folder import folder_for, read_json
+from ngrpo.storage.result_folder import read_json, reserved_folder
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.upstream import openrlhf_parser
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -144,10 +144,11 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     hardware = profile_for(config.hardware).name
     for note in (*config.notes, *_hardware_notes(hardware)):
         report(f"warning: {note}")
-    folder = folder_for(config.run_dir, "none" if config.spec is None else config.spec["name"].rpartition(":")[2])
-    config = replace(config, run_dir=str(folder))
-    complete = _prepare(config, folder, report)
-    config.write(folder / FILE)
+    name = "none" if config.spec is None else config.spec["name"].rpartition(":")[2]
+    with reserved_folder(config.run_dir, name) as folder:
+        config = replace(config, run_dir=str(folder))
+        complete = _prepare(config, folder, report)
+        config.write(folder / FILE)
     began = time.time()
     used_runner.watch(folder / summary.RUNNERS)
     started = replace(config, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))

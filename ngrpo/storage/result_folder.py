@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -224,6 +225,39 @@ class ResultFolder:
 def folder_for(path: str | None, name: str) -> Path:
     """The folder that the user gave, or a new one: ``runs/<time>-<name>``."""
     return Path(path or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}").expanduser()
+
+
+@contextmanager
+def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
+    """The folder that the user gave, or a new one that no other process has: ``runs/<time>-<name>``, then ``…-2``.
+
+    A new one is made at once, and removed again where the block fails before it has written something there.
+
+    Raises:
+        CannotWrite: where the system refuses to make it.
+    """
+    if path:
+        yield folder_for(path, name)
+        return
+    folder = _made(folder_for(None, name))
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            folder.rmdir()
+            folder.parent.rmdir()
+        raise
+
+
+def _made(first: Path) -> Path:
+    """Makes a folder of this name, with a number behind it where another process was first."""
+    folder = first
+    for number in count(2):
+        with writing(folder), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.storage.result_folder import CannotWrite, ResultFolder, read_json, write_json, write_text, writing
+from ngrpo.storage.result_folder import (
+    CannotWrite,
+    ResultFolder,
+    read_json,
+    reserved_folder,
+    write_json,
+    write_text,
+    writing,
+)
 from perturbations.errors import UsageError
 from tests.fast.file_limit import largest_file
 
@@ -166,3 +174,20 @@ def test_what_an_editor_left_without_its_checksum_is_taken(tmp_path: Path) -> No
 
 def altered(data: bytes, place: int, flip: int) -> bytes:
     return data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :]
+
+
+def test_a_new_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    with reserved_folder(None, "none") as first, reserved_folder(None, "none") as second:
+        assert (first, second) == (Path("runs/now-none"), Path("runs/now-none-2"))
+    assert second.is_dir()
+    with pytest.raises(KeyError), reserved_folder(None, "none") as third:
+        raise KeyError
+    assert third == Path("runs/now-none-3") and not third.exists()
+    with pytest.raises(KeyError), reserved_folder(None, "none") as third:
+        (third / "file").touch()
+        raise KeyError
+    assert third.is_dir()
+    with reserved_folder("mine", "none") as given:
+        assert given == Path("mine") and not given.exists()

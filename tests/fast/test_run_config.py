@@ -153,6 +153,24 @@ def test_a_run_leaves_the_file_that_repeats_it(launched: list[RunConfig]) -> Non
     assert Path(f"one/{FILE}").read_text() == Path(f"two/{FILE}").read_text()
 
 
+def test_trainings_that_start_in_the_same_second_have_folders_of_their_own(
+    launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda form, *_: "20261124-120000")
+    for seed in ("1", "2", "3"):
+        assert train.run(f"{MODEL} --train.seed {seed}".split(), report=print) == 0
+    folders = ["20261124-120000-none", "20261124-120000-none-2", "20261124-120000-none-3"]
+    assert [Path(run.run_dir or "").name for run in launched] == folders
+    seeds = [Path("runs", folder, FILE).read_text().partition("train.seed: ")[2][:3] for folder in folders]
+    assert seeds == ["'1'", "'2'", "'3'"]
+
+
+def test_a_start_that_is_refused_leaves_no_folder(launched: list[RunConfig]) -> None:
+    with pytest.raises(UsageError):
+        train.run(f"{MODEL} --train.batch_size 0".split(), report=print)
+    assert not launched and not Path("runs").exists()
+
+
 def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--perturbations", "none,neighbor:rate=0.25", *MODEL.split(), "--eval.data", "none", "--preset"]
     plan, _ = arguments.parse(words[:-1])
