@@ -119,7 +119,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]
 
 
 def _check_rescore(
-    argv: Sequence[str], args: argparse.Namespace, command: RunConfig, engine_options: dict[str, Any], folder: Path
+    argv: Sequence[str], args: argparse.Namespace, command: RunConfig, engine_options: dict[str, object], folder: Path
 ) -> None:
     """Refuses what would only change how samples are drawn; a folder without an evaluation is for `rescore` to tell."""
     from ngrpo.evaluate import rescore_flags

@@ -25,7 +25,7 @@ DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"
 
 def settings_of(
     model: str, dataset: str, problems: Sequence[Problem], sampling: GroupSampling, dtype: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What all strategies of a folder share."""
     return {
         "model": model,
@@ -36,7 +36,7 @@ def settings_of(
     }
 
 
-def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, Any]:
+def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, object]:
     """What an embedding map is made of."""
     return {"words": words, "specs": [strategy.spec for strategy in strategies]}
 
@@ -58,7 +58,7 @@ class DiagnosisFolder(ResultFolder):
         if len(remaining) < len(lines):
             self.write_lines(SAMPLES, remaining)
 
-    def belongs_to_another(self, settings: Mapping[str, Any], drawn: Mapping[str, tuple[object, object]]) -> bool:
+    def belongs_to_another(self, settings: Mapping[str, object], drawn: Mapping[str, tuple[object, object]]) -> bool:
         """Whether something else was diagnosed here than is asked for, so that it cannot go on here.
 
         Args:
@@ -73,7 +73,7 @@ class DiagnosisFolder(ResultFolder):
         differ = any(before.get(name, now) != now for name, now in drawn.items())
         return differ or self.read(SETTINGS) != json.loads(json.dumps(settings))
 
-    def is_complete(self, strategies: Sequence[str], map_settings: Mapping[str, Any] | None) -> bool:
+    def is_complete(self, strategies: Sequence[str], map_settings: Mapping[str, object] | None) -> bool:
         """Whether the document is of these strategies, with the embedding map where its settings are given."""
         document = self.read(DIAGNOSIS)
         if document is None or {row["name"] for row in document["strategies"]} != set(strategies):

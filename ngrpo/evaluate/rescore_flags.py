@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ngrpo.models import packaged
 from ngrpo.upstream.openrlhf_flags import Flags
@@ -26,9 +26,9 @@ def check(
     argv: Sequence[str],
     args: argparse.Namespace,
     engine: Mapping[str, object],
-    spec: Mapping[str, Any] | None,
+    spec: Mapping[str, object] | None,
     policy: RolloutPolicy,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> None:
     """Raises ``UsageError`` for a flag that has no effect on scores, unless it says what the samples were drawn with.
 
@@ -65,7 +65,7 @@ def _setting(flag: str) -> str:
     return _BEGINNINGS[0] if flag.startswith(_BEGINNINGS[0]) else flag
 
 
-def _drawn_with(settings: Mapping[str, Any]) -> dict[str, object]:
+def _drawn_with(settings: Mapping[str, object]) -> dict[str, object]:
     """What a folder knows of how its samples were drawn, by flag."""
     described = ("sampling_schedule", "policy_noise", "training_step", "sigma")
     return {
@@ -76,15 +76,15 @@ def _drawn_with(settings: Mapping[str, Any]) -> dict[str, object]:
         "--n": settings["n"],
         "--perturbation": settings["perturbation"],
         "rollouts": {name: settings[name] for name in described if name in settings},
-        **{f"--{name.replace('_', '-')}": value for name, value in settings["sampling"].items()},
-        **_of_engine(settings.get("engine", {})),
+        **{f"--{name.replace('_', '-')}": value for name, value in _part(settings, "sampling").items()},
+        **_of_engine(_part(settings, "engine")),
     }
 
 
 def _asked_for(
     args: argparse.Namespace,
     engine: Mapping[str, object],
-    spec: Mapping[str, Any] | None,
+    spec: Mapping[str, object] | None,
     policy: RolloutPolicy,
 ) -> dict[str, object]:
     """The same settings as a command line gives them."""
@@ -103,6 +103,12 @@ def _asked_for(
         "--seed": args.seed,
         **_of_engine(engine),
     }
+
+
+def _part(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The settings under a name; none where the folder has none."""
+    part = settings.get(name)
+    return {str(key): value for key, value in part.items()} if isinstance(part, Mapping) else {}
 
 
 def _of_engine(options: Mapping[str, object]) -> dict[str, object]:
