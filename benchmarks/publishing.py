@@ -57,6 +57,7 @@ def joined(first: Results, more: Results) -> Results:
     strategies, runs = (union(first[key], more[key], "id") for key in ("strategies", "runs"))
     diagnosis, measured = (dict(one["diagnosis"] or {"strategies": []}) for one in (first, more))
     diagnosis["strategies"] = union(diagnosis["strategies"], measured["strategies"], "name")
+    diagnosis["warnings"] = list(dict.fromkeys([*diagnosis.get("warnings", ()), *measured.get("warnings", ())]))
     once = {run["id"] for run in first["runs"]}
     again = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in once]
     processors = dict.fromkeys(one["machine"].get("cpu") for one in (first, more))
@@ -66,7 +67,7 @@ def joined(first: Results, more: Results) -> Results:
         "strategies": strategies,
         "runs": runs,
         "repeated": [*first.get("repeated", ()), *again],
-        "diagnosis": diagnosis if diagnosis.keys() > {"strategies"} else None,
+        "diagnosis": diagnosis if diagnosis.keys() > {"strategies", "warnings"} else None,
         "summary": results.summarise(
             runs, [one["id"] for one in strategies], first["baseline"], first["summary"][0]["above"]["threshold"]
         ),

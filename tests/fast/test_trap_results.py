@@ -16,7 +16,7 @@ from ngrpo.compare import results
 
 DOCS = Path(__file__).parents[2] / "docs"
 DIAGNOSIS = {
-    "group": 8, "prompts": 64,
+    "group": 8, "prompts": 64, "warnings": ["away: a warning"],
     "strategies": [
         {
             "name": "away", "reward": 0.5, "pass_at_k": {"1": 0.5, "8": 0.75}, "learnable_groups": 0.4,
@@ -118,6 +118,7 @@ def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pyte
     whole = publishing.published(out)["shortcut"]
     assert [row["strategy"] for row in whole["summary"]] == ["none", "away", "later"] and len(whole["runs"]) == 9
     assert [row["name"] for row in whole["diagnosis"]["strategies"]] == ["away", "later"]
+    assert whole["diagnosis"]["warnings"] == ["away: a warning", "later: a warning"]
     # One comparison of two strategies has one p of each: corrected for one there, for two here.
     alone, together = (rows[1]["difference"]["mean_at_n"] for rows in (first["summary"], whole["summary"]))
     assert together["p"] == alone["p"] and together["p_corrected"] == pytest.approx(2 * alone["p_corrected"])
