@@ -146,7 +146,10 @@ def test_evaluation_costs_and_diagnosis_are_there(compared: tuple[Path, dict[str
     assert [[point["step"] for point in curve] for curve in curves] == [[2], [2]] and curves[0] == curves[1]
     assert not list(folder.glob("runs/*/**/best_*")), "each evaluation left a checkpoint"
     cost = results["summary"][1]["cost"]
-    assert 0.5 < cost["tokens_per_second"]["ratio"] < 2.0
+    # Of the second step, after the one that warms up. What else the machine does decides how large the ratio is.
+    plain, perturbed = (run["steps"][1]["tokens_per_second"] for run in results["runs"][:2])
+    assert plain > 0
+    assert cost["tokens_per_second"]["ratio"] == pytest.approx(perturbed / plain)
     assert cost["memory_bytes"]["value"] > 1 << 30
     assert [s["name"] for s in results["diagnosis"]["strategies"]][:2] == ["none", "neighbor rate=0"]
     assert results["versions"]["vllm"] and results["machine"]["cores"]
