@@ -67,7 +67,7 @@ def joined(first: Results, more: Results) -> Results:
         "strategies": strategies,
         "runs": runs,
         "repeated": [*first.get("repeated", ()), *again],
-        "diagnosis": diagnosis if diagnosis.keys() > {"strategies", "warnings"} else None,
+        "diagnosis": diagnosis if first["diagnosis"] else None,
         "summary": results.summarise(
             runs, [one["id"] for one in strategies], first["baseline"], first["summary"][0]["above"]["threshold"]
         ),

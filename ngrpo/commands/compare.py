@@ -70,6 +70,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ngrpo.commands import diagnose as diagnosis
 from ngrpo.commands import eval as evaluation
@@ -163,8 +164,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     earlier = folder.read("results.json") or {}
     created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
-    records = [runs.status(plan, one, folder) for one in everything]
-    _refuse_others(plan, folder)
+    records = _statuses(plan, folder)
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
@@ -175,7 +175,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
     _before(plan, folder, model, view)
     for one in waiting:
-        _refuse_others(plan, folder)
+        _statuses(plan, folder)
         folder.need(int(1.5 * size) + _SPARE)
         view.begin(everything.index(one) + 1, one)
         record = runs.execute(plan, one, folder, view.step)
@@ -192,19 +192,22 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     return 1 if failed else 0
 
 
-def _refuse_others(plan: Plan, folder: ComparisonFolder) -> None:
-    """Raises ``UsageError`` where a finished run is not what it would be now.
+def _statuses(plan: Plan, folder: ComparisonFolder) -> list[dict[str, Any]]:
+    """The status of each run; ``UsageError`` where a finished one is not what it would be now.
 
     Asked before each run, for files and versions may change in the hours that the runs before it take: the results
     would be of both states, and executing a run empties its folder.
     """
-    others = [one.id for one in plan.runs() if runs.status(plan, one, folder)["status"] == "other"]
+    everything = plan.runs()
+    records = [runs.status(plan, one, folder) for one in everything]
+    others = [one.id for one, record in zip(everything, records) if record["status"] == "other"]
     if others:
         raise UsageError(
             f"{len(others)} finished runs in {folder.path} are of other flags, other content of the files that they"
             f" name, or other versions than now: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}. Give"
             f" another --out, or delete their folders under {folder.path / 'runs'} to have them repeated."
         )
+    return records
 
 
 def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Screen) -> None:

@@ -69,8 +69,7 @@ class DiagnosisFolder(ResultFolder):
         if not begun:
             return False
         rows = {row["strategy"]: row for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
-        before = {name: (row["perturbation"], row.get("rollouts", {})) for name, row in rows.items()}
-        differ = any(before.get(name, now) != now for name, now in drawn.items())
+        differ = any(name in rows and _drawn(rows[name]) != now for name, now in drawn.items())
         return differ or self.read(SETTINGS) != json.loads(json.dumps(settings))
 
     def is_complete(self, strategies: Sequence[str], map_settings: Mapping[str, object] | None) -> bool:
@@ -91,7 +90,7 @@ class DiagnosisFolder(ResultFolder):
         row = self.finished.get(strategy.id)
         if row is None:
             return False
-        before, now = (row["perturbation"], row.get("rollouts", {})), (strategy.spec, dict(rollouts))
+        before, now = _drawn(row), (strategy.spec, dict(rollouts))
         if before != now:
             raise UsageError(
                 f"--out {self.path}: {strategy.id!r} was sampled there with other options"
@@ -116,5 +115,10 @@ class DiagnosisFolder(ResultFolder):
         self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
 
 
-def _description(perturbation: object, rollouts: Mapping[str, Any]) -> str:
-    return f"{perturbation} and {dict(rollouts)}" if rollouts else str(perturbation)
+def _drawn(row: Mapping[str, object]) -> tuple[object, object]:
+    """How a finished strategy was sampled: its perturbation's spec, and what its rollouts have beside that."""
+    return row["perturbation"], row.get("rollouts", {})
+
+
+def _description(perturbation: object, rollouts: object) -> str:
+    return f"{perturbation} and {rollouts}" if rollouts else str(perturbation)

@@ -114,17 +114,17 @@ def _options(row: Row) -> Asked:
     elif isinstance(entries, dict):
         labels, entries = [str(label) for label in entries], list(entries.values())
     options = [str(option).strip() for option in entries]
-    answer = _letter(row.get(_first(row, _ANSWERS) or ""), labels[: len(options)], entries)
+    value = row.get(_first(row, _ANSWERS) or "")
+    is_index = _is_integer(value) and not any(map(_is_integer, entries))
+    answer = _letter(_reference(value), labels[: len(options)], options, is_index)
     return _choice(str(row[_first(row, _QUESTIONS) or ""]), options, answer)
 
 
-def _letter(value: object, labels: Sequence[str], entries: Sequence[object]) -> str:
+def _letter(answer: str, labels: Sequence[str], options: Sequence[str], is_index: bool) -> str:
     """The letter of an answer that is a label, an index or an option in full; anything else stays as it is.
 
-    An integer beside options that are texts is an index, as in MMLU, even where an option reads the same.
+    An integer beside options that are texts (``is_index``) is an index, as in MMLU, even if an option reads the same.
     """
-    answer, options = _reference(value), [str(entry).strip() for entry in entries]
-    is_index = _is_integer(value) and not any(_is_integer(entry) for entry in entries)
     if answer in labels:
         return string.ascii_uppercase[labels.index(answer)]
     if answer in options and not is_index:
