@@ -9,6 +9,7 @@ when OpenRLHF asks DeepSpeed's accelerator for its device, as its own SFT path a
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,12 @@ def check(flags: Flags) -> None:
         value = flags.value(name)
         if value is not None and refused(value):
             raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
+            "Install one (Debian: apt-get install g++) or point CXX at it."
+        )
     tensor = flags.value("--ds.tensor_parallel_size") or "1"
     if tensor != "1" and flags.value("--ds.param_dtype") == "fp32":
         raise UsageError(

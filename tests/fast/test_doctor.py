@@ -47,7 +47,7 @@ def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert code == 0
     assert "WRONG" not in head
     assert "fix:" not in head
-    told = ("Python", "releases", "hardware", "flash-attn", "what is replaced upstream", "vLLM's plugin")
+    told = ("Python", "releases", "hardware", "compiler", "flash-attn", "what is replaced upstream", "vLLM's plugin")
     assert [line[7:].split(":")[0] for line in head.splitlines()] == list(told)
     assert versions.OPENRLHF in head
 
@@ -59,6 +59,14 @@ def test_another_release(capsys: pytest.CaptureFixture, monkeypatch: pytest.Monk
     assert code == 1
     assert "fix: OpenRLHF 0.10.0 is installed" in lines_of(head, "releases")
     assert f"pip install --no-deps openrlhf=={versions.OPENRLHF}" in head
+
+
+def test_no_compiler(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, head = findings(capsys, "--no-self-test")
+    assert code == 1
+    assert "not ready" in lines_of(head, "compiler")
+    assert "'no-such-compiler'" in head
 
 
 @pytest.mark.parametrize("built", [None, "13.0"])

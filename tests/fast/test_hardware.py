@@ -250,6 +250,12 @@ def test_an_engine_on_a_cpu_has_processes_as_ranks_and_the_trainers_dtype(
     assert made.kwargs == {"tensor_parallel_size": ranks, "distributed_executor_backend": backend, "dtype": dtype}
 
 
+def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"no-such-compiler.*vLLM's sampler"):
+        CPU.check(Flags())
+
+
 def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
     flags = Flags([]).with_defaults(CPU.default_flags)
     assert openrlhf_parser.resolved(["--reward.remote_url", "reward.py", *flags.argv])["ds.param_dtype"] == "fp32"
