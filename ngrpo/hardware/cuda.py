@@ -53,6 +53,11 @@ def check(flags: Flags) -> None:
     """
     import torch
 
+    if flags.value("--ds.param_dtype") == "fp32":
+        raise UsageError(
+            "--ds.param_dtype fp32 cannot be used with --hardware cuda: OpenRLHF's engines compute in bfloat16 there."
+            " Use bf16, or leave it out."
+        )
     torch_release, offload = torch.version.cuda, flags.has("--ds.adam_offload")
     if torch_release is None or os.environ.get("RAY_ADDRESS") or flags.has("--help"):
         return

@@ -83,4 +83,4 @@ def test_counts_are_of_stock_and_of_perturbed_steps(figures: dict[str, Any]) -> 
 def test_training(tmp_path: Path) -> None:
     (row,) = rows(rehearse(tmp_path / "gpu.json", "e")["e"])
     assert row["steps"] == 2 and len(row["rewards"]) == 2
-    assert row["gap_perturbed"] < 0.1 and row["step_s"] > 0
+    assert row["gap_perturbed"] <= 1e-4 and row["step_s"] > 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.hardware import Profile, attention, profile_for, slow_bfloat16
+from ngrpo.hardware import Profile, attention, profile_for
 from ngrpo.hardware.compiled import remove_stale_locks
 from ngrpo.rollout import used_runner
 from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
@@ -69,7 +69,6 @@ def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
     """Returns the conditions of `seams.py` that hold; none means stock OpenRLHF."""
     held = {
         "cpu": profile.name == "cpu",
-        slow_bfloat16.CONDITION: profile.name == "cpu" and slow_bfloat16.is_slow(),
         attention.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not attention.has_flash_attn(),
     }
     return (*(name for name, holds in held.items() if holds), *run.conditions)
