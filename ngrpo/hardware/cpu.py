@@ -111,8 +111,6 @@ def _env() -> dict[str, str]:
         # DeepSpeed's CPU Adam is compiled on first use (40 s). Two Python environments that share torch's
         # default folder rebuild each other's at every start.
         "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions" / environment),
-        # DeepSpeed builds its CPU Adam with the ninja of this Python environment.
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
     }
 
 
