@@ -3,6 +3,7 @@
 
 import asyncio
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,7 +177,9 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
     held: set[str] = set()
     monkeypatch.setattr(install, "install", held.update)
     monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test
+    monkeypatch.setenv("PATH", "/usr/bin")
     hook()
+    assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
     assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
 
