@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -109,7 +110,7 @@ def _nodes(address: str) -> tuple[Machine, bool]:
     joined = not ray.is_initialized()
     try:
         if joined:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UsageError(
@@ -128,13 +129,17 @@ def _nodes(address: str) -> tuple[Machine, bool]:
 
 
 def address_to_join() -> str | None:
-    """The address of the cluster that a run joins: ``RAY_ADDRESS``, or where `ray start` began one on this machine.
+    """The address of the cluster that a run joins: that of ``RAY_ADDRESS``, or of `ray start` on this machine."""
+    address = os.environ.get("RAY_ADDRESS") or started_here()
+    return None if address == "local" else address
+
+
+@lru_cache
+def started_here() -> str | None:
+    """The address of the cluster that `ray start` began on this machine; None where there is none any more.
 
     Ray 2.55 asks the same file, but waits minutes for a cluster that is gone.
     """
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        return None if address == "local" else address
     from ray._private.services import find_bootstrap_address
 
     address = find_bootstrap_address(None)

@@ -20,7 +20,7 @@ from ngrpo.upstream import openrlhf_parser, placement
 from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 
-CHECKPOINT_STEPS = "50"
+_CHECKPOINT_STEPS = "20"
 _ALL, _ACTOR, _ENGINES, _TENSOR = (
     "--train.colocate_all",
     "--actor.num_gpus_per_node",
@@ -46,7 +46,7 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
     Raises:
         UsageError: for a placement that is given by half.
     """
-    values = {name: _number(flags, name) for name in (_ACTOR, "--actor.num_nodes", _ENGINES, _TENSOR)}
+    values = {name: _number(flags, name) for name in ("--actor.num_nodes", _ACTOR, _ENGINES, _TENSOR)}
     apart = [name for name in _APART if flags.has(name)]
     if not flags.has(_ALL) and values[_ACTOR] and values[_ENGINES]:
         apart = apart or [_ENGINES]
@@ -72,7 +72,7 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
         sleep = {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
     fresh: dict[str, Default] = {
         "--actor.gradient_checkpointing_enable": None,
-        "--ckpt.save_steps": CHECKPOINT_STEPS,
+        "--ckpt.save_steps": _CHECKPOINT_STEPS,
     }
     given = flags.has(_ALL)
     flags = flags.with_defaults(defaults | sleep | ({} if given else fresh))
