@@ -208,19 +208,38 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     assert (engine.phases, engine.host) == ((5000, *[2 * 2**30] * 3), 2000)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7_615_616_512),
-        ("Qwen/Qwen3-1.7B-Base", 1_720_574_976),
-        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-        ("smollm2-135m", 134_515_008),
-    ],
-)
-def test_sizes_of_the_table_are_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
-    found = model_size.find(name)
-    assert found is not None and found.parameters == parameters
+@pytest.mark.parametrize("name", sorted(model_size.table()))
+def test_sizes_of_the_table_are_those_that_transformers_makes(name: str) -> None:
+    config = {key: value for key, value in model_size.table()[name].items() if key != "parameters"}
+    made, found = model_size.of_config(config, "the table of this project"), model_size.find(name)
+    assert found == made and found is not None
+
+
+def test_published_numbers_of_parameters() -> None:
+    published = {"Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-8B": 8_190_735_360}
+    published |= {"meta-llama/Llama-3.2-1B": 1_235_814_400, "smollm2-135m": 134_515_008}
+    for name, parameters in published.items():
+        found = model_size.find(name)
+        assert found is not None and found.parameters == parameters
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe", "smollm3"])
+def test_any_type_of_transformers_has_a_size(kind: str, tmp_path: Path) -> None:
+    """Without weights and memory, from a folder that holds config.json alone."""
+    transformers = pytest.importorskip("transformers")
+    widths = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=2, vocab_size=100, pad_token_id=0, **widths)
+    config.save_pretrained(tmp_path)
+    found = model_size.find(str(tmp_path))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert found is not None and found.parameters == sum(each.numel() for each in model.parameters())
+    assert (found.layers, found.hidden, found.kv_heads, found.vocabulary) == (2, 64, 2, 100)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "of_no_release"}, {"model_type": "llama", "hidden_size": "x"}])
+def test_what_transformers_cannot_make_has_no_size(config: dict[str, Any]) -> None:
+    assert model_size.of_config(config, "made here") is None
 
 
 def test_a_folder_of_its_name_does_not_hide_a_packaged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
         (SEVEN, "8x80", as_placed(1, 8, 8, 1, 0.5, 2, False)),
         (SEVEN, "8x40", as_placed(1, 8, 8, 1, 0.6, 3, False)),
         (SEVEN, "2x8x80", as_placed(2, 8, 16, 1, 0.5, 2, False)),
-        ("Qwen/Qwen3-8B", "8x24", as_placed(1, 8, 4, 2, 0.6, 3, False)),
+        # Its update takes 27 GiB under ZeRO-3, 15.25 for weights in 0.6 of 23.8 leave no answer room on one GPU.
+        ("Qwen/Qwen3-8B", "8x24", as_placed(1, 8, 4, 2, 0.6, 3, True)),
     ],
 )
 def test_default_by_machine_and_model(model: str, shape: str, expected: object) -> None:
@@ -147,7 +148,7 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--train.batch_size 60", "--train.batch_size 60 must be a multiple of 8"),
         (
             "--ds.tensor_parallel_size 3",
-            "× --ds.tensor_parallel_size 3 = 3 must divide the 8 ranks",
+            "× --ds.tensor_parallel_size 3 must divide the 8 ranks",
         ),
         (
             "--rollout.batch_size 15",
@@ -294,4 +295,3 @@ def test_a_driver_without_gpus_joins_a_cluster_that_has_them(cluster: str, monke
 def test_counted_gpus_without_a_type_are_a_cpus(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     assert profile_of_run("auto").name == "cpu"
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
