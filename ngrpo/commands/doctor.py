@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.hardware import attention, machine, placing, profile_for
+from ngrpo.hardware import attention, placing, profile_for
 from ngrpo.models import model_size, model_support, packaged
-from ngrpo.upstream import openrlhf_parser, versions
+from ngrpo.upstream import machine, openrlhf_parser, versions
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 

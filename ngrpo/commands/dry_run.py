@@ -12,10 +12,11 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.console.text_table import aligned
 from ngrpo.hardware import memory_estimate, profile_of_run
-from ngrpo.hardware.machine import GIB, Machine
 from ngrpo.hardware.memory_estimate import Part
 from ngrpo.models import model_size
 from ngrpo.upstream import openrlhf_parser, placement
+from ngrpo.upstream.machine import GIB, Machine
+from ngrpo.upstream.placement import Args
 from perturbations.errors import UsageError
 
 Check = tuple[str, Callable[[], str | None]]
@@ -70,7 +71,7 @@ def run_checks(checks: Sequence[Check]) -> int:
     return int(wrong > 0)
 
 
-def configuration(args: Mapping[str, Any], run: RunConfig) -> list[str]:
+def configuration(args: Args, run: RunConfig) -> list[str]:
     """Our settings in full, and OpenRLHF's arguments where they differ from its defaults."""
     ours = {
         **{kind.flag: run.specs.get(kind.name) for kind in KINDS.values()},
@@ -94,7 +95,7 @@ def configuration(args: Mapping[str, Any], run: RunConfig) -> list[str]:
     return [*lines, *aligned([("OpenRLHF", "value", "[default]"), *rows], left=3)]
 
 
-def placed(args: Mapping[str, Any]) -> list[str]:
+def placed(args: Args) -> list[str]:
     """The GPUs and what each holds, and what kind of placement that is."""
     groups = placement.groups(args)
     lines = []
@@ -120,7 +121,7 @@ def placed(args: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{total} GPU{'s' * (total > 1)}; actor on {nodes} node{'s' * (nodes > 1)}", *_wrapped(kind)]
 
 
-def memory(args: Mapping[str, Any], gpu: float) -> list[str]:
+def memory(args: Args, gpu: float) -> list[str]:
     """The estimate for one GPU of each group, or what is missing to make one."""
     names = memory_estimate.models(args)
     lines = [f"GPU of {gpu / GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
@@ -165,7 +166,7 @@ def _table(parts: Sequence[Part], gpu: float) -> list[str]:
     return lines if most <= gpu else [*lines, f"  {_WRONG}: {gib(most)} GiB do not fit into {gib(gpu)}"]
 
 
-def tokens(args: Mapping[str, Any]) -> list[str]:
+def tokens(args: Args) -> list[str]:
     """What a step draws and trains at most, in OpenRLHF's counting."""
     prompts, group, batch = (
         args[key] for key in ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
@@ -182,7 +183,7 @@ def tokens(args: Mapping[str, Any]) -> list[str]:
     return [line for text in lines for line in _wrapped(text)]
 
 
-def kv_cache(args: Mapping[str, Any], gpu: float) -> list[str]:
+def kv_cache(args: Args, gpu: float) -> list[str]:
     """How many answers an engine draws, and how many tokens it can hold."""
     size = model_size.find(args["actor.model_name_or_path"] or "")
     if size is None or not args["vllm.num_engines"]:

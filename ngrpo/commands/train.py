@@ -103,14 +103,14 @@ from ngrpo import tasks
 from ngrpo.config import checkpoint_check, entry_check, parse, preflight, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.console import catalogue, progress
-from ngrpo.hardware import machine, profile_of_run
+from ngrpo.hardware import profile_of_run
 from ngrpo.models import packaged
 from ngrpo.report import summary
 from ngrpo.report.page import write_training
 from ngrpo.rollout import used_runner
 from ngrpo.storage.result_folder import read_json, reserved_folder
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.upstream import machine, openrlhf_parser
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -185,7 +185,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
 
     Args:
         run: what is asked for.
-        shape: the machine that it is for (:func:`ngrpo.hardware.machine.planned`), or ``true`` for the one at hand.
+        shape: the machine that it is for (:func:`ngrpo.upstream.machine.planned`), or ``true`` for the one at hand.
         checks_only: leave out all but the checks.
 
     Returns:

@@ -3,28 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from math import ceil
-from typing import Any
 
 from ngrpo.config.dataset_check import rows_of
 from ngrpo.upstream import openrlhf_parser, placement
 from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.upstream.placement import Args
 from perturbations.errors import UsageError
 
 _ROWS = "--data.max_samples"
 _ROLES = {placement.ACTOR: "actor", placement.REFERENCE: "ref", placement.CRITIC: "critic", placement.REWARD: "reward"}
 
 
-def _groups(args: Mapping[str, Any]) -> dict[str, int]:
+def _groups(args: Args) -> dict[str, int]:
     """For each role of the trainer, how many groups of its ranks train, or are asked, with answers of their own."""
     held = {model for group in placement.groups(args) for model in group.models}
     split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
     return {role: placement.world_size(args, role) // split for model, role in _ROLES.items() if model in held}
 
 
-def check(args: Mapping[str, Any]) -> None:
+def check(args: Args) -> None:
     """Raises ``UsageError`` for batches that do not divide over the ranks.
 
     Args:
@@ -56,17 +55,17 @@ def check(args: Mapping[str, Any]) -> None:
         )
 
 
-def _micro(args: Mapping[str, Any]) -> int:
+def _micro(args: Args) -> int:
     return args["train.micro_batch_size"]
 
 
-def _step(args: Mapping[str, Any]) -> tuple[int, int]:
+def _step(args: Args) -> tuple[int, int]:
     """Prompts of a step, and answers to each."""
     prompts = min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
     return prompts, args["rollout.n_samples_per_prompt"]
 
 
-def _works(args: Mapping[str, Any], prompts: int) -> bool:
+def _works(args: Args, prompts: int) -> bool:
     """Whether all ranks train the same number of micro-batches in a step of so many prompts, and none has none.
 
     OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
@@ -86,7 +85,7 @@ def _works(args: Mapping[str, Any], prompts: int) -> bool:
     return True
 
 
-def _rows(flags: Flags, args: Mapping[str, Any]) -> int | None:
+def _rows(flags: Flags, args: Args) -> int | None:
     """Rows that a pass goes through; None where they are not known, or do not matter."""
     whole, _ = _step(args)
     if all(_works(args, prompts) for prompts in range(1, whole)):
@@ -98,7 +97,7 @@ def _rows(flags: Flags, args: Mapping[str, Any]) -> int | None:
     return min(most, sum(min(most, rows) for rows in counted))
 
 
-def _fitting(args: Mapping[str, Any], rows: int) -> int:
+def _fitting(args: Args, rows: int) -> int:
     """The largest number of rows, up to so many, of which no step hangs."""
     whole, _ = _step(args)
     return next(number for number in range(rows, -1, -1) if number % whole == 0 or _works(args, number % whole))

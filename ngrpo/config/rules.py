@@ -26,12 +26,12 @@ from ngrpo.config.dataset_check import is_checked
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
 from ngrpo.hardware import attention, placing, profile_of_run
-from ngrpo.hardware.machine import Machine, here
 from ngrpo.models import model_support, packaged
 from ngrpo.scoring import reward_files
 from ngrpo.trainers.openrlhf import seams
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.upstream import openrlhf_parser, placement, versions
+from ngrpo.upstream.machine import Machine, here
 from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 

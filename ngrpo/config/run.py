@@ -23,10 +23,10 @@ from ngrpo.upstream.openrlhf_flags import Flags
 if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
-    from ngrpo.hardware.machine import Machine
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
     from ngrpo.second_rounds.base import SecondRound
+    from ngrpo.upstream.machine import Machine
     from perturbations.base import Perturbation
 
 FILE = "run.yaml"

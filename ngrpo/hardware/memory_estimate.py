@@ -8,14 +8,12 @@ master copy and Adam's two moments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ngrpo.models import model_size
 from ngrpo.models.model_size import ModelSize
 from ngrpo.upstream import placement
-from ngrpo.upstream.placement import Group
+from ngrpo.upstream.placement import Args, Group
 
 # Bytes of one logit: in the parameters' type and in float32 (models/actor.py), and its float32 gradient.
 _LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
@@ -43,7 +41,7 @@ class Part:
     host: float = 0.0
 
 
-def models(args: Mapping[str, Any]) -> dict[str, str | None]:
+def models(args: Args) -> dict[str, str | None]:
     """The name of the model in each role of :mod:`ngrpo.upstream.placement`."""
     actor = args["actor.model_name_or_path"]
     return {
@@ -53,7 +51,7 @@ def models(args: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def of_group(group: Group, args: Mapping[str, Any], gpu: float) -> list[Part]:
+def of_group(group: Group, args: Args, gpu: float) -> list[Part]:
     """All that one GPU of a group holds, but for models of unknown size.
 
     Args:
@@ -80,7 +78,7 @@ def of_group(group: Group, args: Mapping[str, Any], gpu: float) -> list[Part]:
     return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", _always(free))] if parts else []
 
 
-def peak(args: Mapping[str, Any], gpu: float) -> float | None:
+def peak(args: Args, gpu: float) -> float | None:
     """Bytes of the fullest GPU in its fullest phase; None where a model's size is unknown, or not estimated."""
     groups, names = placement.groups(args), models(args)
     known = all(names[model] and model_size.find(names[model] or "") for group in groups for model in group.models)
@@ -89,7 +87,7 @@ def peak(args: Mapping[str, Any], gpu: float) -> float | None:
     return max(sum(column) for group in groups for column in zip(*(p.phases for p in of_group(group, args, gpu))))
 
 
-def fits(args: Mapping[str, Any], gpu: float) -> bool:
+def fits(args: Args, gpu: float) -> bool:
     """Whether nothing speaks against a placement: it fits, and an engine has room for an answer of full length."""
     most, size = peak(args, gpu), model_size.find(args["actor.model_name_or_path"] or "")
     return most is None or size is None or (most <= gpu and kv_cache_tokens(size, args, gpu) >= args["data.max_len"])
@@ -99,7 +97,7 @@ def _always(size: float) -> tuple[float, float, float, float]:
     return (size, size, size, size)
 
 
-def trained(role: str, size: ModelSize, args: Mapping[str, Any], world: int) -> list[Part]:
+def trained(role: str, size: ModelSize, args: Args, world: int) -> list[Part]:
     """A model that is trained: the actor or the critic.
 
     Args:
@@ -131,7 +129,7 @@ def trained(role: str, size: ModelSize, args: Mapping[str, Any], world: int) -> 
     return parts
 
 
-def _activations(role: str, size: ModelSize, args: Mapping[str, Any]) -> Part:
+def _activations(role: str, size: ModelSize, args: Args) -> Part:
     """What the backward pass needs of the forward pass, at the longest that samples can be."""
     tokens, layer = _tokens("train", args), size.saved_bytes_per_token
     if args["actor.gradient_checkpointing_enable"]:
@@ -143,21 +141,21 @@ def _activations(role: str, size: ModelSize, args: Mapping[str, Any]) -> Part:
     return Part(f"{role}: activations", formula, (0, 0, tokens * (of_layers + logits), 0))
 
 
-def _tokens(kind: str, args: Mapping[str, Any]) -> int:
+def _tokens(kind: str, args: Args) -> int:
     """Tokens of a micro-batch of the longest samples, on one GPU; ``kind``: ``train`` or ``rollout``."""
     if args["train.dynamic_batch_enable"]:
         return args[f"{kind}.max_tokens_per_gpu"]
     return args[f"{kind}.micro_batch_size"] * args["data.max_len"] // args["ds.ring_attn_size"]
 
 
-def scored(size: ModelSize, args: Mapping[str, Any]) -> Part:
+def scored(size: ModelSize, args: Args) -> Part:
     """The logits of one micro-batch, without gradients; models that share GPUs are asked one after the other."""
     tokens = _tokens("rollout", args)
     formula = f"{tokens} tokens × {_LOGIT}V, roughly"
     return Part("logits to score", formula, (0, tokens * _LOGIT * size.vocabulary, 0, 0))
 
 
-def frozen(role: str, size: ModelSize, args: Mapping[str, Any], world: int, *, offloaded: bool = False) -> Part:
+def frozen(role: str, size: ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
     """A model that is only asked: the reference or the reward model.
 
     DeepSpeed offloads it under ZeRO-3 alone, the one stage that OpenRLHF gives to such models.
@@ -171,7 +169,7 @@ def frozen(role: str, size: ModelSize, args: Mapping[str, Any], world: int, *, o
     return Part(f"{role}: weights", formula, _always(share))
 
 
-def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:
+def engine(size: ModelSize, args: Args, gpu: float) -> Part:
     """A vLLM engine's share of a GPU: weights, KV cache and what its graphs take.
 
     Args:
@@ -188,7 +186,7 @@ def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:
     return Part("vLLM engine", formula, _always(gib))
 
 
-def kv_cache_tokens(size: ModelSize, args: Mapping[str, Any], gpu: float) -> int:
+def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
     """Tokens that an engine's KV cache holds at most: what its share leaves beside the weights."""
     tensor = args["vllm.tensor_parallel_size"]
     free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from math import gcd
-from typing import Any
 
 from ngrpo.config import entry_check
 from ngrpo.hardware import memory_estimate
-from ngrpo.hardware.machine import Machine
 from ngrpo.models import model_size
 from ngrpo.upstream import openrlhf_parser, placement
+from ngrpo.upstream.machine import Machine
 from ngrpo.upstream.openrlhf_flags import Default, Flags
+from ngrpo.upstream.placement import Args
 from perturbations.errors import UsageError
 
 _CHECKPOINT_STEPS = "20"
@@ -104,7 +104,7 @@ def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     roles = ["actor", "ref"]
     roles += ["critic"] * (entry_check.estimator(flags) == "gae")
     roles += ["reward"] * (not (flags.has("--reward.remote_url") or flags.has("--train.agent_func_path")))
-    sizes = {"num_nodes": str(nodes), "num_gpus_per_node": str(per_node)}
+    sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
 
 
@@ -136,7 +136,7 @@ def _fits(flags: Flags, machine: Machine) -> bool:
     return True
 
 
-def notes(args: Mapping[str, Any], machine: Machine) -> list[str]:
+def notes(args: Args, machine: Machine) -> list[str]:
     """What to know of a placement that by its estimate does not fit."""
     if memory_estimate.fits(args, machine.memory):
         return []
@@ -146,7 +146,7 @@ def notes(args: Mapping[str, Any], machine: Machine) -> list[str]:
     ]
 
 
-def check(args: Mapping[str, Any]) -> None:
+def check(args: Args) -> None:
     """Raises ``UsageError`` for a placement that OpenRLHF would refuse, or fail over, once processes have started.
 
     Args:
@@ -177,7 +177,7 @@ def check(args: Mapping[str, Any]) -> None:
         _check_equal(args, "actor", "reward", needed=placement.REWARD in held)
 
 
-def _check_equal(args: Mapping[str, Any], one: str, other: str, *, needed: bool) -> None:
+def _check_equal(args: Args, one: str, other: str, *, needed: bool) -> None:
     shapes = [(args[f"{role}.num_nodes"], args[f"{role}.num_gpus_per_node"]) for role in (one, other)]
     if needed and shapes[0] != shapes[1]:
         (nodes, gpus), (others, other_gpus) = shapes
@@ -187,7 +187,7 @@ def _check_equal(args: Mapping[str, Any], one: str, other: str, *, needed: bool)
         )
 
 
-def check_machine(args: Mapping[str, Any], machine: Machine) -> str | None:
+def check_machine(args: Args, machine: Machine) -> str | None:
     """Raises ``UsageError`` for a placement that a machine cannot hold; returns why it could not look, or None.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-from ngrpo.hardware import machine
+from ngrpo.upstream import machine
 from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Args = Mapping[str, Any]
+"""OpenRLHF's arguments after its own conditions, by their names without dashes."""
 ACTOR, REFERENCE, CRITIC, REWARD, ENGINES = "actor", "reference", "critic", "reward model", "vLLM engines"
 
 
@@ -31,17 +33,17 @@ class Group:
         return f"GPU {self.first}" if self.gpus == 1 else f"GPU {self.first}-{last}"
 
 
-def world_size(args: Mapping[str, Any], role: str) -> int:
+def world_size(args: Args, role: str) -> int:
     """Processes, and GPUs, of a role: ``actor``, ``ref``, ``critic`` or ``reward``."""
     return args[f"{role}.num_nodes"] * args[f"{role}.num_gpus_per_node"]
 
 
-def is_hybrid(args: Mapping[str, Any]) -> bool:
+def is_hybrid(args: Args) -> bool:
     """Whether the engines share the GPUs of the trainer: OpenRLHF's hybrid engine."""
     return bool(args["train.colocate_all"] and not args["train.async_enable"])
 
 
-def groups(args: Mapping[str, Any]) -> list[Group]:
+def groups(args: Args) -> list[Group]:
     """All GPUs of a run.
 
     Args:

@@ -47,8 +47,8 @@ def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert code == 0
     assert "WRONG" not in head
     assert "fix:" not in head
-    told = ("Python", "releases", "hardware", "compiler", "flash-attn", "what is replaced upstream", "vLLM's plugin")
-    assert [line[7:].split(":")[0] for line in head.splitlines()] == list(told)
+    told = ("Python", "releases", "hardware", "compiler", "placement", "flash-attn", "what is replaced upstream")
+    assert [line[7:].split(":")[0] for line in head.splitlines()] == [*told, "vLLM's plugin"]
     assert versions.OPENRLHF in head
 
 

@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     row = {"input": "1 + 1?", "label": "2"}
     (tmp_path / "data").mkdir()
     for name in ("prompts", "problems", "data/deepscaler", "data/aime2024"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 128)
     reward = (
         "import torch\ndef reward_func(queries, prompts, labels):\n    return {'rewards': torch.zeros(len(queries))}\n"
     )

@@ -15,8 +15,8 @@ from ngrpo.compare import arguments
 from ngrpo.compare.runs import run_config
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
-from ngrpo.hardware import machine, memory_estimate
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.hardware import memory_estimate
+from ngrpo.upstream import machine, openrlhf_parser
 from ngrpo.upstream.placement import groups
 from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of

@@ -99,6 +99,11 @@ def test_what_counts_as_flash_attn(
     assert attention.has_flash_attn() is found
 
 
+# A whole placement, to which nothing is added.
+PLACED = ("--vllm.num_engines", "1")
+PLACED += tuple(word for role in ("actor", "ref", "critic", "reward") for word in (f"--{role}.num_gpus_per_node", "1"))
+
+
 def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
@@ -122,21 +127,20 @@ def test_cuda_without_flash_attn_trains_with_sdpa_and_says_so(
     monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
 ) -> None:
     set_flash_attn(monkeypatch, False)
-    start(run_of(openrlhf=("--train.seed", "1"), hardware="cuda"))
+    start(run_of(openrlhf=("--train.seed", "1", *PLACED), hardware="cuda"))
     held = ("without_flash_attn",)
-    assert launched == dict(ray=held, seams=held, words=["--ds.attn_implementation", "sdpa", "--train.seed", "1"]), (
-        "the seam is in place in this process and in the workers"
-    )
-    start(run_of(openrlhf=("--ds.attn_implementation", "eager"), hardware="cuda"))
-    assert launched["words"] == ["--ds.attn_implementation", "eager"]
+    words = ["--ds.attn_implementation", "sdpa", "--train.seed", "1", *PLACED]
+    assert launched == dict(ray=held, seams=held, words=words), "the seam is in this process and in the workers"
+    start(run_of(openrlhf=("--ds.attn_implementation", "eager", *PLACED), hardware="cuda"))
+    assert launched["words"] == ["--ds.attn_implementation", "eager", *PLACED]
 
 
 def test_cuda_with_flash_attn_starts_openrlhf_as_it_is(
     monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
 ) -> None:
     set_flash_attn(monkeypatch, True)
-    start(run_of(openrlhf=("--ds.packing_samples",), hardware="cuda"))
-    assert launched == dict(words=["--ds.packing_samples"])
+    start(run_of(openrlhf=("--ds.packing_samples", *PLACED), hardware="cuda"))
+    assert launched == dict(words=["--ds.packing_samples", *PLACED])
 
 
 PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"]]

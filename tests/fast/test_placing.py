@@ -16,8 +16,8 @@ import pytest
 from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import batch_check, parse, rules
-from ngrpo.hardware import machine, memory_estimate, profile_of_run
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.hardware import memory_estimate, placing, profile_of_run
+from ngrpo.upstream import machine, openrlhf_parser
 from ngrpo.upstream.openrlhf_flags import Flags
 from ngrpo.upstream.placement import groups
 from perturbations.errors import UsageError
@@ -167,8 +167,6 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
 
 def test_no_engine_is_refused_without_cuda_too() -> None:
     args = openrlhf_parser.resolved([*["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"]])
-    from ngrpo.hardware import placing
-
     with pytest.raises(UsageError, match=r"--vllm.num_engines is missing"):
         placing.check(args)
 
