@@ -185,7 +185,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
 
     Args:
         run: what is asked for.
-        shape: the machine that it is for (:func:`ngrpo.upstream.machine.planned`), or ``true`` for the one at hand.
+        shape: the GPUs that it is for (:func:`ngrpo.upstream.machine.planned`), or ``true`` for what is at hand.
         checks_only: leave out all but the checks.
 
     Returns:
@@ -197,6 +197,8 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     from ngrpo.commands.dry_run import run_checks, show
 
     planned = machine.planned(shape, parse.DRY_RUN)
+    if run.hardware == "auto" and shape.lower() != "true":
+        run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
     flags = rules.unstarted(run)
     rules.check_parsed(flags)

@@ -234,6 +234,12 @@ def test_a_card_has_less_than_its_name_says() -> None:
     assert str(planned) == "2 × 8 GPUs of 79.2 GiB (as --dry-run says)"
 
 
+def test_a_shape_is_one_of_gpus_on_a_laptop_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{BASE}{SIZES}{MODEL} --hardware auto".replace("--hardware cuda ", "")
+    assert cli.main(["train", "--dry-run", "1x80", *words.split()]) == 0
+    assert "placement on 1 GPU of 79.2 GiB (as --dry-run says)" in capsys.readouterr().out
+
+
 def test_what_was_not_looked_at_is_open(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither hardware nor GPUs nor the model's files nor a reward's address are here."""
     words = f"{BASE.replace('--task arithmetic', '')}{SIZES} --model some/model --reward.remote_url http://r"
