@@ -55,9 +55,3 @@ def remove_stale_locks(folder: Path, began: float) -> list[Path]:
     for lock in stale:
         lock.unlink(missing_ok=True)
     return stale
-
-
-def optimizer_is_missing() -> bool:
-    """Whether DeepSpeed will compile its optimizer for CPUs; False too where this process does not know the folder."""
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return folder is not None and not (Path(folder) / "cpu_adam" / "cpu_adam.so").is_file()
