@@ -95,6 +95,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         if Flags(rest).has(model):
             raise UsageError(f"--model and {model} are the same setting; give one of them.")
         rest = [model, ours["--model"], *rest]
+    limits = _engine_limits(_options(ours, ENGINE))
     specs = {"perturbation": spec, "replay_buffer": buffer}
     specs |= {kind.name: _spec_of(ours, kind) for kind in beside_perturbation()}
     return RunConfig(
@@ -105,7 +106,8 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         reproducible=reproducible,
         eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
         report_groups=_groups(ours.pop(REPORT_GROUPS, "0")),
-        **_engine_limits(_options(ours, ENGINE)),
+        max_num_seqs=limits.get("max_num_seqs"),
+        max_num_batched_tokens=limits.get("max_num_batched_tokens"),
         openrlhf=tuple(rest),
         notes=tuple(notes),
         **{attribute: ours[flag] for flag, attribute in _OURS.items() if flag in ours},

@@ -81,8 +81,8 @@ def warm_up(llm: Any) -> dict[str, int]:
     every way that vLLM knows.
 
     Returns:
-        How many records, and edits in them, the warm-up left before they were forgotten, and how many are left then; how
-        often steps had been compiled when vLLM's monitor of compilation was switched on.
+        How many records, and edits in them, the warm-up left before they were forgotten, and how many are left then.
+        How often steps were compiled, and how often of these before vLLM's monitor of compilation was switched on.
     """
     from functools import partial
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
-OPENED = ("model_name_or_path", "remote_url", "agent_func_path", "dataset")
+OPENED = ("path", "_url", "_dir", "dataset")
 """How the names of OpenRLHF's flags end whose value may be a path that another node opens."""
 
 

@@ -265,6 +265,6 @@ def limited_engine(plain: type) -> type:
 
     class LimitedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
         async def __init__(self, *args: object, **kwargs: object) -> None:
-            await plain.__init__(self, *args, **{**kwargs, **current_run().engine_limits})
+            await plain.__init__(self, *args, **{**kwargs, **current_run().engine_limits})  # type: ignore[misc]
 
     return LimitedRolloutRayActor
