@@ -54,6 +54,9 @@ sampling of the rollouts; evaluation is as it was
 the run
   --eval.at_start           evaluate before the first step too, beside
                             --eval.steps
+  --engine.max_num_seqs N, --engine.max_num_batched_tokens N
+                            how many answers an engine draws at once [128], and
+                            how many tokens a step of it reads [2048]
   --model NAME              = --actor.model_name_or_path; packaged models:
                             sandbox, smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,

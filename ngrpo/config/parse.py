@@ -25,6 +25,7 @@ CORRECT_MASK = f"{SAMPLING}.correct_mask"
 REPRODUCIBLE = "--reproducible"
 EVAL_AT_START = "--eval.at_start"
 REPORT_GROUPS = "--report.groups"
+ENGINE = "--engine"
 GAP_LIMIT = f"{PERTURBATION}.gap_limit"
 STRICT = f"{PERTURBATION}.strict"
 CONFIG = f"{PERTURBATION}.config"
@@ -41,6 +42,7 @@ _ROOTS = {
     REPRODUCIBLE: f"{REPRODUCIBLE} or {REPRODUCIBLE} false",
     EVAL_AT_START: f"{EVAL_AT_START} or {EVAL_AT_START} false",
     REPORT_GROUPS: f"{REPORT_GROUPS} N",
+    ENGINE: f"{ENGINE}.max_num_seqs N and {ENGINE}.max_num_batched_tokens N",
 }
 _NEEDS = {PERTURBATION: KINDS["perturbation"].needs, **{kind.flag: kind.needs for kind in beside_perturbation()}}
 DRY_RUN = "--dry-run"
@@ -50,6 +52,8 @@ _OF_THE_RUN = (GAP_LIMIT, STRICT, REPLAY_BUFFER)
 _SWITCHES = (REPRODUCIBLE, EVAL_AT_START, CORRECT_MASK, STRICT)
 CONFIG_FILE = "--config"
 _MOST_GROUPS = 16
+VLLM_LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+"""What vLLM 0.26 to 0.31 gives engines that are made as OpenRLHF makes them."""
 # Ours besides these: the attribute of a run that each one sets.
 _OURS = {f"--{name.replace('_', '-')}": name for name in ("hardware", "task", "run_dir", "log_file", "preset")}
 
@@ -91,6 +95,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         if Flags(rest).has(model):
             raise UsageError(f"--model and {model} are the same setting; give one of them.")
         rest = [model, ours["--model"], *rest]
+    limits = _engine_limits(_options(ours, ENGINE))
     specs = {"perturbation": spec, "replay_buffer": buffer}
     specs |= {kind.name: _spec_of(ours, kind) for kind in beside_perturbation()}
     return RunConfig(
@@ -101,6 +106,8 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         reproducible=reproducible,
         eval_at_start=_switch(EVAL_AT_START, str(ours.pop(EVAL_AT_START, "false"))),
         report_groups=_groups(ours.pop(REPORT_GROUPS, "0")),
+        max_num_seqs=limits.get("max_num_seqs"),
+        max_num_batched_tokens=limits.get("max_num_batched_tokens"),
         openrlhf=tuple(rest),
         notes=tuple(notes),
         **{attribute: ours[flag] for flag, attribute in _OURS.items() if flag in ours},
@@ -266,6 +273,23 @@ def _groups(groups: str) -> int:
     if not (groups.isdecimal() and groups.isascii() and int(groups) <= _MOST_GROUPS):
         raise UsageError(f"{REPORT_GROUPS} {groups}: a whole number of prompts is needed, at most {_MOST_GROUPS}.")
     return int(groups)
+
+
+def _engine_limits(given: Mapping[str, str]) -> dict[str, int]:
+    limits: dict[str, int] = {}
+    for name, value in given.items():
+        if name not in VLLM_LIMITS:
+            raise UsageError(f"unknown flag '{ENGINE}.{name}'. The flags are {_ROOTS[ENGINE]}.")
+        if not (value.isdecimal() and value.isascii() and int(value)):
+            raise UsageError(f"{ENGINE}.{name} {value}: must be a whole number of at least 1.")
+        limits[name] = int(value)
+    answers, tokens = (limits.get(name, default) for name, default in VLLM_LIMITS.items())
+    if limits and answers > tokens:
+        raise UsageError(
+            f"{ENGINE}.max_num_seqs is {answers} and {ENGINE}.max_num_batched_tokens {tokens}: a step reads a token of"
+            " each answer, so that the latter must be at least as large."
+        )
+    return limits
 
 
 def _gap_limit(value: str) -> float:

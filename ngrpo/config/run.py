@@ -38,6 +38,8 @@ SETTINGS = {
     "reproducible": "reproducible",
     "eval_at_start": "eval.at_start",
     "report_groups": "report.groups",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
     "preset": "preset",
     "task": "task",
     "hardware": "hardware",
@@ -57,6 +59,8 @@ class RunConfig:
         reproducible: whether the same seed gives the same rollouts from run to run.
         eval_at_start: whether the model is evaluated before its first training step as well.
         report_groups: of how many prompts of a step all answers are kept for the report.
+        max_num_seqs: how many answers an engine draws at once; None: vLLM's default for OpenRLHF's engines.
+        max_num_batched_tokens: how many tokens a step of it reads; None likewise.
         preset: a name of :mod:`ngrpo.config.presets`, or None.
         task: a name of :mod:`ngrpo.tasks`, or None.
         hardware: ``auto``, ``cpu`` or ``cuda``.
@@ -74,6 +78,8 @@ class RunConfig:
     reproducible: bool = False
     eval_at_start: bool = False
     report_groups: int = 0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     preset: str | None = None
     task: str | None = None
     hardware: str = "auto"
@@ -134,6 +140,12 @@ class RunConfig:
         return {kind.name: self.specs.get(kind.name) for kind in of_a_run()}
 
     @property
+    def engine_limits(self) -> dict[str, int]:
+        """Arguments of vLLM's engines, as far as they are given."""
+        given = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def conditions(self) -> tuple[str, ...]:
         """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
         conditions = {
@@ -145,6 +157,7 @@ class RunConfig:
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
             "report_groups": self.report_groups > 0,
+            "engine_limits": bool(self.engine_limits),
         }
         return tuple(name for name, holds in conditions.items() if holds)
 

@@ -77,6 +77,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     if of_openrlhf:
         raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
     overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
+    overrides |= {f"{_ROLLOUT}.{name}": value for name, value in run.engine_limits.items()}
     if run.sampling.top_k:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
     if run.advantage is None:

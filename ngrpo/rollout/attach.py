@@ -125,13 +125,16 @@ class AttachedPerturbation:
         return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
-        """Compiles what the first requests need, for one and for several; forgets vLLM's own warm-up requests."""
-        self.requests.take(None)
+        """Compiles what the first requests need, for one and for several."""
         padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled by itself
                 logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
                 self.perturber.compile(logits[:, : self._vocabulary])
+
+    def forget_requests(self) -> None:
+        """Drops the records of vLLM's own warm-up."""
+        self.requests.take(None)
 
     def prepare(self) -> None:
         """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""

@@ -166,8 +166,9 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
 
 def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Callable[[], Any]:
     def compile_or_warm_up_model() -> Any:
+        attached.warm_up()  # first: vLLM's own ends with a monitor that reports every further compilation
         result = original()
-        attached.warm_up()
+        attached.forget_requests()
         return result
 
     return compile_or_warm_up_model

@@ -19,7 +19,8 @@ from ngrpo.upstream.openrlhf_flags import Flags
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 PLACEMENTS = FOLDER.parent / "recipes" / "placements"
-STUB = "#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv))\n"
+# In one call of the system, since a script starts several at once.
+STUB = "#!/usr/bin/env python3\nimport json, os, sys\nos.write(1, (json.dumps(sys.argv) + '\\n').encode())\n"
 
 
 def called(tmp_path: Path, script: str, programs: dict[str, str], *words: str, **env: str) -> list[list[str]]:

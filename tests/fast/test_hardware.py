@@ -4,6 +4,7 @@
 import asyncio
 import importlib
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,8 @@ from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.hardware import attention, profile_for
 from ngrpo.hardware.cpu import engine_on_cpu
-from ngrpo.trainers.openrlhf import install, launch
+from ngrpo.rollout import plugin
+from ngrpo.trainers.openrlhf import install, launch, nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
 from ngrpo.upstream import openrlhf_parser
@@ -25,6 +27,7 @@ from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = profile_for("cpu")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -290,6 +293,58 @@ def test_worker_environment(monkeypatch) -> None:
     assert env["NCCL_DEBUG"] == "INFO" and env["OMP_NUM_THREADS"] == "7", "what the user exported wins"
     assert env["DS_ACCELERATOR"] == "cpu"
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "an engine of one rank is one process"
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
+def test_an_engine_joins_ray_without_the_hook_of_its_run() -> None:
+    """The engine itself: tests/pipeline/test_ray_engine.py."""
+    from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+    from ray.runtime_env import RuntimeEnv
+
+    given = RuntimeEnv(env_vars={"X": "1", WORKER_PROCESS_SETUP_HOOK_ENV_VAR: "key"})
+    given["worker_process_setup_hook"] = "in_worker"
+    config = SimpleNamespace(ray_runtime_env=given)
+    plugin._without_setup_hook(config)
+    assert config.ray_runtime_env.to_dict() == {"env_vars": {"X": "1"}}
+    for other in (None, RuntimeEnv(), RuntimeEnv(env_vars={"X": "1"})):  # no Ray, or no run of ours
+        before = other and other.to_dict()
+        plugin._without_setup_hook(SimpleNamespace(ray_runtime_env=other))
+        assert (other and other.to_dict()) == before
+
+
+# Read where the command starts or where something is installed, of another program, or no variable.
+_NOT_OF_WORKERS = {"RUN_DIR", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "FIRST_NODE", "NAME_OR_FOLDER", "TORCH_INDEX"}
+_NOT_OF_WORKERS |= {"VIRTUAL_ENV", "VERL_PLATFORM", "FOLDER_WITH_ITS_SOURCES", "T_0", "A_1", "ROLLOUT_ONLY"}
+_NOT_OF_WORKERS |= {"DEMO_STEPS", "CUDA_HOME", "CUDA_PATH"}  # each node has its own toolkit
+
+
+def test_variables_that_docs_name_reach_the_workers_of_any_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cluster that was there before: tests/pipeline/test_clusters.py."""
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    named = {name for text in texts for name in re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text)}
+    assert {"VLLM_USE_V2_MODEL_RUNNER", "NGRPO_REWARD_SECONDS", "HF_TOKEN"} <= named
+    further = {"HF_HOME", "HF_ENDPOINT", "WANDB_API_KEY", "NCCL_SOCKET_IFNAME", "DS_SKIP_CUDA_CHECK"}
+    for name in named - _NOT_OF_WORKERS | further:
+        assert name not in worker_env(profile_for("cuda")) or name in os.environ
+        monkeypatch.setenv(name, "as here")
+        assert worker_env(profile_for("cuda")).get(name) == "as here", name
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.1")
+    assert "VLLM_HOST_IP" not in worker_env(profile_for("cuda")), "that of this node"
+
+
+def test_every_path_that_another_node_opens_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each flag of OpenRLHF that takes a path; what is no path here is a name of the hub or an address."""
+    names = [name for action in openrlhf_parser._actions() for name in action.option_strings]
+    takes_paths = [name for name in names if re.search("path$|_dir$|file|url|dataset$", name)]
+    assert len(takes_paths) >= 9
+    monkeypatch.chdir(tmp_path)
+    words = []
+    for name in takes_paths:
+        (tmp_path / name).mkdir()
+        words += [name, f"{tmp_path / name},https://judge.example/score,owner/name"]
+    (tmp_path / "runs").mkdir()
+    found = nodes.opened(Flags([*words, "--ds.attn_implementation", "sdpa"]), "runs")
+    assert found == {**{str(tmp_path / name): name for name in takes_paths}, "runs": "--run-dir"}
 
 
 def test_importing_is_light() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -240,3 +241,19 @@ def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="unknown credit"):
         RunConfig(specs={"credit": {"name": "nothing"}}).credit  # noqa: B018
     assert set(FLAGS.values()) == {kind.flag for kind in KINDS.values()}
+
+
+def test_limits_of_the_engines() -> None:
+    """For stock rollouts too; vLLM wants a token of each answer in a step."""
+    limited = parse.run_config(["--engine.max_num_seqs", "512", "--engine.max_num_batched_tokens", "8192"])
+    assert limited.engine_limits == {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
+    assert limited.conditions == ("engine_limits",) and limited.flags()["engine.max_num_seqs"] == 512
+    assert parse.run_config([]).conditions == ()
+    for words, said in (
+        (["--engine.max_num_seqs", "0"], "--engine.max_num_seqs 0: must be a whole number of at least 1"),
+        (["--engine.max_num_seqs", "4096"], "4096 and --engine.max_num_batched_tokens 2048"),
+        (["--engine.max_num_batched_tokens", "64"], "128 and --engine.max_num_batched_tokens 64"),
+        (["--engine.max_seqs", "8"], "unknown flag '--engine.max_seqs'"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            parse.run_config(words)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,49 @@ def test_a_job(tmp_path: Path, smollm2: str) -> None:
         done = run(folder, "bash", script, *words[:-1], **place)
     check(folder, done)
     assert "succeeded" in (done.stdout + done.stderr).lower()
+
+
+def test_variables_reach_a_cluster_that_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from ngrpo.hardware import profile_for
+    from ngrpo.trainers.openrlhf.launch import worker_env
+
+    names = ("HF_TOKEN", "NGRPO_REWARD_SECONDS", "VLLM_USE_V2_MODEL_RUNNER", "WANDB_API_KEY", "NCCL_SOCKET_IFNAME")
+    with head() as address:
+        for name in names:
+            monkeypatch.setenv(name, f"of {name}")
+        env = worker_env(profile_for("cuda"))
+        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": env})
+        try:
+            seen = ray.get(ray.remote(lambda: dict(os.environ)).remote(), timeout=120)
+        finally:
+            ray.shutdown()
+    assert {name: seen.get(name) for name in names} == {name: f"of {name}" for name in names}
+
+
+@pytest.mark.parametrize("flag", ["--reward.remote_url", "--model", "--run-dir"])
+def test_a_path_that_a_node_lacks(tmp_path: Path, smollm2: str, flag: str) -> None:
+    """On the second node the folder is empty, which a mount of its own shows it alone."""
+    folder = tmp_path / "only_here"
+    folder.mkdir()
+    hide = f"mount -t tmpfs none {folder}"
+    allowed = subprocess.run(["unshare", "--mount", "sh", "-c", hide], capture_output=True, check=False)
+    if allowed.returncode:
+        pytest.skip("needs the right to mount in a namespace of its own (unshare --mount)")
+    path = {"--reward.remote_url": folder / "reward.py", "--model": folder / "model", "--run-dir": folder / "run"}[flag]
+    (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 0.0}\n")
+    shutil.copytree(smollm2, folder / "model")
+    small = [word for pair in SMALL.items() for word in pair]
+    given = {"--model": smollm2, "--run-dir": str(tmp_path / "run"), "--hardware": "cpu", flag: str(path)}
+    words = [*small, *(word for pair in given.items() for word in pair), "--perturbation", "neighbor"]
+    within = ["unshare", "--mount", "sh", "-c", hide + ' && exec "$@"', "sh"]
+    with head() as address, second(address, within):
+        done = run(tmp_path, str(BIN / "ngrpo"), "train", *words, RAY_ADDRESS=address)
+    assert done.returncode == 2, (done.stdout + done.stderr)[-6000:]
+    said = done.stderr.strip().splitlines()[-1]
+    name = "--actor.model_name_or_path" if flag == "--model" else flag
+    assert f"{name} {path}: the cluster's node " in said and "that all nodes share" in said
 
 
 def test_a_node_without_the_project(tmp_path: Path, smollm2: str) -> None:

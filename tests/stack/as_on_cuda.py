@@ -82,18 +82,27 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     Returns:
         How many records, and edits in them, the warm-up left before they were forgotten, and how many are left then.
+        How often steps were compiled, and how often of these before vLLM's monitor of compilation was switched on.
     """
+    from functools import partial
+
     import pytest
     import torch
     from vllm.utils import jit_monitor
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import warmup
 
+    from ngrpo.rollout import plugin
     from perturbations import FinishedTrajectory
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    requests, seen = worker.perturbation.requests, {}
-    take = requests.take
+    requests, perturber = worker.perturbation.requests, worker.perturbation.perturber
+    seen = {"compiled": 0, "compiled_before": 0}
+    take, compile_step = requests.take, perturber.compile
+
+    def compiling(logits: Any) -> Any:
+        seen["compiled"] += 1
+        return compile_step(logits)
 
     def counted(names: Any, *args: Any) -> Any:
         taken = take(names, *args)
@@ -109,13 +118,13 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests, "take", counted)
+        patch.setattr(perturber, "compile", compiling)
         patch.setattr(gpu_worker, "kernel_warmup", kernel_warmup)
         # vLLM 0.31 leaves the second part out of eager engines.
         patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True, raising=False)
         patch.setattr(torch.accelerator, "synchronize", lambda: None)
         # The interpreter lacks this kernel's masks; the bitmask of the warm-up allows every token.
         patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
-        patch.setattr(jit_monitor, "activate", lambda **kwargs: None)
-        gpu_worker.Worker.compile_or_warm_up_model(worker)
-        worker.perturbation.warm_up()
+        patch.setattr(jit_monitor, "activate", lambda **kwargs: seen.update(compiled_before=seen["compiled"]))
+        plugin._warmed_up(partial(gpu_worker.Worker.compile_or_warm_up_model, worker), worker.perturbation)()
     return {**seen, "left": len(take(None)), "running": requests.running}

@@ -77,6 +77,7 @@ def test_the_warm_up_leaves_nothing_behind(v2: Rolled) -> None:
     warm_up = v2["more"]["warm_up"]
     assert warm_up["records"] >= 4 and warm_up["edits"] >= 4
     assert (warm_up["left"], warm_up["running"]) == (0, 0)
+    assert warm_up["compiled"] == warm_up["compiled_before"] == 2, "vLLM reports what is compiled after its warm-up"
 
 
 @pytest.fixture

@@ -65,9 +65,10 @@ def memory_ran_out(error: BaseException) -> str | None:
 
 def project_missing(error: BaseException) -> str | None:
     """What an error means where a node of a cluster is without this project; None for any other error."""
-    line = _matching(error, _PROJECT)
-    if line is None:
+    text = _matching(error, _PROJECT)
+    if text is None:
         return None
+    line = next(line for line in text.splitlines() if _PROJECT.search(line)).strip()  # Ray adds what its log ends with
     return (
         "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
         f" (docs/install.md). The node said: {line}"

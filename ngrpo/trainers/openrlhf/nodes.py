@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
-OPENED = ("model_name_or_path", "remote_url", "agent_func_path", "dataset")
+OPENED = ("path", "_url", "_dir", "dataset")
 """How the names of OpenRLHF's flags end whose value may be a path that another node opens."""
 
 
@@ -37,17 +37,16 @@ def check_paths(paths: Mapping[str, str]) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     @ray.remote(num_cpus=0)
-    def missing() -> list[str]:
-        return [path for path in paths if not os.path.exists(path)]
+    class Node:  # an actor, whose end says why where a node is without this project; that of a task does not
+        def missing(self) -> list[str]:
+            return [path for path in paths if not os.path.exists(path)]
 
     here = ray.get_runtime_context().get_node_id()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     others = [node for node in nodes if node != here]
-    asked = [
-        missing.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        for node in others
-    ]
-    for node, absent in zip(others, ray.get(asked)):
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
+    actors = [Node.options(scheduling_strategy=place).remote() for place in places]  # type: ignore[missing-attribute]
+    for node, absent in zip(others, ray.get([actor.missing.remote() for actor in actors])):
         for path in absent:
             raise UsageError(
                 f"{paths[path]} {path}: the cluster's node {nodes[node]} does not have it, and a process there may open"

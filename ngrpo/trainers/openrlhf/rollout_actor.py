@@ -258,3 +258,13 @@ def perturbed_engine(plain: Any) -> type:
             return (await self.llm.collective_rpc("perturbation_drift"))[0]
 
     return PerturbedRolloutRayActor
+
+
+def limited_engine(plain: type) -> type:
+    """`RolloutRayActor` whose engine has the limits of ``--engine.*``; it is pickled as the class above."""
+
+    class LimitedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
+        async def __init__(self, *args: object, **kwargs: object) -> None:
+            await plain.__init__(self, *args, **{**kwargs, **current_run().engine_limits})  # type: ignore[misc]
+
+    return LimitedRolloutRayActor

@@ -237,6 +237,9 @@ SEAMS: tuple[Seam, ...] = (
     # ---- --report.groups (after all that makes experiences) ---------------------------------------
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "kept_groups:kept_groups",
         "report_groups", "sha:b5693a55753f", "keeps all answers to a few prompts for the run's report"),
+    # ---- --engine.* -------------------------------------------------------------------------------
+    _seam(_ENGINE, "RolloutRayActor", "rollout_actor:limited_engine", "engine_limits", "sha:6bda23ee4983",
+        "has vLLM's defaults of 128 answers and 2,048 tokens a step"),
     # ---- --sampling.correction_warmup (outermost: all others see the rollout's own log-probabilities) ----
     _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "correction_warmup:growing_correction",
         "correction_warmup", "sha:b5693a55753f", "the loss's weights follow from the rollout's log-probabilities"),
