@@ -275,6 +275,8 @@ class StepKernels:
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
+        if len(logits) > 1:  # a vocabulary that vLLM filled up: versions are for the strides; a doubled row has none
+            example = logits.new_empty_strided(logits.shape, logits.stride()).copy_(example)
         scaled = example.float()
         tokens = self._rehearsed(scaled, scaled.clone())
         if self.compiled and example.dtype != torch.float32:
