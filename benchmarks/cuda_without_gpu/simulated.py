@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -276,11 +276,14 @@ def simulate(
     fed: dict[tuple[str, int], Tensor] = {}
     texts: dict[str, list[int]] = {}
     single = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
-    for request in _requests(plan, count):
-        out, vectors = _drive(perturbation, "cpu", [request], single)
-        alone |= out
-        fed |= vectors
-        texts[request.name] = request.tokens
+    # Of equal logits, of which bfloat16 has many, a GPU's first is the one with the lower id, and a CPU's any.
+    rounded = plan.dtype == torch.bfloat16
+    with pretended_cuda() if rounded else nullcontext(), torch.inference_mode():
+        for request in _requests(plan, count):
+            out, vectors = _drive(perturbation, "cuda" if rounded else "cpu", [request], single)
+            alone |= out
+            fed |= vectors
+            texts[request.name] = request.tokens
     together = _requests(plan, count)
     with pretended(plan.lag) as device, torch.inference_mode():
         records, _ = _drive(perturbation, "cuda", together, plan, fed, warmed_up)
