@@ -4,9 +4,9 @@
     TRITON_INTERPRET=1 python -m benchmarks.cuda_without_gpu.interpreted [--perturbations gumbel,soft] [--plans all]
 
 A made-up scheduler drives a whole perturber (:mod:`.simulated`). Each call of a compiled function is compared with the
-function as it is written, and each request with the same request alone on a CPU. Each kernel runs with the first
-configuration of those that Inductor would time on the device. Not seen here: rounding by the device's own instructions
-(numpy computes log, exp and cos, and sums in its own order), and speed.
+function as it is written, and each request with the same request alone on a CPU. Each kernel runs with one of the
+configurations that Inductor would time on the device: the fewest programs, the most turns of a loop. Not seen here:
+rounding by the device's own instructions (numpy computes log, exp and cos, and sums in its own order), and speed.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def interpreted_cuda(parts: Parts, lag: int = 0) -> Iterator[Device]:
         return module
 
     def interpret(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.configs.sort(key=lambda config: (-config.kwargs.get("XBLOCK", 1), config.kwargs.get("R0_BLOCK", 1)))
         with _disable_current_modes():
             return run(self, *map(on_device, args), **kwargs)
 
