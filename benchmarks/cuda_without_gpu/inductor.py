@@ -140,8 +140,8 @@ class _Written(BaseException):
 
 
 @contextlib.contextmanager
-def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
-    """A GPU to compile for: gives a function that compiles another one for its arguments, and returns the code.
+def target(capability: int = 90) -> Iterator[None]:
+    """The compiler writes for a GPU, and takes it to be there.
 
     Args:
         capability: 90 for an H100, 80 for an A100.
@@ -152,23 +152,7 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
     from torch._dynamo import device_interface
     from torch._inductor import compile_fx, scheduler
     from torch._inductor.fx_passes import fuse_attention, pad_mm
-    from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime import triton_helpers
-
-    written: list[Region] = []
-
-    def write(graph: Any) -> None:
-        code, _ = graph.codegen()
-        written.append(Region(getattr(code, "value", code), sum(map(_memory, graph.scheduler.nodes))))
-        raise _Written
-
-    def region(function: Callable[..., Any], *args: Any) -> Region:
-        torch._dynamo.reset()
-        try:
-            torch.compile(function, fullgraph=True)(*args)
-        except _Written:
-            return written.pop()
-        raise RuntimeError("the compiler had nothing to do")
 
     properties, interface = _properties(capability), _interface(capability)
     device_interface.get_registered_device_interfaces()
@@ -176,6 +160,7 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "set_device": lambda device: None,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_name": lambda device=None: properties.name,
@@ -199,17 +184,44 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
         # Both compile patterns by running them on the device.
         stack.enter_context(patch.object(fuse_attention, "_sfdp_init", lambda *_, **__: None))
         stack.enter_context(patch.object(pad_mm, "_pad_mm_init", lambda *_, **__: None))
-        stack.enter_context(patch.object(GraphLowering, "compile_to_module", write))
         stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface}))
         stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False, fx_graph_remote_cache=False))
         stack.enter_context(config.patch(joint_graph_constant_folding=False, use_static_triton_launcher=False))
         before = active._active
         active.set_active(_Driver(capability))
         try:
-            yield region
+            yield
         finally:
             active._active = before
             torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
+    """A GPU to compile for: gives a function that compiles another one for its arguments, and returns the code.
+
+    Args:
+        capability: as in :func:`target`.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    written: list[Region] = []
+
+    def write(graph: Any) -> None:
+        code, _ = graph.codegen()
+        written.append(Region(getattr(code, "value", code), sum(map(_memory, graph.scheduler.nodes))))
+        raise _Written
+
+    def region(function: Callable[..., Any], *args: Any) -> Region:
+        torch._dynamo.reset()
+        try:
+            torch.compile(function, fullgraph=True)(*args)
+        except _Written:
+            return written.pop()
+        raise RuntimeError("the compiler had nothing to do")
+
+    with target(capability), patch.object(GraphLowering, "compile_to_module", write):
+        yield region
 
 
 def _memory(node: Any) -> int:

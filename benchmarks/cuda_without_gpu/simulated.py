@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +30,7 @@ from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 
-VOCABULARY, HIDDEN = 200, 16
-_MATRIX = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
+HIDDEN = 16
 
 
 class Disagreement(AssertionError):
@@ -48,6 +49,8 @@ class Plan:
         batch: requests at once.
         masked: whether the tokens that filters left are recorded.
         sampling: ``all``, ``filtered`` (the 40 likeliest), or ``greedy`` (every other request).
+        vocabulary: V; not a multiple of 64, so that the last block of a row is filled up.
+        dtype: of the embeddings and, where nothing filters, of the logits.
     """
 
     seed: int = 1
@@ -57,6 +60,8 @@ class Plan:
     batch: int = 4
     masked: bool = False
     sampling: str = "all"
+    vocabulary: int = 200
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass
@@ -77,30 +82,32 @@ class Request:
         self.parameters = SimpleNamespace(extra_args={"perturbation": {"seed": self.seed}}, seed=None)
 
 
-def _requests(seed: int, count: int) -> list[Request]:
-    draws = random.Random(seed)
+def _requests(plan: Plan, count: int) -> list[Request]:
+    draws = random.Random(plan.seed)
 
     def one(i: int) -> Request:
-        prompt = draws.choices(range(VOCABULARY), k=draws.randrange(1, 12))
+        prompt = draws.choices(range(plan.vocabulary), k=draws.randrange(1, 12))
         return Request(f"r{i}-{i:08d}", prompt, draws.randrange(1, 20), 7 * i + 1)
 
     return [one(i) for i in range(count)]
 
 
-def _logits(name: str, position: int, last: int) -> Tensor:
+def _logits(name: str, position: int, last: int, plan: Plan) -> Tensor:
     seed = zlib.crc32(f"{name} {position} {last}".encode())
-    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+    return (torch.randn(plan.vocabulary, generator=torch.Generator().manual_seed(seed)) * 3).to(plan.dtype)
 
 
 class _Engine:
-    def __init__(self, perturbation: Perturbation, device: str, slots: int, masked: bool) -> None:
+    def __init__(self, perturbation: Perturbation, device: str, plan: Plan) -> None:
         self.device, self.reads_hidden = torch.device(device), perturbation.reads_hidden
-        embedding = nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
-        embedding._parameters["weight"] = self.up(_MATRIX.clone())
-        self.embedding, self.store = embedding, TrajectoryStore(slots, 4096, (VOCABULARY, HIDDEN))
-        texts = ["1" if i % 5 == 0 else "b" for i in range(VOCABULARY)]
-        gate = BoundGate(perturbation, lambda _: [3, 5], lambda: texts, VOCABULARY, self.store.slots, self.device)
-        override = InputOverride(embedding, 512, HIDDEN, torch.float32, self.device)
+        size = plan.vocabulary, HIDDEN
+        embedding = nn.Embedding(*size, dtype=plan.dtype).requires_grad_(False)
+        matrix = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        embedding._parameters["weight"] = self.up(matrix.to(plan.dtype))
+        self.embedding, self.store = embedding, TrajectoryStore(plan.batch, 4096, size)
+        texts = ["1" if i % 5 == 0 else "b" for i in range(plan.vocabulary)]
+        gate = BoundGate(perturbation, lambda _: [3, 5], lambda: texts, plan.vocabulary, self.store.slots, self.device)
+        override = InputOverride(embedding, 512, HIDDEN, plan.dtype, self.device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(HIDDEN)
         if module is not None:
@@ -118,13 +125,18 @@ class _Engine:
             override,
             self.device,
             module,
-            SamplingMaskStore(VOCABULARY, self.store.slots, self.store.length) if masked else None,
+            SamplingMaskStore(plan.vocabulary, self.store.slots, self.store.length) if plan.masked else None,
         )
         self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
         perturbation.prepare(embeddings)
 
     def up(self, part: Tensor) -> Any:
         return Pretended(part) if self.device.type == "cuda" else part
+
+    def logits(self, part: Tensor) -> Any:
+        """As vLLM has them: of more columns than tokens, where a vocabulary is filled up to a multiple of 64."""
+        size = part.shape[-1]
+        return self.up(nn.functional.pad(part, (0, -size % 64))[:, :size])
 
     def overridden(self) -> tuple[Tensor, Tensor]:
         return _values(self.embedding.overridden)[:, 0].clone(), _values(self.embedding.override).clone()
@@ -143,9 +155,14 @@ def _drive(
     requests: list[Request],
     plan: Plan,
     expected: dict[tuple[str, int], Tensor] | None = None,
+    warmed_up: Callable[[], None] | None = None,
 ) -> Found:
     """Runs requests: what was recorded of each, and the vectors that were fed, by request and position."""
-    engine, draws = _Engine(perturbation, device, plan.batch, plan.masked), random.Random(plan.seed + 1)
+    engine, draws = _Engine(perturbation, device, plan), random.Random(plan.seed + 1)
+    if warmed_up is not None:
+        for rows in (2, 1):
+            engine.perturber.compile(engine.logits(torch.zeros(rows, plan.vocabulary, dtype=plan.dtype)))
+        warmed_up()
     queue, running, finished, fed, out = list(requests), [], [], {}, {}
     while queue or running or finished:
         while queue and len(running) < plan.batch:
@@ -169,7 +186,7 @@ def _drive(
         counts = np.minimum(lengths - starts, plan.chunk)
         engine.perturber.begin([request.name for request in batch], starts, counts, starts + counts < lengths)
         _compare_rows(engine, batch, starts, counts, fed, expected)
-        tokens = _values(_finished(engine, batch, starts + counts, plan.sampling))
+        tokens = _values(_finished(engine, batch, starts + counts, plan))
         for i, request in enumerate(batch):
             request.computed = int(starts[i] + counts[i])
             if request.computed == lengths[i]:
@@ -198,7 +215,7 @@ def _compare_rows(
     expected: dict[tuple[str, int], Tensor] | None,
 ) -> None:
     flags, vectors = engine.overridden()
-    row = 0
+    row, rounded = 0, 2.0**-7 if vectors.dtype == torch.bfloat16 else 1e-5
     for i, request in enumerate(batch):
         for position in range(starts[i], starts[i] + counts[i]):
             at = request.name, position
@@ -206,7 +223,7 @@ def _compare_rows(
                 want = expected.get(at)
                 if bool(flags[row]) != (want is not None):
                     raise Disagreement(f"{at}: replaced {bool(flags[row])}, on a CPU {want is not None}")
-                if want is not None and not torch.allclose(vectors[row], want, atol=1e-5):
+                if want is not None and not torch.allclose(vectors[row], want, rtol=rounded, atol=1e-5):
                     raise Disagreement(f"{at}: the vector is off by {(vectors[row] - want).abs().max():.3g}")
             elif bool(flags[row]):
                 fed[at] = vectors[row].clone()
@@ -215,9 +232,12 @@ def _compare_rows(
         raise Disagreement(f"rows beyond the batch are replaced: {flags[row:].nonzero().flatten().tolist()}")
 
 
-def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, sampling: str) -> Tensor:
-    logits = torch.stack([_logits(r.name, int(end), r.tokens[end - 1]) for r, end in zip(batch, ends, strict=True)])
-    scaled, greedy = engine.up(logits), None
+def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -> Tensor:
+    rows = zip(batch, ends, strict=True)
+    logits = torch.stack([_logits(r.name, int(end), r.tokens[end - 1], plan) for r, end in rows])
+    hidden = logits[:, :HIDDEN].clone()
+    logits = logits if plan.sampling == "all" else logits.float()
+    scaled, greedy, sampling = engine.logits(logits), None, plan.sampling
     drawable = scaled
     if sampling == "filtered":
         drawable = engine.up(logits.masked_fill(logits < logits.topk(40, dim=-1).values[:, -1:], -torch.inf))
@@ -225,12 +245,25 @@ def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, sampling:
         cold = torch.tensor([request.seed % 2 == 0 for request in batch])
         greedy = engine.up(torch.where(cold, logits.argmax(dim=-1), -1))
     if engine.reads_hidden:
-        engine.perturber.computed(engine.up(logits[:, :HIDDEN].clone()))
+        engine.perturber.computed(engine.up(hidden))
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
 
 
-def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
+def simulate(
+    perturbation: Perturbation,
+    plan: Plan,
+    count: int = 8,
+    pretended: Callable[[int], AbstractContextManager[Device]] = pretended_cuda,
+    warmed_up: Callable[[], None] | None = None,
+) -> Device:
     """Runs requests together on the pretended GPU, and each alone on a CPU.
+
+    Args:
+        perturbation: what acts.
+        plan: how requests are run.
+        count: of requests.
+        pretended: gives the device for a lag.
+        warmed_up: called after an engine's warm-up; None for a run without it.
 
     Returns:
         What made the host wait.
@@ -242,15 +275,18 @@ def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
     alone: dict[str, Any] = {}
     fed: dict[tuple[str, int], Tensor] = {}
     texts: dict[str, list[int]] = {}
-    single = Plan(plan.seed, chunk=1 << 20, batch=1, masked=plan.masked, sampling=plan.sampling)
-    for request in _requests(plan.seed, count):
-        out, vectors = _drive(perturbation, "cpu", [request], single)
-        alone |= out
-        fed |= vectors
-        texts[request.name] = request.tokens
-    together = _requests(plan.seed, count)
-    with pretended_cuda(plan.lag) as device, torch.inference_mode():
-        records, _ = _drive(perturbation, "cuda", together, plan, fed)
+    single = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
+    # Of equal logits, of which bfloat16 has many, a GPU's first is the one with the lower id, and a CPU's any.
+    rounded = plan.dtype == torch.bfloat16
+    with pretended_cuda() if rounded else nullcontext(), torch.inference_mode():
+        for request in _requests(plan, count):
+            out, vectors = _drive(perturbation, "cuda" if rounded else "cpu", [request], single)
+            alone |= out
+            fed |= vectors
+            texts[request.name] = request.tokens
+    together = _requests(plan, count)
+    with pretended(plan.lag) as device, torch.inference_mode():
+        records, _ = _drive(perturbation, "cuda", together, plan, fed, warmed_up)
     for request in together:
         if request.tokens != texts[request.name]:
             raise Disagreement(f"{request.name}: other tokens")

@@ -275,6 +275,8 @@ class StepKernels:
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
+        if len(logits) > 1:  # a vocabulary that vLLM filled up: versions are for the strides; a doubled row has none
+            example = logits.new_empty_strided(logits.shape, logits.stride()).copy_(example)
         scaled = example.float()
         tokens = self._rehearsed(scaled, scaled.clone())
         if self.compiled and example.dtype != torch.float32:
@@ -294,10 +296,11 @@ class StepKernels:
         if not self.compiled:
             return self.draw(scaled, rows, drawable).tokens
         first, none = torch.zeros_like(rows), torch.zeros_like(rows)
-        temperature = torch.ones(len(rows), device=scaled.device)
+        temperature, greedy = torch.ones(len(rows), device=scaled.device), torch.full_like(rows, -1)
         at = Rows(first, first.clone(), first.clone(), none)
         # Batch and gated rows vary by themselves, and so does the number of slots.
-        for part in (scaled, drawable, rows, temperature, first, at.prompts, at.positions, none, *self._gate.state):
+        of_rows = scaled, drawable, rows, temperature, greedy, first, at.prompts, at.positions, none
+        for part in (*of_rows, *self._gate.state):
             if part is not None:
                 torch._dynamo.maybe_mark_dynamic(part, 0)
         draw = self.draw(scaled, rows, drawable)
@@ -312,7 +315,7 @@ class StepKernels:
                 perturbed = [gated.clone() for _ in range(2 + len(STREAMS))]
                 for part in (gated, *perturbed):
                     torch._dynamo.maybe_mark_dynamic(part, 0)
-                parts = self.edit(gated, perturbed, at, draw, scaled, temperature, drawable, None, hidden)[2]
+                parts = self.edit(gated, perturbed, at, draw, scaled, temperature, drawable, greedy, hidden)[2]
             self.candidates = parts["ids"].shape[-1]
         self.settle(at, draw.tokens, scaled if drawable is None or not self._masked else drawable, draw.log_total)
         return draw.tokens

