@@ -229,6 +229,17 @@ def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, sampling:
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
 
 
+def on_a_cpu(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[Request], dict[str, Any], Any]:
+    """Runs each request alone: the requests with their tokens, what was recorded of each, and the vectors fed."""
+    requests, recorded, fed = _requests(plan.seed, count), {}, {}
+    single = Plan(plan.seed, chunk=1 << 20, batch=1, masked=plan.masked, sampling=plan.sampling)
+    for request in requests:
+        out, vectors = _drive(perturbation, "cpu", [request], single)
+        recorded |= out
+        fed |= vectors
+    return requests, recorded, fed
+
+
 def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
     """Runs requests together on the pretended GPU, and each alone on a CPU.
 
@@ -239,15 +250,8 @@ def simulate(perturbation: Perturbation, plan: Plan, count: int = 8) -> Device:
         Disagreement: where the two differ.
         RuntimeError: where tensors of both devices meet.
     """
-    alone: dict[str, Any] = {}
-    fed: dict[tuple[str, int], Tensor] = {}
-    texts: dict[str, list[int]] = {}
-    single = Plan(plan.seed, chunk=1 << 20, batch=1, masked=plan.masked, sampling=plan.sampling)
-    for request in _requests(plan.seed, count):
-        out, vectors = _drive(perturbation, "cpu", [request], single)
-        alone |= out
-        fed |= vectors
-        texts[request.name] = request.tokens
+    requests, alone, fed = on_a_cpu(perturbation, plan, count)
+    texts = {request.name: request.tokens for request in requests}
     together = _requests(plan.seed, count)
     with pretended_cuda(plan.lag) as device, torch.inference_mode():
         records, _ = _drive(perturbation, "cuda", together, plan, fed)
