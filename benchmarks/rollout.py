@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per second of perturbed rollouts against stock vLLM, interleaved in one process.
 
-    python -m benchmarks.rollout [--model smollm2-135m] [--pairs 5] [--batches 1,16,64] [--rates 0.1,1]
+    python -m benchmarks.rollout [--dtype bfloat16] [--pairs 5] [--batches 1,16,64] [--rates 0.1,1]
 
-A stock engine and a perturbed one live side by side; each pair times stock, then the perturbation, on the same prompts.
+A stock engine and a perturbed one live side by side; each pair times both on the same prompts, in alternating order.
 Printed: the median of the paired ratios (perturbed / stock, higher is better), and the range. With `--cpu-seconds` the
 engines have one thread, and its CPU seconds are compared, which other work on the machine hardly changes.
 """
@@ -31,12 +31,12 @@ QUESTION = "Explain step by step how to find the sum of the first hundred odd nu
 
 
 def engine(model: str, spec: dict[str, Any] | None, compiled: bool, **options: Any) -> Any:
-    """A bfloat16 engine in this process; two of them fit beside each other."""
+    """An engine in this process, in float32 on a CPU; two of them fit beside each other."""
     from vllm import LLM
 
     extra = {"additional_config": {"perturbation": spec}} if spec else {}
     on_cpu = {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
-    settings = {"dtype": "bfloat16", "enforce_eager": not compiled, "max_model_len": 1024, "max_num_seqs": 64}
+    settings = {"dtype": _dtype(), "enforce_eager": not compiled, "max_model_len": 1024, "max_num_seqs": 64}
     settings |= {"gpu_memory_utilization": 0.4} if _cuda() else on_cpu
     return LLM(model, **{**settings, **options}, **extra)
 
@@ -45,6 +45,10 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _dtype() -> str:
+    return "bfloat16" if _cuda() else "float32"
 
 
 def questions(llm: Any, batch: int) -> list[list[int]]:
@@ -71,7 +75,7 @@ def rate_of(llm: Any, prompts: list[list[int]], tokens: int, clock: Clock = time
 def paired(
     stock: Any, perturbed: Any, prompts: list[list[int]], tokens: int, pairs: int, clock: Clock = time.perf_counter
 ) -> dict[str, float]:
-    """Times both engines in turn.
+    """Times both engines in turn, every second time the perturbed one first.
 
     Returns:
         ``stock``: its median of tokens per second; ``ratio``, ``lowest``, ``highest``: perturbed over stock, the
@@ -81,7 +85,10 @@ def paired(
     both = (stock, perturbed)
     for llm in both:
         rate_of(llm, prompts, tokens, clock)
-    rates = [tuple(rate_of(llm, prompts, tokens, clock) for llm in both) for _ in range(pairs)]
+    rates = []
+    for pair in range(pairs):
+        found = [rate_of(llm, prompts, tokens, clock) for llm in both[:: -1 if pair % 2 else 1]]
+        rates.append(tuple(found[:: -1 if pair % 2 else 1]))
     take_records(perturbed)
     return summary(rates, "stock")
 
@@ -96,6 +103,7 @@ def main() -> None:
     parser.add_argument(
         "--perturbations", "--operators", default=None, help="by commas; neighbor:variant=released; all by default"
     )
+    parser.add_argument("--dtype", default=_dtype(), choices=("float32", "bfloat16"), help="by default %(default)s here")
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
     parser.add_argument("--cpu-seconds", action="store_true", help="CPU seconds of one thread instead of the clock")
     options = parser.parse_args()
@@ -106,12 +114,14 @@ def main() -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         torch.set_num_threads(1)
     model = resolve(options.model)
-    stock, perturbed = engine(model, None, options.compiled), engine(model, {"name": "gumbel"}, options.compiled)
+    stock, perturbed = (
+        engine(model, spec, options.compiled, dtype=options.dtype) for spec in (None, {"name": "gumbel"})
+    )
     in_tree = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
     names = options.perturbations.split(",") if options.perturbations else in_tree
     batches = [int(b) for b in options.batches.split(",")]
     clock, used = (time.process_time, ", CPU seconds of one thread") if options.cpu_seconds else (time.perf_counter, "")
-    print(f"{describe()}; {options.model}, bfloat16, {'compiled' if options.compiled else 'eager'}{used}")
+    print(f"{describe()}; {options.model}, {options.dtype}, {'compiled' if options.compiled else 'eager'}{used}")
     print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
     for each in names:
         name, *settings = each.split(":")

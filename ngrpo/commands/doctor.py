@@ -113,9 +113,7 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield _judged("releases", _releases, preflight.check_stack)
     profile = profile_for("auto")
     yield _device(profile.name)
-    # The flags that the profile itself would add: on a CPU the offloaded Adam, which g++ compiles.
-    flags = Flags([]).with_defaults(profile.default_flags)
-    yield _judged("optimizer", lambda: "what DeepSpeed compiles it with is there", lambda: profile.check(flags))
+    yield _judged("compiler", lambda: "what is compiled on first use can be", lambda: profile.check(Flags()))
     yield Finding("flash-attn", _flash_attn(profile.name))
     yield _seams(profile.name)
     yield _plugin()

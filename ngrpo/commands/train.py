@@ -99,7 +99,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo import tasks
-from ngrpo.config import entry_check, parse, preflight, rules, verl_lines
+from ngrpo.config import checkpoint_check, entry_check, parse, preflight, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.console import catalogue, progress
 from ngrpo.hardware import profile_for
@@ -228,6 +228,8 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
     rules.check("data", complete, run)
     complete = rules.of_hardware(complete, run)
+    if (line := checkpoint_check.first_step(complete)) is not None:
+        report(line)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngrpo import tasks
-from ngrpo.config import correction_check, entry_check, parse, preflight, presets, second_round_check
+from ngrpo.config import checkpoint_check, correction_check, entry_check, parse, preflight, presets, second_round_check
 from ngrpo.config.dataset_check import is_checked
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
@@ -137,6 +137,9 @@ RULES = (
         "start",
         lambda flags, run: seams.check(conditions_for(profile_for(run.hardware), run)),
         lambda *_: "what is replaced upstream is as it was",
+    ),
+    Rule(
+        "start", checkpoint_check.check_loaded, lambda flags, _: checkpoint_check.first_step(flags) or "starts at step 0"
     ),
     Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
     Rule("data", _data, lambda *_: "dataset and reward"),

@@ -27,6 +27,7 @@ class Profile:
         ray_init: Given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started
             here (an existing cluster has its own resources).
         check: Given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do.
+        engine_options: Of ``vllm.LLM``, for an evaluation or a diagnosis that has no others.
     """
 
     name: Literal["cpu", "cuda"]
@@ -34,6 +35,7 @@ class Profile:
     default_flags: dict[str, Default] = field(default_factory=dict)
     ray_init: Callable[[Flags], dict[str, Any]] = lambda flags: {}
     check: Callable[[Flags], None] = lambda flags: None
+    engine_options: dict[str, Any] = field(default_factory=dict)
 
 
 def detect() -> Literal["cpu", "cuda"]:
