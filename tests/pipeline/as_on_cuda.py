@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 from tests.pipeline.harness import ROOT, train
@@ -32,11 +33,10 @@ _REPLACED = ("weight_sync:no_sync_group", "weight_sync:hand_over_weights", "weig
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
+    ("torch.cuda", "current_device", "first_device"),
     ("torch.cuda", "current_stream", "no_stream"),
     ("torch.cuda", "get_device_properties", "device_of_ray"),
     ("torch.cuda", "synchronize", "nothing_to_wait_for"),
-    ("torch.accelerator", "get_memory_info", "no_memory"),
-    ("torch.accelerator", "synchronize", "nothing_to_wait_for"),
     ("torch.multiprocessing.reductions", "reduce_tensor", "lent_in_shared_memory"),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator", "over_gloo"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "not_packed"),
@@ -122,6 +122,10 @@ def cuda_is_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
     return empty
 
 
+def first_device(original: Callable[..., int]) -> Callable[..., int]:
+    return lambda: 0
+
+
 def no_stream(original: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args: None
 
@@ -196,10 +200,6 @@ def not_packed(original: Callable[..., None]) -> Callable[..., None]:
 # --- CUDA's part of sleep --------------------------------------------------------------------------------------------
 
 
-def no_memory(original: Callable[..., Any]) -> Callable[..., tuple[int, int]]:
-    return lambda *args: (0, 0)
-
-
 def nothing_to_wait_for(original: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args: None
 
@@ -225,12 +225,15 @@ def sleeping_worker(plain: type) -> type:
 
         def sleep(self, level: int = 1) -> None:
             ours = _tensors_of(self.perturbation)
+            named = dict(self.model_runner.get_model().named_parameters())
             weights = {part.untyped_storage().data_ptr() for part in _tensors_of(self.model_runner.get_model())}
             asleep = self.pools.addresses()
+            awake = [name for name, part in named.items() if part.untyped_storage().data_ptr() not in asleep]
             left = [part for part in ours if part.untyped_storage().data_ptr() not in weights]
             lost = [tuple(part.shape) for part in left if part.untyped_storage().data_ptr() in asleep]
-            note("sleep", ours=len(left), lost=lost, weights=len(weights & asleep), all_weights=len(weights))
-            super(plain, self).sleep(level)
+            note("sleep", ours=len(left), lost=lost, awake=awake)
+            with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):  # of which it must not use more
+                super(plain, self).sleep(level)
 
         def wake_up(self, tags: list[str] | None = None) -> None:
             note("wake_up", tags=tags)

@@ -86,22 +86,27 @@ def handed_out(strategy: Any, ranks: int, count: int) -> list[list[Any]]:
 def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, *cases: tuple[int, int]) -> None:
     os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank))
     os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
-    from ngrpo.hardware.cpu import PROFILE
     from ngrpo.trainers.openrlhf.install import install
 
-    os.environ.update({name: PROFILE.env[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH")})
     install(["cpu", "without_flash_attn"])
-    from importlib import import_module
-
     import torch
 
-    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # half a minute of compilation
     torch.set_num_threads(1)
+    torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=SECONDS)
     from openrlhf.models import Actor
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
+
+    def meet(at: str) -> None:
+        """Waits for all ranks, without a collective."""
+        Path(folder, f"{port}-{at}-{rank}").touch()
+        until = time.monotonic() + 90.0
+        while len(list(Path(folder).glob(f"{port}-{at}-*"))) < ranks and time.monotonic() < until:
+            time.sleep(0.05)
+
     strategy = strategy_of(folder, ranks, batch, micro, cases[0][1])
-    strategy.setup_distributed(timedelta(seconds=90))
+    meet("start")
+    strategy.setup_distributed(timedelta(seconds=SECONDS))
     actor = Actor(folder, attn_implementation="eager", ds_config=strategy.get_ds_train_config(), param_dtype="bf16")
     adam = vars(strategy.args.actor.adam)
     plan = {"optim": "adam", "adam": adam, "muon": {}, "lr_scheduler": "constant", "scheduler_steps": 9}
@@ -131,10 +136,7 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
         trainer.replay_buffer.clear()
         seen.append({"trained": trained, "end": end})
         # As Ray's actors wait for the next call: by a collective of its own a rank would disturb those that hang.
-        Path(folder, f"{port}-{len(seen)}-{rank}").touch()
-        until = time.monotonic() + 6 * SECONDS
-        while len(list(Path(folder).glob(f"{port}-{len(seen)}-*"))) < ranks and time.monotonic() < until:
-            time.sleep(0.05)
+        meet(str(len(seen)))
     print(RESULT + json.dumps(seen), flush=True)
     os._exit(0)
 
