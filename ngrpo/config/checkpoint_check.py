@@ -14,7 +14,7 @@ LOAD = "--ckpt.load_enable"
 
 
 def check_loaded(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` for a folder of checkpoints in which none is complete: OpenRLHF fails once all is loaded."""
+    """Raises ``UsageError`` where no checkpoint in the folder is complete: OpenRLHF fails once all is loaded."""
     folder = _folder(flags)
     if flags.has(LOAD) and folder.is_dir() and not (folder / "latest").is_file():
         raise UsageError(

@@ -42,12 +42,15 @@ def toolkit() -> tuple[Path | None, str | None]:
     return home, match and match[1]
 
 
-def check(flags: Flags) -> None:
+def check(flags: Flags) -> str | None:
     """Refuses a training whose optimizer DeepSpeed 0.19.6 could not compile: it tries once all models are loaded.
 
     The fused Adam is CUDA code. The Adam of ``--ds.adam_offload`` is compiled against the toolkit too where torch sees
     a GPU, and from CUDA 13 on DeepSpeed refuses a toolkit of another minor release for it. On a Ray cluster that is
     there already the nodes have toolkits of their own, so nothing is asked of this one.
+
+    Returns:
+        Why it could not look, or None.
 
     Raises:
         UsageError: With what is missing and what to install.
@@ -60,11 +63,15 @@ def check(flags: Flags) -> None:
             " Use bf16, or leave it out."
         )
     torch_release, offload = torch.version.cuda, flags.has("--ds.adam_offload")
-    if torch_release is None or os.environ.get("RAY_ADDRESS") or flags.has("--help"):
-        return
+    if flags.has("--help"):
+        return None
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        return f"not checked: the CUDA toolkits of the nodes of the Ray cluster at {os.environ['RAY_ADDRESS']}."
+    if torch_release is None:
+        return "not checked: torch is built for a CPU here, so neither a GPU nor its toolkit can be looked at."
     subject = "--ds.adam_offload" if offload else "DeepSpeed's fused Adam"
     if _compiled_before("cpu_adam" if offload else "fused_adam"):
-        return
+        return None
     home, release = toolkit()
     install = f"Fix: install the CUDA toolkit {_minor(torch_release)}, the release of this torch, {_AFTERWARDS}"
     why = f"{subject} is compiled on first use, for which DeepSpeed needs the CUDA toolkit"
@@ -99,6 +106,7 @@ def check(flags: Flags) -> None:
             f"{why} with libcudart.so to link to: there is none in {libraries}. {install}; NVIDIA's packages for pip"
             f" leave that name out: ln -s libcudart.so.{major} {libraries}/libcudart.so"
         )
+    return None
 
 
 def _compiled_before(extension: str) -> bool:

@@ -35,7 +35,7 @@ def check(argv: Sequence[str]) -> None:
         argv: OpenRLHF's flags, complete.
     """
     try:
-        _run(argv)
+        _resolved(tuple(argv))
     except AssertionError as error:
         raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -63,6 +63,12 @@ def resolved(argv: Sequence[str]) -> dict[str, Any]:
     Args:
         argv: OpenRLHF's flags, complete; :func:`check` has accepted them.
     """
+    return dict(_resolved(tuple(argv)))
+
+
+@lru_cache
+def _resolved(argv: tuple[str, ...]) -> dict[str, Any]:
+    """Kept, since every rule on a run asks for them."""
 
     def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
         settings: dict[str, Any] = {}

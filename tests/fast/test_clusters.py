@@ -41,7 +41,8 @@ def called(tmp_path: Path, script: str, programs: dict[str, str], *words: str, *
 
 
 def test_a_job_takes_the_words_along(tmp_path: Path) -> None:
-    (words,) = called(tmp_path, "ray_job.sh", {"ray": STUB}, "--config", "recipe.yaml", "--train.seed", "7", RUN_DIR="/r")
+    flags = ("--config", "recipe.yaml", "--train.seed", "7")
+    (words,) = called(tmp_path, "ray_job.sh", {"ray": STUB}, *flags, RUN_DIR="/r")
     assert words[:4] == ["job", "submit", "--address", "http://127.0.0.1:8265"]
     assert ".venv" in json.loads(words[words.index("--runtime-env-json") + 1])["excludes"]
     expected = ["ngrpo", "train", "--run-dir", "/r", "--config", "recipe.yaml", "--train.seed", "7"]
@@ -55,7 +56,7 @@ def test_a_slurm_job(tmp_path: Path, nodes: int) -> None:
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
     env |= {"SLURM_CPUS_PER_TASK": "32", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "1234567", "RUN_DIR": ""}
     steps = called(tmp_path, "slurm.sbatch", programs, "--train.seed", "7", **env)
-    assert len(steps) == nodes + 1 and all(["--cpus-per-task", "32"] == step[1:3] for step in steps)
+    assert len(steps) == nodes + 1 and all(step[1:3] == ["--cpus-per-task", "32"] for step in steps)
     training = next(step[step.index("ngrpo") :] for step in steps if "ngrpo" in step)
     run_dir = ["--ckpt.load_enable", "--run-dir", "runs/slurm-1234567"]
     assert training == ["ngrpo", "train", *run_dir, "--train.seed", "7"]
@@ -84,7 +85,8 @@ def test_the_image_has_what_is_called_and_compiled_in_it() -> None:
     text = (FOLDER.parents[1] / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
     installed = re.search(r"apt-get install ([^&]*)", text)
     assert installed is not None
-    packages = {"wget", *(f"{name}-dev-$release" for name in ("cuda-cudart", "libcublas", "libcusparse", "libcusolver"))}
+    libraries = ("cuda-cudart", "libcublas", "libcusparse", "libcusolver")
+    packages = {"wget", *(f"{name}-dev-$release" for name in libraries)}
     assert packages <= set(installed[1].split())
 
 

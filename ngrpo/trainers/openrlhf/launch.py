@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from uuid import uuid4
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.hardware import Profile, attention, processes, profile_for
 from ngrpo.hardware.compiled import ready_to_compile
+from ngrpo.hardware.machine import started_here
 from ngrpo.trainers.openrlhf import nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
 from ngrpo.trainers.openrlhf.install import install, setup_hook
@@ -99,7 +99,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
 
     begin(run)
     everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
-    address = os.environ.get("RAY_ADDRESS") or _started_here()
+    address = os.environ.get("RAY_ADDRESS") or started_here()
     if address in (None, "local"):
         os.environ.pop("RAY_ADDRESS", None)  # an engine's core would inherit it and start another Ray
         ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))
@@ -118,25 +118,6 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
             f" counted). Start it with `ray start --head --num-gpus {gpus}`, or set RAY_ADDRESS=local for a Ray of"
             " this run's own."
         )
-
-
-def _started_here() -> str | None:
-    """The address of the cluster that `ray start` began on this machine; None where there is none any more.
-
-    Ray 2.55 asks the same file, but waits minutes for a cluster that is gone.
-    """
-    from ray._private.services import find_bootstrap_address
-
-    address = find_bootstrap_address(None)
-    if address is None:
-        return None
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
-        print(f"the Ray cluster at {address} is gone (`ray stop` forgets it); starting Ray here", flush=True)
-        return None
-    return address
 
 
 def _run(flags: Sequence[str]) -> None:

@@ -43,7 +43,10 @@ def check_paths(paths: Mapping[str, str]) -> None:
     here = ray.get_runtime_context().get_node_id()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     others = [node for node in nodes if node != here]
-    asked = [missing.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n, soft=False)).remote() for n in others]
+    asked = [
+        missing.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node in others
+    ]
     for node, absent in zip(others, ray.get(asked)):
         for path in absent:
             raise UsageError(
