@@ -3,8 +3,8 @@
 
 The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the table of seams
 loses those rows and gains others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
-memory, CUDA's memory pools by their bytes. A sleeping byte is 255 (NaN in every floating-point type, with KV cache left
-so), and so is a weight whose sender has freed it: whatever reads either shows it.
+memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is
+one of a weight that its sender has freed: whatever reads either shows it.
 
 ``python -m tests.pipeline.as_on_cuda train …`` is ``ngrpo train …``. What happens is noted in $REHEARSAL/journal.
 """
@@ -17,10 +17,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
@@ -33,11 +33,10 @@ _REPLACED = ("weight_sync:no_sync_group", "weight_sync:hand_over_weights", "weig
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
-    ("torch.cuda", "current_device", "first_device"),
     ("torch.cuda", "current_stream", "no_stream"),
-    ("torch.cuda", "get_device_properties", "device_of_ray"),
     ("torch.cuda", "synchronize", "nothing_to_wait_for"),
     ("torch.multiprocessing.reductions", "reduce_tensor", "lent_in_shared_memory"),
+    ("openrlhf.trainer.ray.utils", "get_physical_gpu_id", "gpu_of_ray"),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator", "over_gloo"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "not_packed"),
     ("vllm.platforms.cpu", "CpuPlatform.is_sleep_mode_available", "available"),
@@ -107,7 +106,7 @@ def in_every_worker(setup_hook: Callable[..., Callable[[], None]]) -> Callable[.
 
 def note(what: str, **more: object) -> None:
     """A line in the journal, which all processes write."""
-    line = json.dumps({"what": what, "process": os.getpid(), **more})
+    line = json.dumps({"what": what, "at": round(time.time(), 1), "process": os.getpid(), **more})
     with open(Path(os.environ[FOLDER], "journal"), "a") as journal:
         journal.write(line + "\n")
 
@@ -122,17 +121,13 @@ def cuda_is_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
     return empty
 
 
-def first_device(original: Callable[..., int]) -> Callable[..., int]:
-    return lambda: 0
-
-
 def no_stream(original: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args: None
 
 
-def device_of_ray(original: Callable[..., Any]) -> Callable[..., Any]:
+def gpu_of_ray(original: Callable[..., str]) -> Callable[..., str]:
     """The GPU that Ray gave a process: trainer and engine of one bundle must have the same."""
-    return lambda device: SimpleNamespace(uuid=f"GPU-{os.environ['CUDA_VISIBLE_DEVICES']}")
+    return lambda: f"GPU-{os.environ['CUDA_VISIBLE_DEVICES']}"
 
 
 def over_gloo(original: type) -> type:

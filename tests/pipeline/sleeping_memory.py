@@ -13,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_ASLEEP, _RUBBISH = 255, 66  # bytes: NaN in any floating-point dtype; 48 or so. (vLLM's CPU kernels read whole blocks.)
+
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     parts = (part for part in tree_leaves(tree) if isinstance(part, Tensor) and part.device.type == "cpu")
@@ -36,7 +38,7 @@ class Pools:
 
     def __init__(self) -> None:
         self._pools: dict[str, _Allocations] = {}
-        self._asleep: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._asleep: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
 
     @contextmanager
     def open(self, tag: str) -> Iterator[None]:
@@ -58,12 +60,12 @@ class Pools:
         """Takes the bytes of all pools away."""
         for tag in self._pools:
             parts = list(self._parts(tag))
-            self._asleep[tag] = [(part, part.clone() if tag == "weights" else part) for part in parts]
+            self._asleep[tag] = [(part, part.clone() if tag == "weights" else None) for part in parts]
             for part in parts:
-                part.fill_(255)
+                part.fill_(_ASLEEP)
 
     def resume(self, tags: list[str] | None) -> None:
         """Gives those of some pools back."""
         for tag in tags or list(self._asleep):
             for part, saved in self._asleep.pop(tag):
-                part.copy_(saved)
+                part.fill_(_RUBBISH) if saved is None else part.copy_(saved)
