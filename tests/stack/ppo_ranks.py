@@ -23,19 +23,14 @@ SECONDS = 10.0
 """After which a collective has failed; hours on CUDA."""
 
 
-def strategy_of(folder: str, ranks: int, batch: int, micro: int, micro_rollout: int) -> Any:
-    """OpenRLHF's strategy, of a command line."""
-    from openrlhf.utils import get_strategy
-
-    from ngrpo.upstream import openrlhf_parser
-
+def arguments(folder: str, ranks: int, batch: int, micro: int, micro_rollout: int) -> list[str]:
+    """OpenRLHF's flags of a run in which that many ranks train."""
     flags = ["--actor.model_name_or_path", folder, "--data.prompt_dataset", "none", "--actor.num_gpus_per_node"]
     flags += [str(ranks), "--train.batch_size", str(batch), "--train.micro_batch_size", str(micro)]
     flags += ["--rollout.batch_size", str(batch), "--rollout.n_samples_per_prompt", "1", "--reward.remote_url", "none"]
     flags += ["--rollout.micro_batch_size", str(micro_rollout), "--ds.adam_offload", "--algo.kl.init_coef", "0"]
     flags += ["--algo.advantage.estimator", "reinforce", "--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"]
-    flags += ["--ds.attn_implementation", "eager", "--actor.lr_scheduler", "constant"]
-    return get_strategy(openrlhf_parser._run(flags)["args"])
+    return [*flags, "--ds.attn_implementation", "eager", "--actor.lr_scheduler", "constant"]
 
 
 def answers(count: int) -> Iterator[Any]:
@@ -87,6 +82,7 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
     os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank))
     os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
     from ngrpo.trainers.openrlhf.install import install
+    from ngrpo.upstream import openrlhf_parser
 
     install(["cpu", "without_flash_attn"])
     import torch
@@ -95,7 +91,7 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=SECONDS)
     from openrlhf.models import Actor
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
-
+    from openrlhf.utils import get_strategy
 
     def meet(at: str) -> None:
         """Waits for all ranks, without a collective."""
@@ -104,7 +100,7 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
         while len(list(Path(folder).glob(f"{port}-{at}-*"))) < ranks and time.monotonic() < until:
             time.sleep(0.05)
 
-    strategy = strategy_of(folder, ranks, batch, micro, cases[0][1])
+    strategy = get_strategy(openrlhf_parser._run(arguments(folder, ranks, batch, micro, cases[0][1]))["args"])
     meet("start")
     strategy.setup_distributed(timedelta(seconds=SECONDS))
     actor = Actor(folder, attn_implementation="eager", ds_config=strategy.get_ds_train_config(), param_dtype="bf16")

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which numbers of answers OpenRLHF 0.11.2 can train on with several ranks; the others hang, or shift the updates."""
+"""Which numbers of answers OpenRLHF 0.11.2 can train on with several ranks; the others hang, or shift the updates.
+
+The start-up rule (`ngrpo/config/batch_check.py`) says the same of each.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ngrpo.config import batch_check
+from ngrpo.upstream import openrlhf_parser
 from tests.own_process import RESULT
+from tests.stack.ppo_ranks import arguments
 from tests.tiny_folder import tiny_folder
 from tests.two_ranks import run_two_ranks
 
@@ -33,6 +38,11 @@ def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[
     outputs = run_two_ranks("tests.stack.ppo_ranks", *arguments, ranks=ranks)
     lines = [next(line for line in output.splitlines() if line.startswith(RESULT)) for output in outputs]
     steps = zip(*(json.loads(line.removeprefix(RESULT)) for line in lines))
+    flags = (arguments(folder, ranks, 8, micro, int(case.partition(":")[2])) for case in cases)
+    counts = (int(case.partition(":")[0]) for case in cases)
+    rule = [batch_check._works(openrlhf_parser.resolved(each), count) for each, count in zip(flags, counts)]
+    steps = list(steps)
+    assert rule == [not any(rank["end"] for rank in step) for step in steps]
     ends = ([rank["end"] or rank["trained"] for rank in step] for step in steps)
     return {f"{at}: {case}": end for at, (case, end) in enumerate(zip(cases, ends))}
 
