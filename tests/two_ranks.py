@@ -11,8 +11,8 @@ import sys
 from tests.conftest import ROOT
 
 
-def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0) -> list[str]:
-    """What each rank of ``python -m module RANK PORT *arguments`` printed; both must succeed.
+def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: int = 2) -> list[str]:
+    """What each rank of ``python -m module RANK PORT *arguments`` printed; all must succeed.
 
     A rank that makes fewer collective calls than the other hangs until ``timeout``, or aborts.
     """
@@ -20,7 +20,7 @@ def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0) -> list[
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    ranks = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), port, *arguments],
             cwd=ROOT,
@@ -29,12 +29,12 @@ def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0) -> list[
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in processes]
     finally:
-        for rank in ranks:
+        for rank in processes:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    assert [rank.returncode for rank in processes] == [0] * ranks, "".join(output[-3000:] for output in outputs)
     return outputs

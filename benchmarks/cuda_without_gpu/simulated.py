@@ -249,6 +249,22 @@ def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Pla
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
 
 
+def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[Request], dict[str, Any], Any]:
+    """Runs each request alone: the requests with their tokens, what was recorded of each, and the vectors fed."""
+    recorded: dict[str, Any] = {}
+    fed: dict[tuple[str, int], Tensor] = {}
+    single = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
+    # Of equal logits, of which bfloat16 has many, a GPU's first is the one with the lower id, and a CPU's any.
+    rounded = plan.dtype == torch.bfloat16
+    requests = _requests(plan, count)
+    with pretended_cuda() if rounded else nullcontext(), torch.inference_mode():
+        for request in requests:
+            out, vectors = _drive(perturbation, "cuda" if rounded else "cpu", [request], single)
+            recorded |= out
+            fed |= vectors
+    return requests, recorded, fed
+
+
 def simulate(
     perturbation: Perturbation,
     plan: Plan,
@@ -272,18 +288,8 @@ def simulate(
         Disagreement: where the two differ.
         RuntimeError: where tensors of both devices meet.
     """
-    alone: dict[str, Any] = {}
-    fed: dict[tuple[str, int], Tensor] = {}
-    texts: dict[str, list[int]] = {}
-    single = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
-    # Of equal logits, of which bfloat16 has many, a GPU's first is the one with the lower id, and a CPU's any.
-    rounded = plan.dtype == torch.bfloat16
-    with pretended_cuda() if rounded else nullcontext(), torch.inference_mode():
-        for request in _requests(plan, count):
-            out, vectors = _drive(perturbation, "cuda" if rounded else "cpu", [request], single)
-            alone |= out
-            fed |= vectors
-            texts[request.name] = request.tokens
+    requests, alone, fed = each_alone(perturbation, plan, count)
+    texts = {request.name: request.tokens for request in requests}
     together = _requests(plan, count)
     with pretended(plan.lag) as device, torch.inference_mode():
         records, _ = _drive(perturbation, "cuda", together, plan, fed, warmed_up)

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ngrpo` with the weight sync and the sleep of a GPU, on a CPU: OpenRLHF's and vLLM's own code runs in both.
+
+The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the table of seams
+loses those rows and gains others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
+memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is
+one of a weight that its sender has freed: whatever reads either shows it.
+
+``python -m tests.pipeline.as_on_cuda train …`` is ``ngrpo train …``. What happens is noted in $REHEARSAL/journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from uuid import uuid4
+
+from tests.pipeline.harness import ROOT, train
+
+FOLDER = "REHEARSAL"
+_OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:"
+_REPLACED = ("weight_sync:no_sync_group", "weight_sync:hand_over_weights", "weight_sync:engine_with_file_sync")
+_ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
+_ROWS = (
+    ("torch", "empty", "cuda_is_the_host"),
+    ("torch.cuda", "current_stream", "no_stream"),
+    ("torch.cuda", "synchronize", "nothing_to_wait_for"),
+    ("torch.multiprocessing.reductions", "reduce_tensor", "lent_in_shared_memory"),
+    ("openrlhf.trainer.ray.utils", "get_physical_gpu_id", "gpu_of_ray"),
+    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator", "over_gloo"),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "not_packed"),
+    ("vllm.platforms.cpu", "CpuPlatform.is_sleep_mode_available", "available"),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker", "sleeping_worker"),
+    ("ngrpo.rollout.attach", "AttachedPerturbation.prepare", "noted_prepare"),
+    (_WRAP, "WorkerWrap.update_weight", "noted_update"),
+    (_WRAP, "WorkerWrap.update_weight_cuda_ipc", "noted_update"),
+    (_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "noted_sync"),
+)
+
+
+def begin() -> None:
+    """Changes the table of this process, before its rows are put in place."""
+    from ngrpo.hardware import cpu
+    from ngrpo.trainers.openrlhf import seams
+
+    cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed
+    kept = [row for row in seams.SEAMS if not (row.ours or "").endswith(_REPLACED)]
+    seams.SEAMS = (*_seams(), *kept)
+
+
+def _seams() -> list[Any]:
+    from ngrpo.trainers.openrlhf import seams
+
+    ours = [seams.Seam(module, name, _OURS + act, "cpu", "", "", "") for module, name, act in _ROWS]
+    return [dataclasses.replace(row, upstream=seams.state_of(row)) for row in ours]
+
+
+def begin_in_engine() -> None:
+    """A plugin of vLLM's, for the process of an engine's core, which Ray does not start."""
+    from ngrpo.trainers.openrlhf import install
+
+    if not any(isinstance(finder, install._Finder) for finder in sys.meta_path):
+        install.place(_seams())
+
+
+def rehearse(folder: Path, model: str, *flags: str) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
+    """A training under this folder, and its journal."""
+    plugin = folder / "plugin" / "rehearsal-1.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: rehearsal\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\nrehearsal = {_OURS}begin_in_engine\n")
+    paths = os.pathsep.join([str(ROOT), str(plugin.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {FOLDER: str(folder), "PYTHONPATH": paths}
+    program = [sys.executable, "-m", _OURS.rstrip(":"), "train", "--run-dir"]
+    result = train(folder / "run", model, *flags, env=environment, program=program)
+    journal = (folder / "journal").read_text().splitlines() if (folder / "journal").is_file() else []
+    return result, [json.loads(line) for line in journal]
+
+
+def in_every_worker(setup_hook: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
+    """`launch.setup_hook`, whose hook begins here."""
+
+    def make(*args: object) -> Callable[[], None]:
+        original = setup_hook(*args)
+
+        def in_worker() -> None:
+            from tests.pipeline import as_on_cuda
+
+            as_on_cuda.begin()
+            original()
+
+        return in_worker
+
+    return make
+
+
+def note(what: str, **more: object) -> None:
+    """A line in the journal, which all processes write."""
+    line = json.dumps({"what": what, "at": round(time.time(), 1), "process": os.getpid(), **more})
+    with open(Path(os.environ[FOLDER], "journal"), "a") as journal:
+        journal.write(line + "\n")
+
+
+# --- CUDA's part of the sync -----------------------------------------------------------------------------------------
+
+
+def cuda_is_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    def empty(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "device": "cpu"} if kwargs.get("device") == "cuda" else kwargs)
+
+    return empty
+
+
+def no_stream(original: Callable[..., Any]) -> Callable[..., None]:
+    return lambda *args: None
+
+
+def gpu_of_ray(original: Callable[..., str]) -> Callable[..., str]:
+    """The GPU that Ray gave a process: trainer and engine of one bundle must have the same."""
+    return lambda: f"GPU-{os.environ['CUDA_VISIBLE_DEVICES']}"
+
+
+def over_gloo(original: type) -> type:
+    class GlooCommunicator:
+        def __init__(self, group: Any, device: object) -> None:
+            import torch.distributed as dist
+
+            store = dist.PrefixStore("rehearsal", group.store)
+            self._group = dist.ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=90))
+
+        def broadcast(self, tensor: Any, src: int, stream: object) -> None:
+            import torch.distributed as dist
+
+            options = dist.BroadcastOptions()
+            options.rootRank = src
+            self._group.broadcast([tensor], options).wait()
+
+    return GlooCommunicator
+
+
+_lent: list[tuple[str, Any]] = []
+
+
+def lent_in_shared_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A handle as CUDA's: the receiver sees the sender's memory, and rubbish once the sender has freed it."""
+
+    def reduce_tensor(tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        import torch
+
+        _take_back()
+        path = f"/dev/shm/ngrpo-rehearsal-{uuid4().hex}"
+        memory = torch.from_file(path, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+        memory.copy_(tensor.detach().reshape(-1).view(torch.uint8))
+        _lent.append((path, memory))
+        return opened, (path, tensor.nbytes, tensor.dtype, tuple(tensor.shape), None, None, "the sender's device")
+
+    return reduce_tensor
+
+
+def opened(path: str, size: int, dtype: Any, shape: tuple[int, ...], *_: object) -> Any:
+    """What a handle leads to."""
+    import torch
+
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _take_back() -> None:
+    for path, memory in _lent:
+        memory.fill_(255)
+        os.unlink(path)
+    _lent.clear()
+
+
+def not_packed(original: Callable[..., None]) -> Callable[..., None]:
+    """Linear layers keep their weights, as on CUDA; vLLM packs them on a CPU, after which nothing can be loaded."""
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        import torch
+
+        layer.cpu_linear = torch.nn.functional.linear
+
+    return dispatch
+
+
+# --- CUDA's part of sleep --------------------------------------------------------------------------------------------
+
+
+def nothing_to_wait_for(original: Callable[..., Any]) -> Callable[..., None]:
+    return lambda *args: None
+
+
+def available(original: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda *args: True
+
+
+def sleeping_worker(plain: type) -> type:
+    """vLLM's worker for CPUs with the sleep of the one for GPUs, which ours is attached to."""
+    from tests.pipeline.sleeping_memory import Pools
+
+    class SleepingWorker(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            self.pools = Pools()
+            super().__init__(*args, **kwargs)
+
+        def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+            return self.pools.open(tag)
+
+        def _get_sleep_mode_backend(self) -> Pools:
+            return self.pools
+
+        def sleep(self, level: int = 1) -> None:
+            ours = _tensors_of(self.perturbation)
+            named = dict(self.model_runner.get_model().named_parameters())
+            weights = {part.untyped_storage().data_ptr() for part in _tensors_of(self.model_runner.get_model())}
+            asleep = self.pools.addresses()
+            awake = [name for name, part in named.items() if part.untyped_storage().data_ptr() not in asleep]
+            left = [part for part in ours if part.untyped_storage().data_ptr() not in weights]
+            lost = [tuple(part.shape) for part in left if part.untyped_storage().data_ptr() in asleep]
+            note("sleep", ours=len(left), lost=lost, awake=awake)
+            with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):  # of which it must not use more
+                super(plain, self).sleep(level)
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            note("wake_up", tags=tags)
+            super(plain, self).wake_up(tags)
+
+    return SleepingWorker
+
+
+def _tensors_of(root: object) -> list[Any]:
+    """The tensors of an object and of what it is made of, as far as the project and torch's modules reach."""
+    import numpy as np
+    import torch
+
+    found, seen, left = [], set(), [root]
+    while left:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, str | bytes | int | float | np.ndarray | type):
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Tensor):
+            if part.numel():
+                found.append(part)
+        elif isinstance(part, Mapping):
+            left += part.values()
+        elif isinstance(part, list | tuple | set):
+            left += part
+        elif isinstance(part, torch.nn.Module) or type(part).__module__.startswith(("ngrpo", "perturbations")):
+            slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
+            left += [*getattr(part, "__dict__", {}).values(), *(getattr(part, name, None) for name in slots)]
+    return found
+
+
+# --- what happens ----------------------------------------------------------------------------------------------------
+
+
+def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
+    """A sync's own weights go to a file as well, for the engines to compare with theirs."""
+
+    def broadcast_to_vllm(self: Any) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        from ngrpo.trainers.openrlhf.weight_sync import _gathered
+
+        weights = _gathered(self, keep=True)
+        if torch.distributed.get_rank() == 0:
+            save_file({name: part.clone() for name, part in weights.items()}, Path(os.environ[FOLDER], "sent"))
+            note("sync", parameters=list(weights))
+        torch.distributed.barrier()
+        original(self)
+        _take_back()
+
+    return broadcast_to_vllm
+
+
+def noted_update(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def update(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        original(self, name, *args, **kwargs)
+        note("update", name=name, by=original.__name__)
+
+    return update
+
+
+def noted_prepare(original: Callable[..., None]) -> Callable[..., None]:
+    """On CUDA a table of neighbors is made ahead; weights are compared with those that were sent."""
+
+    def prepare(self: Any) -> None:
+        self._ahead = True
+        original(self)
+        sent = Path(os.environ[FOLDER], "sent")
+        note("prepare", wrong=list(_wrong(self, sent)) if sent.is_file() else [])
+
+    return prepare
+
+
+_STACKED = {".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."), ".gate_up_proj.": (".gate_proj.", ".up_proj.")}
+
+
+def _wrong(attached: Any, sent: Path) -> Iterator[str]:
+    """The engine's parameters that are not, to the bit, what was sent."""
+    import torch
+    from safetensors.torch import load_file
+
+    from perturbations import parameters
+
+    own: dict[str, Any] = {}
+    weights = dict(parameters.split(load_file(sent).items(), own))
+    there = dict(attached._runner.get_model().named_parameters())
+    if attached.module is not None:
+        there |= {f"own {name}": part for name, part in attached.module.named_parameters()}
+        weights |= {f"own {name.rpartition('.')[2]}": part for name, part in own.items()}
+    for name, part in there.items():
+        stacked = next((key for key in _STACKED if key in name), None)
+        names = [name.replace(stacked, one) for one in _STACKED[stacked]] if stacked else [name]
+        expected = torch.cat([weights.pop(one) for one in names])
+        if not torch.equal(part[: len(expected)], expected):
+            yield name
+    yield from (name for name in weights if name != "lm_head.weight")  # which is not there where it is tied
+
+
+def main() -> None:
+    """`ngrpo` in this process."""
+    from ngrpo import cli
+    from ngrpo.trainers.openrlhf import launch
+
+    begin()
+    launch.setup_hook = in_every_worker(launch.setup_hook)
+    sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    main()
