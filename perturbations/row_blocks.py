@@ -4,13 +4,13 @@
 A row of 150,000 logits takes a GPU one pass over memory, and what a perturbation asks of it (its log Σ exp, its k
 largest) would take another one or several each. The draw of the token reads all logits in any case and leaves two
 numbers of each block. The k largest then are within the k blocks whose maxima are largest.
-
-On a CPU nothing is summarised, and PyTorch's own functions answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +47,18 @@ def blocks(logits: Tensor) -> Tensor:
     return logits.view(logits.shape[0], -1, BLOCK)
 
 
-def summary(logits: Tensor, maxima: Tensor | None = None) -> Summary:
-    """Of logits (B, V) float32; ``maxima`` where they are known."""
+def block_sums(logits: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The largest and log Σ exp of each block, (B, V) float32 to (B, V / 64) each; ``maxima`` where they are known."""
     parts = blocks(logits)
     if maxima is None:
         maxima = parts.amax(dim=-1)
     shift = torch.where(maxima > -torch.inf, maxima, 0.0)
-    log_totals = (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
+    return maxima, (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
+
+
+def summary(logits: Tensor, maxima: Tensor | None = None, sums: Callable[..., Any] = block_sums) -> Summary:
+    """Of logits (B, V) float32; ``maxima`` where they are known; ``sums``: :func:`block_sums`, or it compiled."""
+    maxima, log_totals = sums(logits) if maxima is None else sums(logits, maxima)
     most = log_totals.amax(dim=-1)
     safe = torch.where(most > -torch.inf, most, 0.0)
     return Summary(maxima, log_totals, (log_totals - safe.unsqueeze(-1)).exp().sum(dim=-1).log() + safe)
@@ -61,8 +66,6 @@ def summary(logits: Tensor, maxima: Tensor | None = None) -> Summary:
 
 def log_total(logits: Tensor, maxima: Tensor | None = None) -> Tensor:
     """log Σ exp of each row, (B, V) float32 to (B,); ``maxima`` as in :func:`summary`."""
-    if logits.device.type == "cpu" and maxima is None:
-        return torch.logsumexp(logits, dim=-1)
     return summary(logits, maxima).log_total
 
 
@@ -73,11 +76,10 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
         logits: (B, V) float32.
         known: log Σ exp of each row, (B,), where it has been computed.
     """
-    if known is None:
-        return torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
-    below = blocks(logits) - known.view(-1, 1, 1)
-    terms = torch.where(below > -torch.inf, -below * below.exp(), 0.0)
-    return terms.sum(dim=-1).sum(dim=-1)
+    known = log_total(logits) if known is None else known
+    # From -104 on the exponential is 0, and -inf times 0 would be none.
+    below = (blocks(logits) - known.view(-1, 1, 1)).clamp_min_(-200.0)
+    return -below.exp().mul_(below).sum(dim=-1).sum(dim=-1)  # in place: on a CPU new memory takes as long as the rest
 
 
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,9 +96,14 @@ def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
     Returns:
         values (B, k) float32 and ids (B, k) int64.
     """
-    if logits.device.type == "cpu" and maxima is None:
+    maxima = blocks(logits).amax(dim=-1) if maxima is None else maxima
+    if logits.device.type != "cpu":
+        return _by_blocks(logits, k, maxima)
+    if logits.shape[-1] % BLOCK:
         return logits.topk(k, dim=-1)
-    return _by_blocks(logits, k, blocks(logits).amax(dim=-1) if maxima is None else maxima)
+    values, tokens = _tokens(logits, maxima.topk(min(k, maxima.shape[-1]), dim=-1).indices.sort(dim=-1).values, BLOCK)
+    values, places = values.flatten(1).topk(k, dim=-1)
+    return values, tokens.flatten(1).gather(-1, places)
 
 
 def _by_blocks(logits: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
