@@ -4,7 +4,8 @@
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
-# make gpu    what only a GPU can show, in stages, into docs/gpu.json: STAGE=b for one, REHEARSE=1 in miniature on a CPU
+# make gpu    what only a GPU can show, into docs/gpu.json, in LIMIT=600 seconds; a further call goes on. STAGE=training
+#             for one stage, REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
 # make dist   source archive and wheel into dist/, checked
 # make models is the replay exact on tiny models of every type? docs/models.md; it goes on where it was stopped
@@ -149,13 +150,9 @@ study2: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/study2/run.sh
 
 # On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.
-ifdef REHEARSE
-gpu: $(READY)
-	@$(BIN)/python -m benchmarks.gpu --rehearse $(if $(STAGE),--stage $(STAGE))
-else
-gpu:
-	@$(PYTHON) -m benchmarks.gpu $(if $(STAGE),--stage $(STAGE))
-endif
+GPU_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(LIMIT),--limit $(LIMIT))
+gpu: $(if $(REHEARSE),$(READY))
+	@$(if $(REHEARSE),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(REHEARSE),--rehearse) $(GPU_FLAGS)
 
 # Their packages are installed on the first call: nothing else needs them. With --quiet, --strict would see no warning.
 docs: $(READY)

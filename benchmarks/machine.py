@@ -42,6 +42,7 @@ def details() -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
             "cuda": torch.version.cuda,
+            "count": torch.cuda.device_count(),
         }
     return {
         "gpu": gpu,

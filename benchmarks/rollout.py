@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument(
         "--perturbations", "--operators", default=None, help="by commas; neighbor:variant=released; all by default"
     )
-    parser.add_argument(
-        "--dtype", default=_dtype(), choices=("float32", "bfloat16"), help="by default %(default)s here"
-    )
+    parser.add_argument("--dtype", default=_dtype(), choices=("float32", "bfloat16"), help="default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
     parser.add_argument("--cpu-seconds", action="store_true", help="CPU seconds of one thread instead of the clock")
     options = parser.parse_args()

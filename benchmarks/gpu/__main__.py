@@ -1,63 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs stages of benchmarks.gpu and prints their figures: python -m benchmarks.gpu --help"""
+"""Runs stages of benchmarks.gpu and prints their verdicts: python -m benchmarks.gpu --help"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.run import Results, run_stage
-from benchmarks.gpu.stages import MINUTES, STAGES, stage
-from benchmarks.gpu.tables import markdown
+from benchmarks.gpu.run import run
+from benchmarks.gpu.stages import stages
 from benchmarks.machine import ROOT, details
 
 FULL, MINIATURE = ROOT / "docs" / "gpu.json", ROOT / "runs" / "gpu-rehearsal.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    titles = "\n".join(f"  {letter}  {stage(letter).TITLE}" for letter in STAGES)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description=f"Figures of one GPU, in stages of at most {MINUTES:g} minutes:\n{titles}",
-        epilog="A case that is done is not run again; one that has failed, or had no time, is.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Stages of figures of one GPU, the most valuable first. A call goes on where the last one ended.",
     )
-    parser.add_argument("--stage", default=",".join(STAGES), help="letters, separated by commas [all]")
+    parser.add_argument("--list", action="store_true", help="the stages, with their estimated seconds")
+    parser.add_argument("--stage", help="names, separated by commas [all]")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for the whole call [600]")
     parser.add_argument("--rehearse", action="store_true", help="everything in miniature, on a CPU, into another file")
-    parser.add_argument("--force", action="store_true", help="run cases again that are done")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"limit of each stage [{MINUTES:g}]")
+    parser.add_argument("--force", action="store_true", help="run stages again that are done")
     parser.add_argument("--out", type=Path, help="the file of figures [docs/gpu.json; runs/gpu-rehearsal.json]")
     parser.add_argument("--print", action="store_true", dest="show", help="print the file as Markdown and end")
     options = parser.parse_args(argv)
     path = options.out or (MINIATURE if options.rehearse else FULL)
+    chosen = {stage.name: stage for stage in stages(options.rehearse)}
+    if options.list:
+        print("\n".join(f"{stage.seconds:4.0f} s  {name:24s}  {stage.about}" for name, stage in chosen.items()))
+        return 0
     if options.show:
         if not path.exists():
             parser.error(f"{path} does not exist: run the stages first")
         print(markdown(json.loads(path.read_text())))
         return 0
-    letters = options.stage.split(",")
-    unknown = [letter for letter in letters if letter not in STAGES]
-    if unknown:
-        parser.error(f"--stage {options.stage}: {unknown[0]!r} is none of {', '.join(STAGES)}")
+    names = options.stage.split(",") if options.stage else list(chosen)
+    if unknown := [name for name in names if name not in chosen]:
+        parser.error(f"--stage {options.stage}: {unknown[0]!r} is none of {', '.join(chosen)}")
     machine = details()
     if machine["gpu"] is None and not options.rehearse:
         parser.error("torch sees no CUDA device: --rehearse runs everything in miniature on a CPU")
     if machine["gpu"] is not None and options.rehearse:
         parser.error("--rehearse is for a machine without CUDA; here run the stages themselves")
-    results, good = Results(path, machine), True
-    for letter in letters:
-        good &= run_stage(
-            letter,
-            stage(letter),
-            results,
-            rehearse=options.rehearse,
-            force=options.force,
-            minutes=options.minutes,
-            report=lambda line: print(line, flush=True),
-        )
+    good = run(
+        [chosen[name] for name in names],
+        path,
+        machine,
+        limit=options.limit,
+        force=options.force,
+        report=lambda line: print(line, flush=True),
+    )
     print(f"figures: {path}; as Markdown: python -m benchmarks.gpu --print --out {path}")
     return 0 if good else 1
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """All figures, for a page: a heading for each stage, its verdict, a table of its rows, the machine."""
+    return "\n\n".join(_part(name, outcome) for name, outcome in found.items())
+
+
+def _part(name: str, outcome: dict[str, Any]) -> str:
+    keys = list(dict.fromkeys(key for row in outcome["rows"] for key in row))
+    lines = [keys, ["---"] * len(keys), *[[_cell(row.get(key)) for key in keys] for row in outcome["rows"]]]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if keys else "No figures."
+    machine = f"{outcome['machine']}; commit {outcome['commit']}"
+    return f"### {name}: {outcome['about']}\n\n{outcome['verdict']}\n\n{table}\n\n{machine}"
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else format(value, ".3g") if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

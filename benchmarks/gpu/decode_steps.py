@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage f: what a decode step asks of the device: launches, copies, and waits of the host; stock beside perturbed."""
+"""What a decode step asks of the device: launches, copies, and waits of the host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.stages import Case
-
-TITLE = "counts per decode step: launches, copies, and waits of the host"
 # Names in a trace of torch.profiler, and what they are counted as. On a CPU only the last two can be seen.
 _COUNTED = {
     "launches": ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchKernelExC", "cuLaunchKernelEx"),
@@ -21,46 +18,33 @@ _COUNTED = {
 }
 
 
-def cases(rehearse: bool) -> list[Case]:
-    """The perturber without an engine, where PyTorch itself refuses a wait; then an engine of each model runner."""
-    if rehearse:
-        size = {"rehearse": True, "sequences": 2, "tokens": 4, "perturbations": [["gumbel", 1.0]]}
-        alone = Case("perturber", {**size, "alone": True})
-        return [alone, Case("V1", size, {"VLLM_USE_V2_MODEL_RUNNER": "0"})]
-    perturbations = [["neighbor", 0.1], ["neighbor", 1.0], ["gumbel", 1.0], ["gaussian", 1.0]]
-    size = {"rehearse": False, "sequences": 64, "tokens": 32, "perturbations": perturbations}
-    return [
-        Case("perturber", {**size, "alone": True}),
-        *(Case(runner, size, {"VLLM_USE_V2_MODEL_RUNNER": switch}) for runner, switch in (("V2", "1"), ("V1", "0"))),
-    ]
-
-
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row for stock vLLM, then one for each perturbation."""
+    """One row for stock vLLM, then one for each perturbation; or the perturber without an engine."""
     if arguments.get("alone"):
         yield from _alone(arguments)
         return
-    import warnings
-
-    from benchmarks import rollout
     from benchmarks.gpu import models
-    from ngrpo.rollout import model_runner, set_perturbation
+    from ngrpo.rollout import set_perturbation
 
-    warnings.simplefilter("ignore")
-    rehearse, count = arguments["rehearse"], arguments["sequences"]
-    folder = models.random_weights("tiny") if rehearse else models.smollm2()[0]
-    options = {"max_num_seqs": count, "disable_log_stats": True}
-    if rehearse:
-        options["kv_cache_memory_bytes"] = 1 << 26
-    stock = rollout.engine(folder, None, not rehearse, **options)
-    perturbed = rollout.engine(folder, {"name": "gumbel"}, not rehearse, **options)
-    runner, prompts = model_runner(perturbed), models.prompts(stock, count)
+    count = arguments["sequences"]
+    stock, perturbed, kind = models.both_engines(arguments["model"], count, arguments["rehearse"])
+    prompts = models.prompts(stock, count)
     for name, rate in [["stock", None], *arguments["perturbations"]]:
         if rate is not None:
             set_perturbation(perturbed, name, rate=rate)
-        llm = stock if rate is None else perturbed
-        per_step = _per_step(llm, prompts, arguments["tokens"])
-        yield {"runner": runner, "perturbation": name, "rate": rate, "sequences": count, **per_step}
+        per_step = _per_step(stock if rate is None else perturbed, prompts, arguments["tokens"])
+        yield {**kind, "perturbation": name, "rate": rate, "sequences": count, **per_step}
+
+
+def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Without an engine nothing may wait for the device, nor loop over requests; in vLLM counts are compared."""
+    alone = rows[0]["runner"] == "no engine"
+    good = not (alone and any(row["waits"] or row["loops"] for row in rows))
+    time = {True: lambda row: f", {row['microseconds']:.0f} µs", False: lambda row: ""}[alone]
+    each = [
+        f"{row['perturbation']} {row['launches']:.0f} launches, {row['waits']:.0f} waits{time(row)}" for row in rows
+    ]
+    return good, f"{'no waits' if good and alone else 'WAITS OR LOOPS' if alone else 'counted'}; {'; '.join(each)}"
 
 
 def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.stages import SMOLLM2
 from ngrpo.models.packaged import cache_dir, resolve
 from perturbations.errors import UsageError
 
-SMOLLM2 = "smollm2-135m"
 SHAPES: dict[str, dict[str, Any]] = {
     # The sizes of Qwen2.5-1.5B; as a Llama, which differs by a bias, because a Qwen2 brings its own tokenizer's tokens.
     "1.5b": {
@@ -22,6 +25,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
+    },
+    # Of Qwen2.5-0.5B, with the entropy of a trained model's draws rather than that of its vocabulary.
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
     },
     # SmolLM2-135M, for a machine without the package of its weights.
     SMOLLM2: {
@@ -48,53 +62,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 LONGEST = 4096
 
 
-def smollm2() -> tuple[str, str]:
-    """The packaged model, or random weights of its shape where its package is not installed: folder, and its name."""
-    try:
-        return resolve(SMOLLM2), SMOLLM2
-    except UsageError:
-        return random_weights(SMOLLM2), f"random weights of the shape of {SMOLLM2}"
+def folder_of(shape: str) -> tuple[str, str]:
+    """A model's folder and its name: the packaged model where its package is installed, or random weights."""
+    if shape == SMOLLM2:
+        with contextlib.suppress(UsageError):
+            return resolve(SMOLLM2), SMOLLM2
+    return made(shape), f"random weights, {shape}"
 
 
-def random_weights(shape: str) -> str:
-    """A folder with a configuration, random float32 weights from one seed, and a tokenizer of numbered words."""
-
-    def fill(folder: Path) -> None:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(_config(AutoConfig, shape)).save_pretrained(folder)
-
-    return _made(f"random-{shape}", shape, fill)
-
-
-def without_weights(shape: str) -> str:
-    """A folder with a configuration and a tokenizer, for vLLM's ``load_format="dummy"``."""
-
-    def fill(folder: Path) -> None:
-        from transformers import AutoConfig
-
-        _config(AutoConfig, shape).save_pretrained(folder)
-
-    return _made(f"shape-{shape}", shape, fill)
-
-
-def _config(factory: Any, shape: str) -> Any:
-    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    kind = {"architectures": ["LlamaForCausalLM"], "dtype": "float32", "max_position_embeddings": LONGEST}
-    return factory.for_model("llama", **kind, **tokens, **SHAPES[shape])
-
-
-def _made(name: str, shape: str, fill: Any) -> str:
-    """A folder in the cache, written beside its place and renamed."""
-    folder = cache_dir() / f"benchmark-{name}-r1"
+def made(shape: str, *, weights: bool = True) -> str:
+    """A folder in the cache with a configuration, a tokenizer of numbered words, and random weights from one seed."""
+    folder = cache_dir() / f"benchmark-{'random' if weights else 'shape'}-{shape}-r1"
     if folder.is_dir():
         return str(folder)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    kind = {"architectures": ["LlamaForCausalLM"], "dtype": "float32", "max_position_embeddings": LONGEST}
+    config = AutoConfig.for_model("llama", **kind, **tokens, **SHAPES[shape])
     try:
-        fill(draft)
+        torch.manual_seed(0)
+        (AutoModelForCausalLM.from_config(config) if weights else config).save_pretrained(draft)
         _tokenizer(SHAPES[shape]["vocab_size"]).save_pretrained(draft)
         draft.rename(folder)
     except OSError:
@@ -124,3 +115,25 @@ def prompts(llm: Any, count: int, tokens: int = 40) -> list[list[int]]:
     draws = np.random.default_rng(0)
     ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
     return draws.choice(ordinary, (count, tokens)).tolist()
+
+
+def both_engines(shape: str, sequences: int, rehearse: bool) -> tuple[Any, Any, dict[str, str]]:
+    """A stock engine and a perturbed one in this process, and what rows say of both: model and runner."""
+    from benchmarks import rollout
+    from ngrpo.rollout import model_runner
+
+    warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"max_num_seqs": sequences, "disable_log_stats": True}
+    if rehearse:
+        options["kv_cache_memory_bytes"] = 1 << 26
+    if shape == SMOLLM2:
+        folder, name = folder_of(shape)
+    else:
+        folder, name = made(shape, weights=False), f"random weights, {shape}"
+        options["load_format"] = "dummy"
+    stock = rollout.engine(folder, None, not rehearse, **options)
+    perturbed = rollout.engine(folder, {"name": "gumbel"}, not rehearse, **options)
+    runner, wanted = model_runner(perturbed), "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
+    if not rehearse and runner != wanted:
+        raise RuntimeError(f"the perturbed engine has the {runner} model runner, and stock {wanted}")
+    return stock, perturbed, {"model": name, "runner": runner}

@@ -1,161 +1,201 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the cases of a stage in processes of their own, and keeps their figures in one file."""
+"""Runs stages in processes of their own, within a limit; each writes its figures as soon as they are there.
+
+``python -m benchmarks.gpu.run MODULE FILE ARGUMENTS`` is such a process: a row of figures is a line of JSON in FILE.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import traceback
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from benchmarks.gpu.stages import MINUTES, Case
+from benchmarks.gpu.stages import Stage
 from benchmarks.machine import ROOT, commit
 
-DONE, FAILED, SKIPPED, LEFT = "done", "failed", "skipped", "not run"
-_ERROR_LINES, _ERROR_CHARACTERS = 12, 1500
+_GRACE = 15.0  # seconds for a stage to end after an interrupt: a training ends its Ray
+_SLACK = 3.0  # a stage may take that many times its estimate
 
 
-class Results:
-    """The result file: one part for each stage, with the machine and the figures of each case."""
-
-    def __init__(self, path: Path, machine: dict[str, Any]) -> None:
-        self._path, self._machine = path, machine
-        self.parts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-
-    def part(self, letter: str, title: str, report: Callable[[str], None]) -> dict[str, Any]:
-        """A stage's cases; those of another machine, or of other versions, are not kept beside this one's."""
-        part = self.parts.get(letter)
-        if part is not None and part["machine"] != self._machine:
-            report(f"{letter}  figures of another machine, or of other versions, are replaced")
-            part = None
-        self.parts[letter] = part or {"title": title, "machine": self._machine, "cases": {}}
-        return self.parts[letter]["cases"]
-
-    def write(self) -> None:
-        """Writes the file, whole or not at all."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps(dict(sorted(self.parts.items())), indent=1) + "\n")
-        draft.replace(self._path)
-
-
-def run_stage(
-    letter: str,
-    module: ModuleType,
-    results: Results,
+def run(
+    stages: Iterable[Stage],
+    path: Path,
+    machine: dict[str, Any],
     *,
-    rehearse: bool,
+    limit: float,
     force: bool = False,
-    minutes: float = MINUTES,
     report: Callable[[str], None] = print,
 ) -> bool:
-    """Runs the cases that are not done yet.
+    """Runs what is not done with these sources on this GPU; what has failed comes last.
 
     Args:
-        letter: the stage's key in the results.
-        module: the stage: ``TITLE``, ``cases(rehearse)``, ``measure(arguments)``, and ``AT_ONCE`` where cases may run
-            beside each other.
-        results: where figures go, after each case.
-        rehearse: the miniature for a CPU.
-        force: run cases again that are done.
-        minutes: a case that runs at that time is ended, and none begins after it.
+        stages: in their order.
+        path: the file of figures. What a stage printed stays in runs/gpu.
+        machine: of `benchmarks.machine.details`.
+        limit: seconds for all.
+        force: also what is done.
         report: is called with a line for the user.
 
     Returns:
-        Whether no case has failed.
+        Whether nothing failed or was found wrong.
     """
-    cases = results.part(letter, module.TITLE, report)
-    deadline = time.monotonic() + 60.0 * minutes
+    end = time.monotonic() + limit - _GRACE
+    gpu = machine["gpu"] or {"name": f"no GPU, {machine['processor']}", "count": 1}
+    here = {"gpu": gpu["name"], "sources": _sources()}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    good, left = True, []
 
-    waiting: list[Case] = []
-    for case in module.cases(rehearse):
-        if cases.get(case.name, {}).get("state") == DONE and not force:
-            report(f"{letter}  {case.name}: done before (--force runs it again)")
-        elif case.missing():
-            cases[case.name] = {"state": SKIPPED, "reason": case.missing()}
-            report(f"{letter}  {case.name}: skipped: {case.missing()}")
+    def state(stage: Stage) -> str:
+        outcome = found.get(stage.name, {})
+        return outcome["state"] if here.items() <= outcome.items() else "open"
+
+    def say(stage: Stage, text: str) -> None:
+        report(f"{here['gpu']}  {stage.name}: {text}")
+
+    for stage in sorted(stages, key=lambda stage: state(stage) == "failed"):
+        if state(stage) == "done" and not force:
+            say(stage, f"done before: {found[stage.name]['verdict']}")
+        elif lacks := stage.lacks(gpu["count"]):
+            say(stage, f"skipped: {lacks}")
+            continue
+        elif (seconds := end - time.monotonic()) < stage.seconds:
+            left.append(stage.name)
+            say(stage, f"not started: it takes about {stage.seconds:.0f} s, {max(seconds, 0):.0f} s are left")
+            continue
         else:
-            waiting.append(case)
-    results.write()
-    with ThreadPoolExecutor(1 if rehearse else getattr(module, "AT_ONCE", 1)) as pool:
-        running = {pool.submit(_run, module.__name__, case, deadline): case for case in waiting}
-        for future in as_completed(running):
-            name = running[future].name
-            cases[name] = future.result()
-            results.write()
-            report(f"{letter}  {name}: {_line(cases[name])}")
-    return not any(outcome["state"] == FAILED for outcome in cases.values())
+            outcome: dict[str, Any] = {"about": stage.about, **here, "commit": commit(), "machine": _line(machine)}
+            found[stage.name] = outcome | {"state": "cut off", "verdict": "cut off", "rows": []}
+
+            def keep(**parts: Any) -> None:
+                found[stage.name] |= parts  # noqa: B023 -- called within this turn of the loop alone
+                _write(path, found)
+
+            slack = _SLACK if machine["gpu"] else 10.0
+            _run(stage, min(seconds, slack * stage.seconds), seconds, keep)
+            outcome = found[stage.name]
+            say(stage, f"{outcome['verdict']} ({outcome['seconds']:.0f} s)")
+            left += [stage.name] * (outcome["state"] == "cut off")
+        good &= found[stage.name].get("good", True)
+    if left:
+        report(f"left for the next call: {', '.join(left)}")
+    return good
 
 
-def _line(outcome: dict[str, Any]) -> str:
-    if outcome["state"] == LEFT:
-        return f"{LEFT}: {outcome['reason']}"
-    text = f"{outcome['state']} after {outcome['seconds']:.0f} s, {len(outcome['rows'])} rows"
-    return text if outcome["state"] == DONE else f"{text}: {outcome['error'].splitlines()[-1]}"
+def _run(stage: Stage, timeout: float, left: float, keep: Callable[..., None]) -> None:
+    began, logs = time.monotonic(), ROOT / "runs" / "gpu"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, (logs / f"{stage.name}.log").open("w+", errors="replace") as log:
+        file = Path(folder) / "rows"
+        file.touch()
+        module = stage.module if "." in stage.module else f"benchmarks.gpu.{stage.module}"
+        words = [module, str(file), json.dumps(dict(stage.arguments))]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.run", *words],
+            cwd=ROOT,
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **stage.env},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        seen = 0
+        try:
+            while process.poll() is None and time.monotonic() - began < timeout:
+                time.sleep(0.2)
+                if (size := file.stat().st_size) > seen:
+                    seen = size
+                    keep(rows=_rows(file))
+            status = process.poll()
+        finally:
+            _end(process)
+        log.seek(0)
+        lines = [line for line in log.read().splitlines() if line.strip()]
+        rows, seconds = _rows(file), time.monotonic() - began
+    outcome: dict[str, Any] = {"state": "failed", "good": False, "rows": rows, "seconds": round(seconds, 1)}
+    errors = [row["error"] for row in rows if "error" in row]
+    if status is None:
+        outcome |= {"state": "cut off" if timeout == left else "failed", "verdict": f"cut off after {timeout:.0f} s"}
+        outcome["good"] = timeout == left
+    elif status or errors or not rows:
+        ended = f"exit status {status}, " if status not in (0, 1) else ""
+        outcome["verdict"] = f"failed: {ended}{(errors or lines or ['it gave no figures'])[-1][:300]}"
+        outcome["log"] = lines[-12:]
+    else:
+        good, verdict = import_module(module).judge(rows)
+        outcome |= {"state": "done", "good": good, "verdict": verdict}
+    keep(**outcome, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
-def _run(module: str, case: Case, deadline: float) -> dict[str, Any]:
-    """Runs one case until it ends, or until the deadline."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return {"state": LEFT, "reason": "the stage's time was over; run the stage again"}
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, log = Path(folder) / "rows", Path(folder) / "log"
-        rows.touch()
-        command = [sys.executable, "-m", "benchmarks.gpu.case", module, str(rows), json.dumps(dict(case.arguments))]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **case.env},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status: int | None = process.wait(timeout=left)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                _end(process)
-        records = [json.loads(line) for line in rows.read_text().splitlines()]
-        outcome: dict[str, Any] = {
-            "state": DONE,
-            "seconds": round(time.monotonic() - began, 1),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(),
-        }
-        broken = [row for row in records if "error" in row]
-        if status is None:
-            outcome |= {"state": FAILED, "error": f"ended after {time.monotonic() - began:.0f} s, its stage's time"}
-        elif status != 0:
-            outcome |= {"state": FAILED, "error": _last_lines(log.read_text(errors="replace"), status)}
-        elif broken or not records:
-            outcome |= {"state": FAILED, "error": broken[0]["error"] if broken else "it gave no figures"}
-        return {**outcome, "rows": records}
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The lines that are complete."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    draft.replace(path)
+
+
+def _sources() -> str:
+    """A name for the code that is measured, also outside of a git checkout."""
+    files = [file for part in ("ngrpo", "perturbations", "benchmarks") for file in (ROOT / part).rglob("*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
+
+
+def _line(machine: dict[str, Any]) -> str:
+    gpu, versions = machine["gpu"], ", ".join(f"{name} {release}" for name, release in machine["versions"].items())
+    device = "{name}, {memory_gib} GiB, driver {driver}, CUDA {cuda}".format(**gpu) if gpu else "no GPU"
+    return f"{device}; {machine['processor']}, {machine['cores']} cores; {versions}"
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends what a case has started, which is in a session of its own; an interrupted training ends its Ray itself."""
-    for kind, seconds in ((signal.SIGINT, 20.0), (signal.SIGKILL, 20.0)):
+    """Ends whatever a stage has started: it has a session of its own."""
+    for kind in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, kind)
-            process.wait(seconds)
+            process.wait(_GRACE)
 
 
-def _last_lines(log: str, status: int) -> str:
-    """The end of what a case printed: a traceback, or whatever stood there when a signal ended it."""
-    lines: Sequence[str] = [line for line in log.splitlines() if line.strip()][-_ERROR_LINES:]
-    text = "\n".join(lines)[-_ERROR_CHARACTERS:]
-    return text if text and status == 1 else f"{text}\nexit status {status}".lstrip()
+def _outlive_nobody(parent: int) -> None:
+    """Ends the whole stage soon after the program that started it, which may have been killed."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGINT)
+    time.sleep(_GRACE)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(module: str, file: str, arguments: str) -> None:
+    """Measures."""
+    threading.Thread(target=_outlive_nobody, args=(os.getppid(),), daemon=True).start()
+    with Path(file).open("a", encoding="utf-8") as rows:
+        for row in import_module(module).measure(json.loads(arguments)):
+            print(json.dumps(row), file=rows, flush=True)
+
+
+if __name__ == "__main__":
+    status = 0
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    # vLLM's engines and Triton's interpreter do not end well together with the interpreter of Python.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

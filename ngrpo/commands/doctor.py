@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.hardware import attention, profile_for
-from ngrpo.models import model_support, packaged
-from ngrpo.upstream import versions
+from ngrpo.hardware import attention, machine, placing, profile_for
+from ngrpo.models import model_size, model_support, packaged
+from ngrpo.upstream import openrlhf_parser, versions
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -113,9 +113,8 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield _judged("releases", _releases, preflight.check_stack)
     profile = profile_for("auto")
     yield _device(profile.name)
-    # The flags that the profile itself would add: on a CPU the offloaded Adam, which g++ compiles.
-    flags = Flags([]).with_defaults(profile.default_flags)
-    yield _judged("optimizer", lambda: "what DeepSpeed compiles it with is there", lambda: profile.check(flags))
+    yield _judged("compiler", lambda: "what is compiled on first use can be", lambda: profile.check(Flags()))
+    yield _placement(profile.name)
     yield Finding("flash-attn", _flash_attn(profile.name))
     yield _seams(profile.name)
     yield _plugin()
@@ -143,7 +142,7 @@ def _model(name: str) -> Finding:
     return Finding(subject, support.told(), "; ".join(support.refused) or None)
 
 
-def _judged(subject: str, state: Callable[[], str], check: Callable[[], None]) -> Finding:
+def _judged(subject: str, state: Callable[[], str], check: Callable[[], object]) -> Finding:
     """What a check of the preflight says: its errors hold the fix."""
     try:
         check()
@@ -184,6 +183,24 @@ def _driver() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return output.splitlines()[0] if output else None
+
+
+def _placement(hardware: str) -> Finding:
+    """Where a training without flags of a placement puts its models, and which models that holds."""
+    subject, there = "placement", machine.here()
+    if there is None:
+        state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
+        return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
+    size = {"by estimate, with answers of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
+    base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
+    base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
+    models = model_size.table()
+    for name in sorted(models, key=lambda each: models[each]["parameters"]):
+        flags = placing.completed(Flags([*base, name]), there)
+        fits = not placing.notes(openrlhf_parser.resolved(flags.argv), there)
+        size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
+    told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
+    return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
 
 
 def _flash_attn(hardware: str) -> str:

@@ -11,47 +11,43 @@ from typing import Any
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.console.text_table import aligned
-from ngrpo.hardware import memory_estimate, profile_for
+from ngrpo.hardware import memory_estimate, profile_of_run
+from ngrpo.hardware.machine import GIB, Machine
 from ngrpo.hardware.memory_estimate import Part
 from ngrpo.models import model_size
-from ngrpo.models.model_size import ModelSize
 from ngrpo.upstream import openrlhf_parser, placement
 from perturbations.errors import UsageError
 
-GIB = 2**30
 Check = tuple[str, Callable[[], str | None]]
 """What is told of a check, and the check: it raises where something is wrong, and returns why it could not look."""
 _WIDTH = 78
 _WRONG = "WRONG"  # in a line about what cannot work
 
 
-def show(argv: Sequence[str], run: RunConfig, *, gpu_gib: float | None, checks: Sequence[Check]) -> int:
+def show(argv: Sequence[str], run: RunConfig, machine: Machine, checks: Sequence[Check]) -> int:
     """Prints what a run would be.
 
     Args:
         argv: OpenRLHF's flags, complete with what is added for the run and the hardware.
         run: what is asked for.
-        gpu_gib: memory of one GPU in GiB; None for that of this machine, or 80 where it has none.
+        machine: the GPUs that it is planned for.
         checks: all that is checked before a run starts, by what is told of it.
 
     Returns:
         0, or 1 where a check fails or the estimate is of more memory than there is.
     """
-    args, hardware = openrlhf_parser.resolved(argv), profile_for(run.hardware).name
+    args, cuda = openrlhf_parser.resolved(argv), profile_of_run(run.hardware).name == "cuda"
     print("configuration")
     print(_indented(configuration(args, run)))
-    print(f"\nplacement{'' if hardware == 'cuda' else ' (a GPU is a share of this CPU here)'}")
+    print(f"\nplacement{f' on {machine}' if cuda else ' (a GPU is a share of this CPU here)'}")
     print(_indented(placed(args)))
     print("\nmemory of one GPU in GiB, estimated")
-    estimate = memory(args, gpu_gib) if hardware == "cuda" else []
-    if hardware == "cuda":
-        print(_indented(estimate))
-    else:
-        print("  no GPU: the models share this machine's memory")
+    estimate = memory(args, machine.memory) if cuda else ["no GPU: the models share this machine's memory"]
+    print(_indented(estimate))
     print("\ntokens")
     print(_indented(tokens(args)))
-    if hardware == "cuda":
-        print(_indented(kv_cache(args, gpu_gib)))
+    if cuda:
+        print(_indented(kv_cache(args, machine.memory)))
     print("\nchecks")
     return max(run_checks(checks), any(_WRONG in line for line in estimate))
 
@@ -124,32 +120,23 @@ def placed(args: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{total} GPU{'s' * (total > 1)}; actor on {nodes} node{'s' * (nodes > 1)}", *_wrapped(kind)]
 
 
-def memory(args: Mapping[str, Any], gpu_gib: float | None) -> list[str]:
+def memory(args: Mapping[str, Any], gpu: float) -> list[str]:
     """The estimate for one GPU of each group, or what is missing to make one."""
-    names = {
-        placement.ACTOR: args["actor.model_name_or_path"],
-        placement.REFERENCE: args["actor.model_name_or_path"],
-        placement.ENGINES: args["actor.model_name_or_path"],
-        placement.CRITIC: args["critic.model_name_or_path"],
-        placement.REWARD: args["reward.model_name_or_path"],
-    }
-    gpu, source = _gpu(gpu_gib)
-    lines = [f"GPU of {gpu / GIB:g} GiB ({source}); P parameters, D GPUs that share the optimizer"]
+    names = memory_estimate.models(args)
+    lines = [f"GPU of {gpu / GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
         return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
     for group in placement.groups(args):
-        parts: list[Part] = []
+        told = set()
         for model in group.models:
             name = names[model]
             size = model_size.find(name) if name else None
-            if size is not None and not parts:
-                lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
-            if size is not None:
-                parts += _parts(model, size, args, group.gpus, gpu)
-                if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
-                    parts.append(memory_estimate.scored(size, args))
-            else:
+            if size is None:
                 lines += _wrapped(f"{group.name}: {model} not counted: {_unknown(name)}")
+            elif not told:
+                told.add(name)
+                lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
+        parts = memory_estimate.of_group(group, args, gpu)
         lines += _table(parts, gpu) if parts else []
     return lines
 
@@ -157,16 +144,10 @@ def memory(args: Mapping[str, Any], gpu_gib: float | None) -> list[str]:
 def _unknown(name: str | None) -> str:
     if not name:
         return "none is named"
-    return f"the config.json of {name!r} is not here, or its architecture is unknown. Give its folder: --model FOLDER"
-
-
-def _parts(model: str, size: ModelSize, args: Mapping[str, Any], world: int, gpu: float) -> list[Part]:
-    if model in (placement.ACTOR, placement.CRITIC):
-        return memory_estimate.trained(model, size, args, world)
-    if model == placement.ENGINES:
-        return [memory_estimate.engine(size, args, gpu)]
-    role = "ref" if model == placement.REFERENCE else "reward"
-    return [memory_estimate.frozen(model, size, args, world, offloaded=args[f"{role}.offload"])]
+    return (
+        f"the config.json of {name!r} is not here, or transformers does not know its type. Give its folder: --model"
+        " FOLDER"
+    )
 
 
 def _table(parts: Sequence[Part], gpu: float) -> list[str]:
@@ -201,25 +182,14 @@ def tokens(args: Mapping[str, Any]) -> list[str]:
     return [line for text in lines for line in _wrapped(text)]
 
 
-def kv_cache(args: Mapping[str, Any], gpu_gib: float | None) -> list[str]:
+def kv_cache(args: Mapping[str, Any], gpu: float) -> list[str]:
     """How many answers an engine draws, and how many tokens it can hold."""
     size = model_size.find(args["actor.model_name_or_path"] or "")
     if size is None or not args["vllm.num_engines"]:
         return []
     each = math.ceil(args["rollout.batch_size"] * args["rollout.n_samples_per_prompt"] / args["vllm.num_engines"])
-    held = memory_estimate.kv_cache_tokens(size, args, _gpu(gpu_gib)[0])
+    held = memory_estimate.kv_cache_tokens(size, args, gpu)
     return _wrapped(f"an engine draws {each} answers; its KV cache holds at most {held:,} tokens")
-
-
-def _gpu(gib: float | None) -> tuple[float, str]:
-    """Bytes of one GPU, and why."""
-    if gib is not None:
-        return gib * GIB, "as --dry-run says"
-    import torch
-
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory), "this machine's"
-    return 80.0 * GIB, "assumed; --dry-run GIB sets it"
 
 
 def _wrapped(text: str) -> list[str]:

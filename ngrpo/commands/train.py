@@ -67,8 +67,10 @@ the run
                             file, run.yaml, which repeats it
   --report.groups N         keep all answers to N prompts of a few steps, for a
                             look into groups in report.html [0]
-  --dry-run [GIB]           print configuration, placement and memory (for a GPU
-                            of so many GiB), check, and start nothing
+  --dry-run [[[NODES x] GPUS x] GB]
+                            print configuration, placement and memory, check,
+                            and start nothing; 2x8x80: on two nodes with eight
+                            GPUs of 80 GB [the machine or cluster at hand]
   --print verl              print the run as overrides of verl's main_ppo, and
                             start nothing (docs/verl.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
@@ -89,7 +91,6 @@ examples
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -99,10 +100,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo import tasks
-from ngrpo.config import entry_check, parse, preflight, rules, verl_lines
+from ngrpo.config import checkpoint_check, entry_check, parse, preflight, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.console import catalogue, progress
-from ngrpo.hardware import profile_for
+from ngrpo.hardware import machine, profile_of_run
 from ngrpo.models import packaged
 from ngrpo.report import summary
 from ngrpo.report.page import write_training
@@ -138,11 +139,11 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     config = parse.run_config(argv)
     if Flags(argv).has(parse.PRINT):
         return print_for(Flags(argv).value(parse.PRINT), config)
-    gib = Flags(argv).value(parse.DRY_RUN)
-    if gib is not None:
-        return dry_run(config, gib or "true")
-    hardware = profile_for(config.hardware).name
-    for note in (*config.notes, *_hardware_notes(hardware)):
+    shape = Flags(argv).value(parse.DRY_RUN)
+    if shape is not None:
+        return dry_run(config, shape or "true")
+    hardware = profile_of_run(config.hardware).name
+    for note in config.notes:
         report(f"warning: {note}")
     name = "none" if config.spec is None else config.spec["name"].rpartition(":")[2]
     with reserved_folder(config.run_dir, name) as folder:
@@ -179,12 +180,12 @@ def print_for(trainer: str | None, run: RunConfig) -> int:
     return 0
 
 
-def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
+def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
 
     Args:
         run: what is asked for.
-        gib: GiB of the GPU that it is for, or ``true`` for this machine's.
+        shape: the machine that it is for (:func:`ngrpo.hardware.machine.planned`), or ``true`` for the one at hand.
         checks_only: leave out all but the checks.
 
     Returns:
@@ -195,26 +196,16 @@ def dry_run(run: RunConfig, gib: str, *, checks_only: bool = False) -> int:
     """
     from ngrpo.commands.dry_run import run_checks, show
 
-    run = replace(run, run_dir=run.run_dir or "runs/dry")
+    planned = machine.planned(shape, parse.DRY_RUN)
+    run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
     flags = rules.unstarted(run)
     rules.check_parsed(flags)
-    for note in (*run.notes, *_notes(flags, run)):
+    for note in (*run.notes, *_notes(flags, run), *rules.notes(flags, run)):
         print(f"warning: {note}")
+    if not checks_only:
+        print(f"added to OpenRLHF's flags: {shlex.join(rules.preview(Flags((), flags.added), run))}\n")
     checks = rules.outcomes(flags, run)
-    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, gpu_gib=_gib(gib), checks=checks)
-
-
-def _gib(text: str) -> float | None:
-    """The GiB of ``--dry-run``; None where it stood alone."""
-    if text.lower() == "true":
-        return None
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = 0.0
-    if not 0.0 < gib < float("inf"):
-        raise UsageError(f"{parse.DRY_RUN} {text}: GiB of one GPU, a number greater than 0, or the flag alone.")
-    return gib
+    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, planned, checks)
 
 
 def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Flags:
@@ -226,8 +217,12 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
         report(f"warning: {note}")
     if run.task is not None:
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
-    rules.check("data", complete, run)
     complete = rules.of_hardware(complete, run)
+    for note in rules.notes(complete, run):
+        report(f"warning: {note}")
+    rules.check("data", complete, run)
+    if (line := checkpoint_check.first_step(complete)) is not None:
+        report(line)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
 
@@ -253,14 +248,3 @@ def _notes(complete: Flags, run: RunConfig) -> list[str]:
         *preflight.gap_notes(run),
         *entry_check.notes(complete, run),
     ]
-
-
-def _hardware_notes(hardware: str) -> list[str]:
-    if hardware == "cpu":
-        return []
-    import torch
-
-    if torch.cuda.is_available() or os.environ.get("RAY_ADDRESS"):
-        return []
-    python = f"{sys.executable} sees no CUDA device"
-    return [f"--hardware cuda, but {python}: without a Ray cluster that has GPUs this waits for them forever."]

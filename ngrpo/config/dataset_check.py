@@ -53,7 +53,7 @@ def check_dataset(flag: str, value: str, columns: Columns) -> None:
     """
     for name in local_files(flag, value):
         path = Path(name).expanduser()
-        by_column = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
+        by_column = _read(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)[0]
         if name.startswith("~"):
             raise UsageError(f"{flag} {name}: OpenRLHF does not expand '~'. Write {path}.")
         for column_flag, column in columns.flags.items():
@@ -76,7 +76,7 @@ def label_note(flag: str, value: str, columns: Columns) -> str | None:
     """A sentence for labels that are neither texts nor numbers: only a reward that expects them can read them."""
     for name in local_files(flag, value) if columns.label is not None else ():
         path = Path(name).expanduser()
-        by_column = _columns(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
+        by_column = _read(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)[0]
         for kind in ("a list", _MESSAGES, "an object"):
             rows = by_column.get(columns.label or "", {})
             if kind in rows:
@@ -85,6 +85,17 @@ def label_note(flag: str, value: str, columns: Columns) -> str | None:
                     " reward is given it as it is."
                 )
     return None
+
+
+def rows_of(flag: str, value: str) -> list[int] | None:
+    """Rows of each of the named datasets; None where one is no file, is missing, or has more than are looked at."""
+    names = value.split(",")
+    try:
+        files = list(local_files(flag, value))
+        rows = [_read(flag, name, Path(name).expanduser().stat().st_mtime_ns)[1] for name in files]
+    except (OSError, UsageError):
+        return None
+    return rows if len(files) == len(names) and max(rows, default=_CHECKED) < _CHECKED else None
 
 
 def is_checked(flag: str, value: str) -> bool:
@@ -139,8 +150,10 @@ def _check_label(label: str, kinds: dict[str, int], column: str) -> None:
 
 
 @lru_cache
-def _columns(flag: str, name: str, mtime: int) -> dict[str, dict[str, int]]:
+def _read(flag: str, name: str, mtime: int) -> tuple[dict[str, dict[str, int]], int]:
     """A file's columns by its first row, and what stands in each: the kind, and the number of the first such row.
+
+    How many rows were looked at comes with them.
 
     Kept, because a comparison checks the same file for each of its strategies.
 
@@ -154,7 +167,7 @@ def _columns(flag: str, name: str, mtime: int) -> dict[str, dict[str, int]]:
     for number, row in enumerate(rows, start=1):
         for column, kinds in by_column.items():
             kinds.setdefault(_kind(row.get(column)), number)
-    return by_column
+    return by_column, len(rows)
 
 
 def _kind(value: object) -> str:

@@ -36,6 +36,11 @@ _REFUSED = (
 
 # Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
 _AT_LEAST_ONE = (
+    *(
+        f"--{role}.{size}"
+        for role in ("actor", "ref", "critic", "reward")
+        for size in ("num_nodes", "num_gpus_per_node")
+    ),
     "--vllm.num_engines",
     "--vllm.tensor_parallel_size",
     "--rollout.batch_size",
@@ -49,6 +54,8 @@ _AT_LEAST_ONE = (
     "--data.max_len",
     "--data.max_samples",
     "--ds.ring_attn_size",
+    "--ds.tensor_parallel_size",
+    "--rollout.vllm_generate_batch_size",
 )
 
 # The same of fractions: what each one may be, and in words.

@@ -12,16 +12,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngrpo import tasks
-from ngrpo.config import correction_check, entry_check, parse, preflight, presets, second_round_check
+from ngrpo.config import (
+    batch_check,
+    checkpoint_check,
+    correction_check,
+    entry_check,
+    parse,
+    preflight,
+    presets,
+    second_round_check,
+)
 from ngrpo.config.dataset_check import is_checked
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
-from ngrpo.hardware import attention, profile_for
+from ngrpo.hardware import attention, placing, profile_of_run
+from ngrpo.hardware.machine import Machine, here
 from ngrpo.models import model_support, packaged
 from ngrpo.scoring import reward_files
 from ngrpo.trainers.openrlhf import seams
 from ngrpo.trainers.openrlhf.launch import conditions_for
-from ngrpo.upstream import openrlhf_parser, versions
+from ngrpo.upstream import openrlhf_parser, placement, versions
 from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 
@@ -52,7 +62,7 @@ class Rule:
 
 
 def _attention(flags: Flags, run: RunConfig) -> None:
-    profile = profile_for(run.hardware)
+    profile = profile_of_run(run.hardware)
     if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
         attention.check(flags, profile.name)
 
@@ -63,6 +73,29 @@ def check_parsed(flags: Flags) -> None:
     if entry_check.estimator(flags) == "gae" and not flags.value("--critic.model_name_or_path"):
         reward_files.check_any(flags.argv)
     openrlhf_parser.check(flags.argv)
+
+
+def _resolved(check: Callable[[dict[str, Any]], str | None]) -> Callable[[Flags, RunConfig], str | None]:
+    """A rule on OpenRLHF's arguments, behind the rule that its parser accepts them."""
+    return lambda flags, run: check(openrlhf_parser.resolved(flags.argv))
+
+
+def _machine(run: RunConfig) -> Machine:
+    """The GPUs that a run with CUDA is planned for; none where nothing is there."""
+    return run.machine or here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+
+
+def _gpus(flags: Flags, run: RunConfig) -> str | None:
+    if profile_of_run(run.hardware).name == "cpu":
+        return None  # where a GPU is a share of the machine
+    return placing.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
+
+
+def _about_gpus(flags: Flags, run: RunConfig) -> str:
+    if profile_of_run(run.hardware).name == "cpu":
+        return "no GPU is needed"
+    needed = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
+    return f"GPUs: {needed} needed; {_machine(run)}"
 
 
 def _output(flags: Flags, run: RunConfig) -> None:
@@ -77,11 +110,12 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
         _prepared(run.task)  # it could not be
     preflight.check_files(flags)
     reward_files.check_rewards(flags.argv)
-    name = "--data.prompt_dataset"
-    value = flags.value(name) or ""
-    if is_checked(name, value):
-        return None
-    return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
+    for name in ("--data.prompt_dataset", "--eval.dataset"):
+        value = flags.value(name)
+        if value and not is_checked(name, value):
+            return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
+    addresses = [part for part in (flags.value("--reward.remote_url") or "").split(",") if part.startswith("http")]
+    return f"not checked: whether a reward answers at {', '.join(addresses)}." if addresses else None
 
 
 def _model(flags: Flags) -> str:
@@ -124,8 +158,8 @@ RULES = (
     Rule("complete", second_round_check.check_second_round),
     Rule(
         "start",
-        lambda flags, run: profile_for(run.hardware).check(flags),
-        lambda flags, run: f"hardware {profile_for(run.hardware).name} can do it",
+        lambda flags, run: profile_of_run(run.hardware).check(flags),
+        lambda flags, run: f"hardware {profile_of_run(run.hardware).name} can do it",
     ),
     Rule("start", _attention, lambda *_: "attention and packing"),
     Rule(
@@ -133,13 +167,22 @@ RULES = (
         lambda flags, run: check_parsed(flags),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
+    Rule("start", _resolved(placing.check), lambda *_: "engines and models that share GPUs agree"),
+    Rule("start", _gpus, lambda flags, run: _about_gpus(flags, run)),
+    Rule("start", _resolved(batch_check.check), lambda *_: "the batches divide over the ranks"),
     Rule(
         "start",
-        lambda flags, run: seams.check(conditions_for(profile_for(run.hardware), run)),
+        lambda flags, run: seams.check(conditions_for(profile_of_run(run.hardware), run)),
         lambda *_: "what is replaced upstream is as it was",
+    ),
+    Rule(
+        "start",
+        checkpoint_check.check_loaded,
+        lambda flags, _: checkpoint_check.first_step(flags) or "starts at step 0",
     ),
     Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
     Rule("data", _data, lambda *_: "dataset and reward"),
+    Rule("data", lambda flags, run: batch_check.check_rows(flags), lambda *_: "the last step of a pass"),
     Rule("data", preflight.check_eval_at_start, lambda *_: "evaluation"),
     Rule(
         "model",
@@ -187,11 +230,27 @@ def completed(run: RunConfig) -> Flags:
 
 
 def of_hardware(flags: Flags, run: RunConfig) -> Flags:
-    """The flags as a launch completes them."""
-    profile = profile_for(run.hardware)
+    """The flags as a launch completes them.
+
+    Raises:
+        UsageError: for a placement that is given by half.
+    """
+    profile = profile_of_run(run.hardware)
     flags = flags.with_defaults(profile.default_flags)
-    without = attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run)
-    return flags.with_defaults(attention.DEFAULT_FLAGS) if without else flags
+    if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
+        flags = flags.with_defaults(attention.DEFAULT_FLAGS)
+    if profile.name == "cuda" and not flags.has("--help"):
+        whole = run.policy_noise is not None or flags.has("--train.enable_ema")
+        flags = placing.completed(flags, _machine(run), whole=whole)
+    return batch_check.with_rows(flags)
+
+
+def notes(flags: Flags, run: RunConfig) -> list[str]:
+    """What to know of the placement and of the last step of a pass, for complete flags."""
+    told = batch_check.notes(flags)
+    if profile_of_run(run.hardware).name == "cuda":
+        told += placing.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
+    return told
 
 
 def unstarted(run: RunConfig) -> Flags:

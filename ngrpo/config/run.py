@@ -23,6 +23,7 @@ from ngrpo.upstream.openrlhf_flags import Flags
 if TYPE_CHECKING:
     from ngrpo.advantages.base import Advantage
     from ngrpo.credits.base import Credit
+    from ngrpo.hardware.machine import Machine
     from ngrpo.policy_noises.base import PolicyNoise
     from ngrpo.sampling_schedules.base import SamplingSchedule
     from ngrpo.second_rounds.base import SecondRound
@@ -63,6 +64,7 @@ class RunConfig:
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.
         log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
+        machine: the GPUs that a dry run is for; None for those at hand.
     """
 
     specs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class RunConfig:
     run_dir: str | None = None
     log_file: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+    machine: Machine | None = field(default=None, compare=False)
 
     @cached_property
     def _made(self) -> dict[str, Any]:

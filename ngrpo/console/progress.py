@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ngrpo.hardware.compiled import optimizer_is_missing
-
-_LOADING = "loading the model into the trainer"
 # First sight of a text in the log, and what is going on from there. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; where
 # a later release words it otherwise, the line is merely missing.
 _MILESTONES = (
     ("Started a local Ray instance", "importing OpenRLHF and vLLM in Ray's workers"),
     ("RolloutRayActor", "starting the vLLM engine"),
-    ("PolicyModelActor", _LOADING),
+    ("PolicyModelActor", "loading the model into the trainer"),
     ("Episode [", "loading the model into vLLM, then sampling the first answers"),
 )
 # What recurs in every step: told only where it lasts.
@@ -188,7 +185,7 @@ class Reporter:
     def line(self, line: str) -> None:
         """Takes the next line of the log, or an empty one where there is none yet."""
         if time.monotonic() - self._spoke > _HEARTBEAT:
-            self._say(f"still {self._happening()}")
+            self._say(f"still {self._now}")
         if not line and not self._log_ended and (why := self._why_ended()):
             self._log_ended = True
             self._say(f"warning: {why}")
@@ -203,16 +200,10 @@ class Reporter:
             if milestone[0] in line:
                 self._ahead.remove(milestone)
                 self._now = milestone[1]
-                self._say(self._happening())
+                self._say(self._now)
                 break
         self._now = next((activity for text, activity in _ACTIVITIES if text in line), self._now)
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()
         print(f"  {self._spoke - self._began:5.0f} s  {text}", file=self._screen, flush=True)
-
-    def _happening(self) -> str:
-        """What is going on. DeepSpeed compiles its optimizer while it loads its first model."""
-        if self._now == _LOADING and optimizer_is_missing():
-            return f"{self._now}; DeepSpeed compiles its optimizer, once (about two minutes)"
-        return self._now

@@ -24,6 +24,7 @@ from ngrpo.diagnose.strategy_row import groups_of, strategy_rows
 from ngrpo.evaluate.engine import load_tokenizer
 from ngrpo.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.evaluate.scorers import check_problems
+from ngrpo.hardware import profile_for
 from ngrpo.models import packaged
 from ngrpo.report import write_diagnosis
 from ngrpo.upstream.versions import machine, versions
@@ -50,7 +51,7 @@ def diagnose(
     with_map: bool = False,
     map_words: str | None = None,
     hardware: str = "auto",
-    dtype: str = "auto",
+    dtype: str | None = None,
     llm: LLM | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def diagnose(
         policies: what the rollouts of each strategy have beside its perturbation; None: nothing.
         map_words: the words of the map, with commas between them; None: ten usual ones.
         hardware: a hardware profile.
-        dtype: of the model, as vLLM takes it.
+        dtype: of the model, as vLLM takes it; None: float32 on a CPU, the model's own with CUDA.
         llm: a live engine of :func:`ngrpo.diagnose.measuring.build` with room for these prompts, instead of a new one.
         report: called with lines of progress.
 
@@ -84,6 +85,7 @@ def diagnose(
     check_problems(problems)
     if not strategies:
         raise UsageError("no strategy to diagnose: name some with --perturbations.")
+    dtype = dtype or profile_for(hardware).engine_options.get("dtype", "auto")
     settings = settings_of(model, dataset, problems, sampling, dtype)
     path = packaged.resolve(model, report=report) if llm is None else model
     tokenizer = load_tokenizer(path) if llm is None else llm.get_tokenizer()

@@ -36,7 +36,7 @@ def prompt_tokens(tokenizer: TokenizerLike, problem: Problem) -> list[int]:
     return tokenizer.encode(render(tokenizer, problem), add_special_tokens=False)
 
 
-def build(model: str, longest: int, *, hardware: str = "auto", dtype: str = "auto") -> LLM:
+def build(model: str, longest: int, *, hardware: str = "auto", dtype: str) -> LLM:
     """A ``vllm.LLM`` in this process whose perturbation can be swapped.
 
     Args:

@@ -18,6 +18,7 @@ from ngrpo.evaluate.engine import Sampling
 from ngrpo.evaluate.outcome import checked_ks, summarise
 from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder
 from ngrpo.evaluate.scorers import check_problems, check_scorer, score
+from ngrpo.hardware import profile_for
 from ngrpo.models import packaged
 from ngrpo.scoring.problem import Problem, digest
 from ngrpo.storage.datafiles import contents
@@ -80,6 +81,7 @@ def evaluate(
     sampling = sampling or Sampling()
     if isinstance(model, str):
         model = packaged.resolve(model, report=report)
+        engine_options = {**profile_for(hardware).engine_options, **(engine_options or {})}
     ks = checked_ks(k, n)
     check_problems(problems)
     settings = {

@@ -6,6 +6,6 @@ resources Ray gets, which environment variables every process needs and which Op
 sensible value on this machine when the user gave none.
 """
 
-from ngrpo.hardware.profile import HARDWARE, Profile, detect, profile_for
+from ngrpo.hardware.profile import HARDWARE, Profile, detect, profile_for, profile_of_run
 
-__all__ = ["HARDWARE", "Profile", "detect", "profile_for"]
+__all__ = ["HARDWARE", "Profile", "detect", "profile_for", "profile_of_run"]

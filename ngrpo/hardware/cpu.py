@@ -8,15 +8,13 @@ when OpenRLHF asks DeepSpeed's accelerator for its device, as its own SFT path a
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.config.run import current_run
 from ngrpo.hardware.profile import Profile
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -44,7 +42,7 @@ _REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
     ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
     ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
-    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; use bf16"),
+    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; leave it out for float32"),
 )
 
 
@@ -59,10 +57,16 @@ def check(flags: Flags) -> None:
         if value is not None and refused(value):
             raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
     compiler = os.environ.get("CXX", "g++")
-    if flags.has("--ds.adam_offload") and shutil.which(compiler) is None:
+    if shutil.which(compiler) is None:
         raise UsageError(
-            f"No C++ compiler ({compiler!r}): DeepSpeed builds its CPU Adam on first use. "
+            f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
+        )
+    tensor = flags.value("--ds.tensor_parallel_size") or "1"
+    if tensor != "1" and flags.value("--ds.param_dtype") == "fp32":
+        raise UsageError(
+            f"--ds.tensor_parallel_size {tensor} needs --ds.param_dtype bf16 in OpenRLHF, and --hardware cpu trains in"
+            " float32 where none is given. Add it, or leave tensor parallelism out."
         )
 
 
@@ -90,7 +94,6 @@ def ray_init(flags: Flags) -> dict[str, Any]:
 
 def _env() -> dict[str, str]:
     cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    environment = "ngrpo-" + hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     return {
         # DeepSpeed looks for CUDA first; where its guess is wrong it fails at init_distributed.
         "DS_ACCELERATOR": "cpu",
@@ -105,14 +108,9 @@ def _env() -> dict[str, str]:
         # An engine of one rank in one process. vLLM 0.29 on a CPU otherwise has three, a front end, a core and a
         # worker: ten seconds of imports each, and messages between them at every token.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # GiB of KV cache: 46,000 tokens of SmolLM2-135M. A fraction of the memory (OpenRLHF's default is
+        # GiB of KV cache: 23,000 tokens of SmolLM2-135M. A fraction of the memory (OpenRLHF's default is
         # 0.95 of it) would take what the trainer, on the same machine, needs.
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # DeepSpeed's CPU Adam is compiled on first use (40 s). Two Python environments that share torch's
-        # default folder rebuild each other's at every start.
-        "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions" / environment),
-        # DeepSpeed builds its CPU Adam with the ninja of this Python environment.
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
     }
 
 
@@ -125,10 +123,12 @@ PROFILE = Profile(
         # Compilation costs half a minute at start and gains little on a small model.
         "--vllm.enforce_eager": None,
         "--vllm.sync_backend": "gloo",
-        "--ds.adam_offload": None,
+        # Few processors multiply bfloat16 as fast, and rollout and trainer then agree to 1e-4.
+        "--ds.param_dtype": "fp32",
     },
     ray_init=ray_init,
     check=check,
+    engine_options={"dtype": "float32"},
 )
 
 
@@ -196,16 +196,43 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     return average
 
 
-def engine_of_processes(plain: Any) -> type:
-    """`RolloutRayActor`: its tensor-parallel ranks are processes of its own, as vLLM's on a CPU are."""
+def engine_on_cpu(plain: Any) -> type:
+    """`RolloutRayActor`: the trainer's dtype, and processes of its own as tensor-parallel ranks, as vLLM's on a CPU."""
 
-    class EngineOfProcesses(plain):
+    class EngineOnCPU(plain):
         async def __init__(self, *args: object, **kwargs: Any) -> None:
+            if Flags(current_run().openrlhf).value("--ds.param_dtype") == "fp32":
+                kwargs["dtype"] = "float32"
             if kwargs.get("tensor_parallel_size", 1) > 1:
                 kwargs["distributed_executor_backend"] = "mp"
             await plain.__init__(self, *args, **kwargs)
 
-    return EngineOfProcesses
+    return EngineOnCPU
+
+
+def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    """`convert_to_torch_dtype`: the further choice of ``--ds.param_dtype``, fp32."""
+
+    @wraps(original)
+    def convert_to_torch_dtype(param_dtype: str) -> torch.dtype:
+        import torch
+
+        return torch.float32 if param_dtype == "fp32" else original(param_dtype)
+
+    return convert_to_torch_dtype
+
+
+def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`get_train_ds_config`: PyTorch's fused AdamW, by DeepSpeed's own switch for it."""
+
+    @wraps(original)
+    def get_train_ds_config(*args: object, **kwargs: object) -> dict[str, Any]:
+        config = original(*args, **kwargs)
+        if config.get("optimizer", {}).get("type") == "AdamW":
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+        return config
+
+    return get_train_ds_config
 
 
 def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,12 +252,11 @@ def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
-def shared_memory_op(original: Callable[[], Any]) -> Callable[[], Any]:
-    """DeepSpeed's shared-memory all-reduce: compiled on first use, so only where it has a use."""
+def no_shared_memory_op(original: Callable[[], None]) -> Callable[[], None]:
+    """DeepSpeed's shared-memory all-reduce; without it, as off Linux, gloo reduces (DeepSpeed 0.19.6)."""
 
     @wraps(original)
-    def build_shm_op() -> Any:
-        # One process has nobody to reduce with. DeepSpeed 0.19.6 itself answers None off Linux.
-        return None if os.environ.get("WORLD_SIZE") == "1" else original()
+    def build_shm_op() -> None:
+        return None
 
     return build_shm_op

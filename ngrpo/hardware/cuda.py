@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from perturbations.errors import UsageError
 _DEFAULT_HOME = Path("/usr/local/cuda")
 # The last major release whose minor ones DeepSpeed takes for each other (op_builder/builder.py).
 _MINORS_MIX = 12
+# What the CUDA code of DeepSpeed's fused Adam includes through torch 2.13 (ATen/cuda/CUDAContextLight.h).
+HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
 _AFTERWARDS = "and set CUDA_HOME to its folder (docs/install.md)"
 
 
@@ -41,24 +42,36 @@ def toolkit() -> tuple[Path | None, str | None]:
     return home, match and match[1]
 
 
-def check(flags: Flags) -> None:
+def check(flags: Flags) -> str | None:
     """Refuses a training whose optimizer DeepSpeed 0.19.6 could not compile: it tries once all models are loaded.
 
     The fused Adam is CUDA code. The Adam of ``--ds.adam_offload`` is compiled against the toolkit too where torch sees
     a GPU, and from CUDA 13 on DeepSpeed refuses a toolkit of another minor release for it. On a Ray cluster that is
     there already the nodes have toolkits of their own, so nothing is asked of this one.
 
+    Returns:
+        Why it could not look, or None.
+
     Raises:
         UsageError: With what is missing and what to install.
     """
     import torch
 
+    if flags.value("--ds.param_dtype") == "fp32":
+        raise UsageError(
+            "--ds.param_dtype fp32 cannot be used with --hardware cuda: OpenRLHF's engines compute in bfloat16 there."
+            " Use bf16, or leave it out."
+        )
     torch_release, offload = torch.version.cuda, flags.has("--ds.adam_offload")
-    if torch_release is None or os.environ.get("RAY_ADDRESS") or flags.has("--help"):
-        return
+    if flags.has("--help"):
+        return None
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        return f"not checked: the CUDA toolkits of the nodes of the Ray cluster at {os.environ['RAY_ADDRESS']}."
+    if torch_release is None:
+        return "not checked: torch is built for a CPU here, so neither a GPU nor its toolkit can be looked at."
     subject = "--ds.adam_offload" if offload else "DeepSpeed's fused Adam"
     if _compiled_before("cpu_adam" if offload else "fused_adam"):
-        return
+        return None
     home, release = toolkit()
     install = f"Fix: install the CUDA toolkit {_minor(torch_release)}, the release of this torch, {_AFTERWARDS}"
     why = f"{subject} is compiled on first use, for which DeepSpeed needs the CUDA toolkit"
@@ -81,19 +94,19 @@ def check(flags: Flags) -> None:
             f"{why} and a C++ compiler: {compiler!r} is not found. Fix: install one (Debian: apt-get install g++) or"
             " point CXX at it."
         )
-    if not _links(compiler, home):
+    missing = [name for name in (() if offload else HEADERS) if not (home / "include" / name).is_file()]
+    if missing:
         raise UsageError(
-            f"{why} with libcudart.so to link to: {compiler} finds none in {home}. {install}; NVIDIA's packages for pip"
-            f" leave that name out: ln -s libcudart.so.{release.split('.')[0]} {home}/lib/libcudart.so"
+            f"{why} with its headers: {home}/include has no {' and no '.join(missing)}. Fix: install the development"
+            f" packages of cudart, cublas, cusparse and cusolver for CUDA {release} (docs/install.md)."
         )
-
-
-def _links(compiler: str, home: Path) -> bool:
-    """Whether what is compiled with a toolkit can be linked, in the folder of libraries that torch 2.13 takes."""
-    libraries = home / ("lib64" if (home / "lib64").is_dir() else "lib")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [compiler, "-shared", "-o", f"{folder}/probe.so", f"-L{libraries}", "-lcudart"]
-        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+    libraries = home / ("lib64" if (home / "lib64").is_dir() else "lib")  # as torch 2.13 chooses
+    if not (libraries / "libcudart.so").is_file():
+        raise UsageError(
+            f"{why} with libcudart.so to link to: there is none in {libraries}. {install}; NVIDIA's packages for pip"
+            f" leave that name out: ln -s libcudart.so.{major} {libraries}/libcudart.so"
+        )
+    return None
 
 
 def _compiled_before(extension: str) -> bool:

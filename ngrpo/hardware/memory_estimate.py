@@ -12,10 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ngrpo.models import model_size
 from ngrpo.models.model_size import ModelSize
+from ngrpo.upstream import placement
+from ngrpo.upstream.placement import Group
 
 # Bytes of one logit: in the parameters' type and in float32 (models/actor.py), and its float32 gradient.
 _LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
+GIB = 2**30
+# What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
+_FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
 PHASES = ("rollout", "scoring", "backward", "update")
 """A step's phases: answers are drawn; old and reference log-probabilities; backward passes; the optimizer's step."""
 
@@ -35,6 +41,58 @@ class Part:
     formula: str
     phases: tuple[float, float, float, float]
     host: float = 0.0
+
+
+def models(args: Mapping[str, Any]) -> dict[str, str | None]:
+    """The name of the model in each role of :mod:`ngrpo.upstream.placement`."""
+    actor = args["actor.model_name_or_path"]
+    return {
+        **dict.fromkeys((placement.ACTOR, placement.REFERENCE, placement.ENGINES), actor),
+        placement.CRITIC: args["critic.model_name_or_path"],
+        placement.REWARD: args["reward.model_name_or_path"],
+    }
+
+
+def of_group(group: Group, args: Mapping[str, Any], gpu: float) -> list[Part]:
+    """All that one GPU of a group holds, but for models of unknown size.
+
+    Args:
+        group: GPUs that hold the same models.
+        args: OpenRLHF's arguments.
+        gpu: memory of one GPU, in bytes.
+    """
+    parts: list[Part] = []
+    for model in group.models:
+        name = models(args)[model]
+        size = model_size.find(name) if name else None
+        if size is None:
+            continue
+        if model in (placement.ACTOR, placement.CRITIC):
+            parts += trained(model, size, args, group.gpus)
+        elif model == placement.ENGINES:
+            parts.append(engine(size, args, gpu))
+        else:
+            offloaded = args["ref.offload" if model == placement.REFERENCE else "reward.offload"]
+            parts.append(frozen(model, size, args, group.gpus, offloaded=offloaded))
+        if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
+            parts.append(scored(size, args))
+    free = _FREE_HYBRID if placement.is_hybrid(args) else _FREE
+    return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", _always(free))] if parts else []
+
+
+def peak(args: Mapping[str, Any], gpu: float) -> float | None:
+    """Bytes of the fullest GPU in its fullest phase; None where a model's size is unknown, or not estimated."""
+    groups, names = placement.groups(args), models(args)
+    known = all(names[model] and model_size.find(names[model] or "") for group in groups for model in group.models)
+    if not known or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+        return None
+    return max(sum(column) for group in groups for column in zip(*(p.phases for p in of_group(group, args, gpu))))
+
+
+def fits(args: Mapping[str, Any], gpu: float) -> bool:
+    """Whether nothing speaks against a placement: it fits, and an engine has room for an answer of full length."""
+    most, size = peak(args, gpu), model_size.find(args["actor.model_name_or_path"] or "")
+    return most is None or size is None or (most <= gpu and kv_cache_tokens(size, args, gpu) >= args["data.max_len"])
 
 
 def _always(size: float) -> tuple[float, float, float, float]:
@@ -123,9 +181,10 @@ def engine(size: ModelSize, args: Mapping[str, Any], gpu: float) -> Part:
     """
     gib = args["vllm.gpu_memory_utilization"] * gpu
     weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
-    formula = f"{args['vllm.gpu_memory_utilization']:g} of the GPU, of which weights {weights / 2**30:.1f} GiB"
+    formula = f"{args['vllm.gpu_memory_utilization']:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
     if args["vllm.enable_sleep"]:
-        return Part("vLLM engine", f"{formula}; asleep from then on", (gib, 0, 0, 0), host=weights)
+        asleep = (gib, _ASLEEP, _ASLEEP, _ASLEEP)
+        return Part("vLLM engine", f"{formula}; asleep from then on", asleep, host=weights)
     return Part("vLLM engine", formula, _always(gib))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_OWNER = "NGRPO_OWNER"
+OWNER = "NGRPO_OWNER"
 _GRACE_SECONDS = 5.0
 
 
@@ -33,11 +33,11 @@ def raise_on_sigterm() -> None:
 @contextmanager
 def own_children() -> Iterator[None]:
     """Lets the processes that vLLM starts in the block end with this one; see :func:`end_with_owner`."""
-    os.environ[_OWNER] = str(os.getpid())
+    os.environ[OWNER] = str(os.getpid())
     try:
         yield
     finally:
-        del os.environ[_OWNER]
+        del os.environ[OWNER]
 
 
 def end_with_owner() -> None:
@@ -45,7 +45,7 @@ def end_with_owner() -> None:
 
     Does nothing where nobody called that, and where the system has no process file descriptors (they are Linux's).
     """
-    owner = os.environ.get(_OWNER, "")
+    owner = os.environ.get(OWNER, "")
     if not owner.isdecimal() or int(owner) == os.getpid() or not hasattr(os, "pidfd_open"):
         return
     try:

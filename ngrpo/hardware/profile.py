@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
+from ngrpo.hardware import machine
 from ngrpo.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError
 
@@ -26,14 +27,17 @@ class Profile:
         default_flags: OpenRLHF flags that are added where the command line does not have them.
         ray_init: Given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started
             here (an existing cluster has its own resources).
-        check: Given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do.
+        check: Given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do; returns why it
+            could not look, or None.
+        engine_options: Of ``vllm.LLM``, for an evaluation or a diagnosis that has no others.
     """
 
     name: Literal["cpu", "cuda"]
     env: dict[str, str] = field(default_factory=dict)
     default_flags: dict[str, Default] = field(default_factory=dict)
     ray_init: Callable[[Flags], dict[str, Any]] = lambda flags: {}
-    check: Callable[[Flags], None] = lambda flags: None
+    check: Callable[[Flags], str | None] = lambda flags: None
+    engine_options: dict[str, Any] = field(default_factory=dict)
 
 
 def detect() -> Literal["cpu", "cuda"]:
@@ -59,3 +63,11 @@ def profile_for(hardware: str) -> Profile:
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UsageError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
     return import_module(f"ngrpo.hardware.{hardware}").PROFILE
+
+
+def profile_of_run(hardware: str) -> Profile:
+    """:func:`profile_for` for a training: ``"auto"`` is CUDA as well where it joins a cluster whose nodes name GPUs."""
+    if hardware == "auto" and detect() == "cpu":
+        joined = machine.cluster()
+        hardware = "cuda" if joined is not None and joined[1] else "cpu"
+    return profile_for(hardware)

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
 from ngrpo.models import config_file
-from perturbations.errors import UsageError
-
-_SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size")
-_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class ModelSize:
         parameters: all of them, a tied head counted once.
         layers: decoder layers.
         hidden: width h of the residual stream.
-        intermediate: width m of the MLP.
+        intermediate: width m of the MLP, of all experts that a token goes through.
         heads: attention heads.
         kv_heads: heads of keys and values.
         head_dim: width of a head.
@@ -55,11 +53,13 @@ class ModelSize:
         return 16 * self.hidden + 4 * queries + 4 * keys + 8 * self.intermediate + head_norms
 
 
-def find(name: str) -> ModelSize | None:
-    """The sizes of a model.
+def table() -> dict[str, dict[str, Any]]:
+    """config.json, and the number of parameters, of the models that README and recipes name."""
+    return json.loads(files("ngrpo.models").joinpath("models.json").read_text(encoding="utf-8"))
 
-    Looked for in its config.json, and then in the table that comes with the project, of the models of the papers'
-    recipes.
+
+def find(name: str) -> ModelSize | None:
+    """The sizes of a model, from its config.json or from :func:`table`.
 
     Args:
         name: as ``--model`` takes it.
@@ -68,50 +68,49 @@ def find(name: str) -> ModelSize | None:
         None where nothing of this is known here.
 
     Raises:
-        UsageError: for a config.json that is not JSON, or lacks a size.
+        UsageError: for a config.json that is not JSON.
     """
     path = config_file.find(name)
     if path is not None:
         return of_config(config_file.read(path), str(path))
-    configs = json.loads(files("ngrpo.models").joinpath("models.json").read_text(encoding="utf-8"))
-    return of_config(configs[name], "the table of this project") if name in configs else None
+    return of_config(table()[name], "the table of this project") if name in table() else None
 
 
-def of_config(config: dict[str, Any], source: str) -> ModelSize | None:
-    """The sizes that a config.json says; None for an architecture that is not counted here.
-
-    Raises:
-        UsageError: where a size is missing.
-    """
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        return None
+def of_config(config: Mapping[str, Any], source: str) -> ModelSize | None:
+    """The sizes that a config.json says; None for a model that the installed transformers cannot make of it."""
     try:
-        hidden, layers, intermediate = (int(config[key]) for key in _SIZES)
-        heads, vocabulary = int(config["num_attention_heads"]), int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{source}: no whole number for {error}. Give the model's own config.json.") from None
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    attention = hidden * queries + 2 * hidden * keys + queries * hidden
-    if family == "qwen2" or config.get("attention_bias"):
-        attention += queries + 2 * keys
-    if config.get("attention_bias") and family != "qwen2":
-        attention += hidden  # that of the output projection, which Qwen2 has not
-    if family == "qwen3":
-        attention += 2 * head_dim
-    per_layer = attention + 3 * hidden * intermediate + 2 * hidden
-    matrices = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        return _made(json.dumps(config), source)
+    except Exception:  # of the configuration's own class: whatever it makes of a file that is not its own
+        return None
+
+
+@lru_cache
+def _made(text: str, source: str) -> ModelSize:
+    config = json.loads(text)
+    parameters, head_norms = config.pop("parameters", None), config.get("model_type") == "qwen3"
+    if parameters is None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+        read = AutoConfig.for_model(**config)
+        # As OpenRLHF chooses; without memory, and so without weights.
+        auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+        with torch.device("meta"):
+            named = dict(auto.from_config(read).named_parameters())
+        parameters = sum(parameter.numel() for parameter in named.values())
+        head_norms = any("q_norm" in name for name in named)
+        config = read.get_text_config().to_dict()
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    experts = config.get("num_experts_per_tok") if config.get("moe_intermediate_size") else None
     return ModelSize(
-        parameters=matrices + layers * per_layer + hidden,
-        layers=layers,
+        parameters=parameters,
+        layers=config["num_hidden_layers"],
         hidden=hidden,
-        intermediate=intermediate,
+        intermediate=config["moe_intermediate_size"] * experts if experts else config["intermediate_size"],
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=vocabulary,
-        head_norms=family == "qwen3",
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocabulary=config["vocab_size"],
+        head_norms=head_norms,
         source=source,
     )

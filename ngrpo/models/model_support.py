@@ -138,22 +138,25 @@ def _compare_formulas(model_type: str, text: Mapping[str, Any], refused: list[st
         )
 
 
-def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> None:
-    """Raises ``UsageError`` for a model that cannot be used, by its config.json; one that is not here passes.
+def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> str | None:
+    """Raises ``UsageError`` for a model that cannot be used, by its config.json; returns why it was not read, or None.
 
     Args:
         model: as ``--model`` takes it.
         spec: the run's perturbation; without one a model whose inputs cannot be replaced passes too.
     """
-    support = of_model(model) if spec is not None and model else None
-    if support is not None and support.refused:
+    support = of_model(model) if model else None
+    if support is None:
+        return "not checked: its config.json is not here."
+    if spec is not None and support.refused:
         raise UsageError(f"model {model!r}, {support.architecture or 'no architecture'}: {'; '.join(support.refused)}.")
+    return None
 
 
 def told_of(model: str) -> str:
     """What config.json tells of a model, for the line of a check."""
     support = of_model(model) if model else None
-    return f"model {model}: {support.told() if support else 'not known, its config.json is not here'}"
+    return f"model {model}{f': {support.told()}' if support else ''}"
 
 
 def _engine(architecture: str, remote: bool, refused: list[str], unknown: list[str]) -> str:

@@ -87,7 +87,7 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
         report: called with a line of text where something takes a while.
 
     Returns:
-        The made folder of a packaged model; any other existing folder or hub-like name as it is.
+        The made folder of a packaged model, an existing folder's absolute path, or a hub-like name as it is.
 
     Raises:
         UsageError: for a local folder that is missing or has no config.json, a misspelt packaged name, or a model that
@@ -96,7 +96,8 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
     check_available(name_or_path)
-    return str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+    folder = Path(name_or_path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else name_or_path  # vLLM's Ray workers start in another folder
 
 
 def check_available(name_or_path: str) -> None:

@@ -32,18 +32,18 @@ _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "rubric/", "s
 _ROWS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 
-# Heading, key in a step, digits.
+# Heading, key in a step, format.
 _COLUMNS = (
-    ("reward", "reward", 3),
-    ("rate", "rate", 3),
-    ("anchor≠sampled", "anchor_differs", 3),
-    ("shift", "shift", 3),
-    ("gap perturbed", "gap_perturbed_mean", 5),
-    ("max", "gap_perturbed_max", 4),
-    ("gap plain", "gap_plain_mean", 5),
-    ("max", "gap_plain_max", 4),
-    ("tokens/s", "tokens_per_second", 0),
-    ("s/step", "step_seconds", 1),
+    ("reward", "reward", ".3f"),
+    ("rate", "rate", ".3f"),
+    ("anchor≠sampled", "anchor_differs", ".3f"),
+    ("shift", "shift", ".3f"),
+    ("gap perturbed", "gap_perturbed_mean", ".1e"),
+    ("max", "gap_perturbed_max", ".1e"),
+    ("gap plain", "gap_plain_mean", ".1e"),
+    ("max", "gap_plain_max", ".1e"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+    ("s/step", "step_seconds", ".1f"),
 )
 
 
@@ -188,7 +188,7 @@ def _grid(rows: list[dict[str, float]]) -> list[str]:
     columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
     cells = [["step", *(heading for heading, _, _ in columns)]]
     for row in rows:
-        numbers = (f"{row[key]:.{digits}f}" if key in row else "-" for _, key, digits in columns)
+        numbers = (f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns)
         cells.append([str(int(row["step"])), *numbers])
     return aligned(cells, left=0)
 
@@ -205,6 +205,9 @@ def _figures(rows: list[dict[str, float]], evaluated: tuple[str, dict[int, float
     if scores:
         steps = " → ".join(f"{value:.3f} (step {step})" for step, value in _ends(scores))
         lines.append(f"evaluation    {steps}, {metric}")
+    gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
+    if gaps:
+        lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
     size = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
     if size:
         lines.append(f"records       {sum(size) / len(size):.2f} bytes per generated token")

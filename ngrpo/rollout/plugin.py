@@ -2,7 +2,7 @@
 """vLLM's plugin entry point (group ``vllm.general_plugins``), loaded by vLLM in each of its processes.
 
 Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``; but the engines of
-`ngrpo eval` and `ngrpo diagnose` end with the process that started them.
+`ngrpo eval` and `ngrpo diagnose` end with the process that started them, and those of `ngrpo train` join its Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -92,11 +92,24 @@ def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
         perturbation = settings.read(self.additional_config)
         settings.read_buffer(self.additional_config)
         config = original(self, *args, **kwargs)
+        _without_setup_hook(config.parallel_config)
         if perturbation is not None:
             settings.check_engine(config, perturbation)
         return config
 
     return create_engine_config
+
+
+def _without_setup_hook(config: ParallelConfig) -> None:
+    """Takes `ngrpo train`'s set-up hook out of what a tensor-parallel engine joins Ray with; vLLM loads this plugin.
+
+    The engine's core is a driver of its own, and Ray 2.55 refuses a driver the hook of another one.
+    """
+    environment = config.ray_runtime_env
+    if environment and environment.pop("worker_process_setup_hook", None):
+        from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+
+        environment["env_vars"].pop(WORKER_PROCESS_SETUP_HOOK_ENV_VAR, None)
 
 
 def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:

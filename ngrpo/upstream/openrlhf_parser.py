@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -35,7 +35,7 @@ def check(argv: Sequence[str]) -> None:
         argv: OpenRLHF's flags, complete.
     """
     try:
-        _run(argv)
+        _resolved(tuple(argv))
     except AssertionError as error:
         raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -63,6 +63,12 @@ def resolved(argv: Sequence[str]) -> dict[str, Any]:
     Args:
         argv: OpenRLHF's flags, complete; :func:`check` has accepted them.
     """
+    return dict(_resolved(tuple(argv)))
+
+
+@lru_cache
+def _resolved(argv: tuple[str, ...]) -> dict[str, Any]:
+    """Kept, since every rule on a run asks for them."""
 
     def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
         settings: dict[str, Any] = {}
@@ -87,8 +93,22 @@ class _Made(Exception):
     """Carries the parser out of the block, before it reads anything."""
 
 
+def with_float32(original: Callable[..., argparse.Action]) -> Callable[..., argparse.Action]:
+    """`add_argument` of argparse: OpenRLHF's ``--ds.param_dtype`` has the choice fp32 too, see `ngrpo.hardware.cpu`."""
+
+    @wraps(original)
+    def add_argument(self: argparse.ArgumentParser, *names: str, **settings: Any) -> argparse.Action:
+        if "--ds.param_dtype" in names:
+            settings["choices"] = [*settings["choices"], "fp32"]
+        return original(self, *names, **settings)
+
+    return add_argument
+
+
 class _Parser(argparse.ArgumentParser):
     """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
+
+    add_argument = with_float32(argparse.ArgumentParser.add_argument)
 
     def __init__(self, argv: Sequence[str] | None) -> None:
         super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)

@@ -11,7 +11,6 @@ import pytest
 from ngrpo.advantages import create
 from ngrpo.config import parse, presets, run, sampling
 from ngrpo.config.run import current_run
-from ngrpo.hardware import slow_bfloat16
 from ngrpo.hardware.cpu import PROFILE as CPU
 from ngrpo.trainers.openrlhf import install, launch
 from ngrpo.trainers.openrlhf.seams import active
@@ -168,13 +167,10 @@ class TestWords:
 
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cloudpickle = pytest.importorskip("ray.cloudpickle")
-    monkeypatch.setattr(slow_bfloat16, "is_slow", lambda: False)
     settings = run_of(advantage={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
     conditions = launch.conditions_for(CPU, settings)
     assert conditions == ("cpu", "without_flash_attn", "advantage", "sampling")
     assert launch.conditions_for(CPU, run_of()) == ("cpu", "without_flash_attn")
-    monkeypatch.setattr(slow_bfloat16, "is_slow", lambda: True)
-    assert launch.conditions_for(CPU, run_of()) == ("cpu", "slow_bfloat16", "without_flash_attn")
     monkeypatch.setattr(run, "_current", settings)  # put back after the test
     monkeypatch.setattr(install, "install", lambda conditions: None)
     here, hook = Path.cwd(), cloudpickle.dumps(install.setup_hook(conditions, settings))

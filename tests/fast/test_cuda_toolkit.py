@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +39,9 @@ def program(path: Path, says: str = "") -> Path:
 
 def toolkit(folder: Path, release: str) -> Path:
     program(folder / "bin" / "nvcc", f"Cuda compilation tools, release {release}, V{release}.88")
+    for file in (*(f"include/{name}" for name in cuda.HEADERS), "lib64/libcudart.so"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).touch()
     return folder
 
 
@@ -106,17 +107,25 @@ def test_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "'g++' is not found" in refusal()
 
 
-def test_no_library_to_link_to(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As NVIDIA's packages for pip leave it: libcudart.so.13 without its other name."""
-    home, compiler = toolkit(tmp_path / "cuda", "13.0"), shutil.which("g++", path="/usr/bin:/usr/local/bin")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
+@pytest.mark.parametrize("header", cuda.HEADERS)
+def test_a_header_is_missing(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, header: str) -> None:
+    """As in an image that has nvcc and the runtime alone."""
+    program(bare / "g++")
+    home = toolkit(tmp_path / "cuda", "13.0")
     monkeypatch.setenv("CUDA_HOME", str(home))
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("PATH", f"{bare}:/usr/bin:/bin")
-    (home / "lib").mkdir()
-    library = home / "lib" / "libcudart.so.13"
-    subprocess.run([compiler, "-shared", "-o", library, "-x", "c++", "/dev/null"], check=True)
+    (home / "include" / header).unlink()
+    told = refusal()
+    assert f"{home}/include has no {header}. Fix: " in told and "\n" not in told
+    profile_for("cuda").check(OFFLOAD)  # the Adam of the CPU includes none of them
+
+
+def test_no_library_to_link_to(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As NVIDIA's packages for pip leave it: libcudart.so.13 without its other name, and lib in place of lib64."""
+    program(bare / "g++")
+    home = toolkit(tmp_path / "cuda", "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    (home / "lib64").rename(home / "lib")
+    (home / "lib" / "libcudart.so").rename(home / "lib" / "libcudart.so.13")
     assert f"ln -s libcudart.so.13 {home}/lib/libcudart.so" in refusal()
     (home / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
     profile_for("cuda").check(PLAIN)

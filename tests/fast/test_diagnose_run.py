@@ -69,7 +69,7 @@ def test_what_is_written(llm: MadeUp, tmp_path: Path) -> None:
     assert [row["name"] for row in result["strategies"]] == ["none", "neighbor"] and result["baseline"] == "none"
     assert [row["pass_at_k"] for row in result["strategies"]] == [{"1": 0.5, "2": 1.0}] * 2
     assert (result["group"], result["prompts"], result["dataset"]) == (2, 2, "sums")
-    assert result["sampling"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0, "dtype": "auto"}
+    assert result["sampling"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0, "dtype": "float32"}
     assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
 
 

@@ -47,7 +47,7 @@ def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert code == 0
     assert "WRONG" not in head
     assert "fix:" not in head
-    told = ("Python", "releases", "hardware", "optimizer", "flash-attn", "what is replaced upstream", "vLLM's plugin")
+    told = ("Python", "releases", "hardware", "compiler", "flash-attn", "what is replaced upstream", "vLLM's plugin")
     assert [line[7:].split(":")[0] for line in head.splitlines()] == list(told)
     assert versions.OPENRLHF in head
 
@@ -65,7 +65,7 @@ def test_no_compiler(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CXX", "no-such-compiler")
     code, head = findings(capsys, "--no-self-test")
     assert code == 1
-    assert "not ready" in lines_of(head, "optimizer")
+    assert "not ready" in lines_of(head, "compiler")
     assert "'no-such-compiler'" in head
 
 

@@ -204,7 +204,8 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     assert memory_estimate.kv_cache_tokens(SIZE, args, 10_000) == 125
     asleep = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --train.colocate_all --vllm.num_engines 4")
     engine = memory_estimate.engine(SIZE, asleep, 10_000)
-    assert (engine.phases, engine.host) == ((5000, 0, 0, 0), 2000)
+    # Asleep it keeps 2 GiB.
+    assert (engine.phases, engine.host) == ((5000, *[2 * 2**30] * 3), 2000)
 
 
 @pytest.mark.parametrize(
@@ -293,23 +294,24 @@ class TestCommand:
             "  ok     dataset and reward",
         ):
             assert part in text, part
-        # 1,720,574,976 parameters: 2 bytes each; 12 bytes each over 8 GPUs; half of the 80 GiB that are assumed.
+        # 1,720,574,976 parameters: 2 bytes each; 12 bytes each over 8 GPUs; half of the 79.2 GiB of a card of
+        # 80 GB; asleep the engine keeps 2, and 4 stay free.
         table = [line.split() for line in text.splitlines()]
         assert ["actor:", "weights", "3.2", "3.2", "3.2", "3.2", "-", "2P"] in table
         assert ["actor:", "optimizer", "states", "2.4", "2.4", "2.4", "2.4", "-", "12P/D"] in table
-        assert ["vLLM", "engine", "40.0", "-", "-", "-", "3.2"] in [row[:7] for row in table]
+        assert ["vLLM", "engine", "39.6", "2.0", "2.0", "2.0", "3.2"] in [row[:7] for row in table]
         # Beside weights and states, 8.82: 2048 tokens of 151,936 logits of 6 bytes, 1.74; gradients, 0.40,
         # with 2048 tokens of 28 layers of 112,640 bytes and logits of 10, 8.91; gradients and 0.80 in float32.
-        assert ["sum", "48.8", "10.6", "18.1", "10.0", "3.2"] in table
+        assert ["sum", "52.4", "16.6", "24.1", "16.0", "3.2"] in table
         assert list(tmp_path.iterdir()) == []
 
     def test_what_does_not_fit_or_divide_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = "--task arithmetic --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --train.batch_size 24"
         assert cli.main([*self.LINE.replace("--dry-run", "--dry-run 24").split(), *line.split()]) == 1
         text = capsys.readouterr().out
-        assert "GPU of 24 GiB (as --dry-run says)" in text
+        assert "placement on 8 GPUs of 23.8 GiB (as --dry-run says)" in text
         assert (
-            "do not fit into 24.0" in text and "warning: --train.batch_size 24 does not divide the 32 answers" in text
+            "do not fit into 23.8" in text and "warning: --train.batch_size 24 does not divide the 32 answers" in text
         )
 
     @pytest.mark.filterwarnings("ignore::UserWarning")

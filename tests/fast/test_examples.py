@@ -15,6 +15,10 @@ from ngrpo.compare import arguments
 from ngrpo.compare.runs import run_config
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
+from ngrpo.hardware import machine, memory_estimate
+from ngrpo.upstream import openrlhf_parser
+from ngrpo.upstream.placement import groups
+from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
 
@@ -77,7 +81,7 @@ def problems(folder: Path) -> None:
     """Stand-ins for the data that the recipes name, in the layout of `ngrpo data`."""
     folder.mkdir()
     for name in ("deepscaler", "deepscaler_plain", "aime2024", "aime2024_plain"):
-        (folder / f"{name}.jsonl").write_text('{"input": "What is 1 + 1?", "label": "2"}\n')
+        (folder / f"{name}.jsonl").write_text('{"input": "What is 1 + 1?", "label": "2"}\n' * 128)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -86,13 +90,14 @@ def problems(folder: Path) -> None:
 def test_each_recipe_passes_a_dry_run(
     name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At every placement, on GPUs of 80 GiB; but for STHT beside the training, whose density does not allow it."""
+    """At every placement, on cards of 80 GB; but for STHT beside the training, whose density does not allow it."""
     pytest.importorskip("openrlhf")
     problems(tmp_path / "data")
     (tmp_path / "examples").symlink_to(RECIPES.parent)
     monkeypatch.chdir(tmp_path)
     files = [f"examples/recipes/{name}.yaml", f"examples/recipes/placements/{placement}.yaml"]
     words = [word for file in files for word in ("--config", file)]
+    words += ["--ds.adam_offload"] * ("7b" in name and placement == "hybrid_1_gpu")
     refused = name.startswith("stht") and placement.startswith("asynchronous")
     assert cli.main(["train", *words, "--dry-run", "80"]) == (2 if refused else 0)
     text = capsys.readouterr()
@@ -101,7 +106,44 @@ def test_each_recipe_passes_a_dry_run(
         return
     assert "WRONG" not in text.out
     if placement != "rehearsal_cpu":
-        assert "8 GPUs" in text.out and "actor: optimizer states" in text.out
+        assert f"{1 if placement.endswith('1_gpu') else 8} GPU" in text.out and "actor: optimizer" in text.out
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("shape", ["1x80", "8x80", "2x8x80"])
+@pytest.mark.parametrize("placement", [None, *(name for name in PLACEMENTS if not name.startswith("rehearsal"))])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_recipe_is_planned_for_1_8_and_16_gpus(
+    placement: str | None, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All GPUs by default, else as many as the placement has; refused, with both numbers, where there are fewer."""
+    problems(tmp_path / "data")
+    (tmp_path / "examples").symlink_to(RECIPES.parent)
+    monkeypatch.chdir(tmp_path)
+    planned = machine.planned(shape, "--dry-run")
+    needed = planned.total if placement is None else int(placement.split("_")[1])
+    sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "8", "--train.batch_size", "32"]
+    sizes += ["--model", "Qwen/Qwen3-0.6B", "--task", "arithmetic"]
+    for name in (*PAPERS, *(f"methods/{method}" for method in METHODS)):
+        words = words_of(name)
+        pairs = zip(sizes[::2], sizes[1::2]) if "/" in name else ()
+        words += [word for pair in pairs if pair[0] not in words for word in pair]
+        words += ["--hardware", "cuda"] if placement is None else words_of(f"placements/{placement}")
+        words += ["--ds.adam_offload"] * ("7b" in name and placement == "hybrid_1_gpu")
+        words += ["--ds.zero_stage", "2"] * ("/" in name)  # under ZeRO-3 there is no noise on weights
+        try:
+            run = parse.run_config(words)
+            run = dataclasses.replace(run, machine=planned, run_dir="runs/x")
+            if needed > planned.total:
+                with pytest.raises(UsageError, match=f"this run needs {needed} GPUs and {planned.total} is there"):
+                    rules.checked(run)
+                continue
+            args = openrlhf_parser.resolved(rules.checked(run).argv)
+        except UsageError as error:
+            assert placement == "asynchronous_8_gpus" and "--train.async_enable" in str(error), (name, str(error))
+            continue
+        assert sum(group.gpus for group in groups(args)) == needed, name
+        assert memory_estimate.fits(args, planned.memory), name
 
 
 def test_the_index_lists_every_recipe() -> None:

@@ -1,49 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script for a GPU: what it does with cases that end well, badly, or not at all. Its stages: tests/stack."""
+"""The script for a GPU: what it does with stages that end well, badly, or not at all. Its stages: tests/stack."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import training
-from benchmarks.gpu.run import Results, run_stage
-from benchmarks.gpu.stages import STAGES, Case, stage
-from benchmarks.gpu.tables import markdown
+from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
+from benchmarks.gpu.stages import Stage, stages
 from ngrpo.upstream import openrlhf_parser
 from perturbations.errors import UsageError
 
-TITLE = "a stage of this test"
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
-
-
-def cases(rehearse: bool) -> list[Case]:
-    """One of each kind; without the rehearsal, what takes too long."""
-    if not rehearse:
-        return [Case("slow", {"kind": "slow"}), Case("after its time", {"kind": "good"})]
-    kinds = ["good", "good, then an error", "one bad row", "killed"]
-    needs_more = Case("needs more", {"kind": "good"}, needs={"no_such_module": "docs/install.md"})
-    return [*(Case(kind, {"kind": kind}, {"SEEN": kind}) for kind in kinds), needs_more]
+HERE = "no GPU, a processor"
+LIMIT = 60.0
 
 
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs in a process of its own."""
-    import os
-
     kind = arguments["kind"]
-    yield {"perturbation": kind, "environment": os.environ.get("SEEN")}
-    if kind == "good, then an error":
+    yield {"perturbation": kind, "environment": os.environ.get("SEEN"), "pid": os.getpid(), "rate": None}
+    if kind == "error":
         raise RuntimeError("something is wrong\nwith the device")
-    if kind == "one bad row":
+    if kind == "bad row":
         yield {"error": "this engine did not start"}
     if kind == "killed":
         os.kill(os.getpid(), 9)
@@ -51,114 +42,223 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         time.sleep(600)
 
 
+def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
+    return rows[0]["perturbation"] != "wrong", f"{len(rows)} rows"
+
+
+def stage(kind: str, seconds: float = 5.0, **more: Any) -> Stage:
+    return Stage(
+        f"test-{kind}", __name__, seconds, f"what is {kind}", {"kind": kind}, {"SEEN": kind}, **{"needs": (), **more}
+    )
+
+
 class Told(list[str]):
     def __call__(self, line: str) -> None:
         self.append(line)
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, bool]:
-    path = tmp_path_factory.mktemp("figures") / "gpu.json"
-    results, this = Results(path, MACHINE), sys.modules[__name__]
-    good = run_stage("a", this, results, rehearse=True, report=Told())
-    run_stage("a", this, results, rehearse=False, minutes=1 / 60, report=Told())
-    return json.loads(path.read_text())["a"], path, good
-
-
-def test_each_case_ends_in_its_own_way_and_the_others_go_on(outcome: tuple) -> None:
-    part, _, good = outcome
-    assert not good
-    assert part["title"] == TITLE
-    assert part["machine"] == MACHINE
-    states = {name: case["state"] for name, case in part["cases"].items()}
-    assert states == {
-        "good": "done",
-        "good, then an error": "failed",
-        "one bad row": "failed",
-        "killed": "failed",
-        "needs more": "skipped",
-        "slow": "failed",
-        "after its time": "not run",
-    }
-    found = part["cases"]
-    assert found["good"]["rows"] == [{"perturbation": "good", "environment": "good"}]
-    assert found["good"]["commit"] and found["good"]["seconds"] > 0
-    assert found["good, then an error"]["error"].endswith("with the device")
-    assert len(found["good, then an error"]["rows"]) == 1, "what was there before the error is kept"
-    assert found["one bad row"]["error"] == "this engine did not start"
-    assert "status -9" in found["killed"]["error"]
-    assert "no_such_module is not installed (docs/install.md)" in found["needs more"]["reason"]
-    assert "its stage's time" in found["slow"]["error"]
-
-
-def test_what_is_done_is_not_run_again(outcome: tuple, tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    path.write_text(outcome[1].read_text())
+def go(path: Path, *chosen: Stage, limit: float = LIMIT, machine: dict[str, Any] = MACHINE) -> tuple[bool, Told, dict]:
+    """Runs stages: whether all were good, the lines, the file of figures."""
     told = Told()
-    run_stage("a", sys.modules[__name__], Results(path, MACHINE), rehearse=True, minutes=0.0, report=told)
-    assert told[0] == "a  good: done before (--force runs it again)"
-    cases = json.loads(path.read_text())["a"]["cases"]
-    assert cases["good"] == outcome[0]["cases"]["good"]
-    assert cases["killed"]["state"] == "not run"
+    good = run.run(chosen, path, machine, limit=limit, report=told)
+    return good, told, json.loads(path.read_text()) if path.exists() else {}
 
 
-def test_figures_of_another_machine_do_not_stay_beside_these(outcome: tuple, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, Told, dict[str, Any], Path]:
+    path = tmp_path_factory.mktemp("figures") / "gpu.json"
+    kinds = ["error", "bad row", "killed", "good", "wrong"]
+    others = [stage("absent", needs=("no_such_module",)), stage("two", gpus=2), stage("long", 1000.0)]
+    return *go(path, *map(stage, kinds), *others, stage("slow", 0.2)), path
+
+
+def test_each_stage_ends_in_its_own_way_and_the_others_go_on(outcome: tuple) -> None:
+    good, told, found, _ = outcome
+    assert not good
+    assert {name: entry["state"] for name, entry in found.items()} == {
+        "test-error": "failed",
+        "test-bad row": "failed",
+        "test-killed": "failed",
+        "test-good": "done",
+        "test-wrong": "done",
+        "test-slow": "failed",
+    }
+    entry = found["test-good"]
+    assert entry["rows"][0]["environment"] == "good" and entry["gpu"] == HERE and entry["good"]
+    assert entry["commit"] and entry["seconds"] > 0 and not found["test-wrong"]["good"]
+    assert found["test-error"]["verdict"] == "failed: with the device"
+    assert len(found["test-error"]["rows"]) == 1, "what was there before the error is kept"
+    assert found["test-bad row"]["verdict"] == "failed: this engine did not start"
+    assert "exit status -9" in found["test-killed"]["verdict"]
+    assert found["test-slow"]["verdict"].startswith("cut off after"), "ten times its estimate"
+    lines = "\n".join(told)
+    assert f"{HERE}  test-good: 1 rows (" in lines
+    assert f"{HERE}  test-absent: skipped: no_such_module not installed" in lines
+    assert f"{HERE}  test-two: skipped: needs 2 GPUs, there is 1" in lines
+    assert f"{HERE}  test-long: not started: it takes about 1000 s, " in lines
+    assert told[-1] == "left for the next call: test-long"
+
+
+def test_a_later_call_leaves_what_is_done_and_puts_failures_last(outcome: tuple, tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    path.write_text(outcome[1].read_text())
-    told, other = Told(), {**MACHINE, "cores": 64}
-    run_stage("a", sys.modules[__name__], Results(path, other), rehearse=True, minutes=0.0, report=told)
-    part = json.loads(path.read_text())["a"]
-    assert "another machine" in told[0] and part["machine"] == other
-    assert {case["state"] for case in part["cases"].values()} == {"skipped", "not run"}
+    path.write_text(outcome[3].read_text())
+    good, told, found = go(path, stage("error"), stage("good"), stage("fresh"))
+    assert [line.split(": ")[0].split("  ")[1] for line in told] == ["test-good", "test-fresh", "test-error"]
+    assert told[0] == f"{HERE}  test-good: done before: 1 rows" and not good
+    assert found["test-good"] == outcome[2]["test-good"]
+
+
+@pytest.mark.parametrize("other", ["GPU", "sources"])
+def test_figures_of_another_gpu_or_of_other_sources_are_replaced(
+    outcome: tuple, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(outcome[3].read_text())
+    machine = {**MACHINE, "processor": "another"} if other == "GPU" else MACHINE
+    if other == "sources":
+        monkeypatch.setattr(run, "_sources", lambda: "0")
+    _, told, found = go(path, stage("good"), machine=machine)
+    assert "done before" not in told[0]
+    assert found["test-good"]["rows"][0]["pid"] != outcome[2]["test-good"]["rows"][0]["pid"]
+
+
+@pytest.mark.more
+def test_a_stage_that_the_limit_cuts_off_keeps_its_rows_and_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, slow = tmp_path / "gpu.json", stage("slow", 1.0)
+    monkeypatch.setattr(run, "_GRACE", 2.0)
+    good, told, found = go(path, slow, limit=7.0)
+    assert good and told[-1] == "left for the next call: test-slow"
+    assert found["test-slow"]["state"] == "cut off" and len(found["test-slow"]["rows"]) == 1
+    quick = replace(slow, arguments={"kind": "good"})
+    assert go(path, quick)[2]["test-slow"]["state"] == "done"
+
+
+@pytest.mark.more
+def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    code = (
+        "from pathlib import Path; from tests.fast.test_gpu_script import go, stage;"
+        f"go(Path({str(path)!r}), stage('good'), stage('slow', 20.0))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT) as process:
+        while not (path.exists() and "test-slow" in path.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+    found = json.loads(path.read_text())
+    left = found["test-slow"]["rows"][0]["pid"]
+    until = time.monotonic() + 30
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the stage goes on without its parent"
+        time.sleep(0.1)
+    quick = replace(stage("slow"), arguments={"kind": "good"})
+    _, told, found = go(path, stage("good"), quick)
+    assert told[0] == f"{HERE}  test-good: done before: 1 rows"
+    assert found["test-slow"]["state"] == "done"
 
 
 def test_as_markdown(outcome: tuple) -> None:
-    text = markdown({"f": outcome[0]})
-    assert f"### (f) {TITLE}" in text and "No GPU: a processor, 2 cores; torch 2." in text
-    assert "| – | good | – |" in text, "runner and rate are missing in these rows"
-    assert "killed: failed: exit status -9" in text and "Not run: a, b, c, d, e." in text
+    text = script.markdown(outcome[2])
+    assert "### test-good: what is good\n\n1 rows\n\n| perturbation | environment | pid | rate |" in text
+    assert "| good | good | " in text and " | – |" in text and "no GPU; a processor, 2 cores; torch 2; commit " in text
 
 
-@pytest.mark.parametrize("letter", STAGES)
-@pytest.mark.parametrize("rehearse", [True, False])
-def test_cases_are_light_and_have_names_of_their_own(letter: str, rehearse: bool) -> None:
-    found = stage(letter).cases(rehearse)
-    assert found and len({case.name for case in found}) == len(found)
-    assert all(case.missing() == "" for case in found) or not rehearse
-    json.dumps([case.arguments for case in found])
+def test_stages_have_names_of_their_own_and_the_rehearsal_runs_every_module() -> None:
+    full, rehearsal = stages(False), stages(True)
+    for found in (full, rehearsal):
+        assert len({each.name for each in found}) == len(found)
+        json.dumps([each.arguments for each in found])
+    assert {each.module for each in full} == {each.module for each in rehearsal}
+    worth = ["exact-graphs-float32", "exact-graphs-bfloat16", "exact-two-gpus-float32", "training", "throughput"]
+    assert [each.name for each in full if each.name in worth] == worth
+    one_gpu = sum(each.seconds for each in full if each.name in worth and each.gpus == 1)
+    assert one_gpu + run._GRACE <= 600.0, "these are for one call of ten minutes"
+
+
+ROW = {"perturbation": "gumbel", "rate": 1.0, "tokens": 10, "mean": 1e-3, "max": 1e-2, "edits": 3}
+STEP = {"step": 1, "reward": 0.5, "shift": 0.2, "gap_perturbed_mean": 1e-3, "gap_plain_mean": 1e-3, "step_seconds": 1.0}
+COUNT = {"runner": "no engine", "perturbation": "gumbel", "launches": 9, "waits": 0, "loops": 0, "microseconds": 1.0}
+LOSS = {"layout": "padded", "record": "a", "ratio": 1.0, "plain_s": 1.0, "loss": 2.0}
+SPEED = {"perturbation": "gumbel", "rate": 1.0, "sequences": 64, "ratio": 0.98, "stock": 5000.0}
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "good", "told"),
+    [
+        (exactness, [{**ROW, "perturbation": "(off)"}, ROW], True, "exact; 20 tokens, max 1.0e-02, mean at most 1.00"),
+        (exactness, [{**ROW, "perturbation": "(off)"}, {**ROW, "mean": 3e-3}], False, "NOT EXACT: gumbel 1; "),
+        (exactness, [{**ROW, "perturbation": "(off)"}, {**ROW, "edits": 0}], False, "NOT EXACT: gumbel 1; "),
+        (training, [STEP, STEP], True, "exact; 2 steps, gap 1.0e-03"),
+        (training, [STEP, {**STEP, "gap_perturbed_mean": 3e-3}], False, "NOT EXACT; 2 steps"),
+        (training, [{**STEP, "shift": 0.0}], False, "NOT EXACT; 1 steps"),
+        (decode_steps, [COUNT], True, "no waits; gumbel 9 launches, 0 waits, 1 µs"),
+        (decode_steps, [{**COUNT, "waits": 1}], False, "WAITS OR LOOPS; "),
+        (
+            trainer_step,
+            [LOSS, {**LOSS, "layout": "packed"}],
+            True,
+            "measured; 1.000 s without, padded a: 1.000, packed",
+        ),
+        (trainer_step, [LOSS, {**LOSS, "loss": 3.0}], False, "LOSSES DIFFER"),
+        (throughput, [SPEED, {**SPEED, "ratio": 1.0}], True, "at least 0.97 of stock; ratio 0.980 (gumbel 1, 64"),
+        (throughput, [SPEED, {**SPEED, "ratio": 0.9}], True, "BELOW 0.97 of stock; ratio 0.900"),
+    ],
+)
+def test_verdicts(module: Any, rows: list[dict[str, Any]], good: bool, told: str) -> None:
+    found, text = module.judge(rows)
+    assert found == good and text.startswith(told)
 
 
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF's own parser")
-def test_openrlhf_takes_the_flags_of_the_training() -> None:
-    """They have run on no GPU so far: at least OpenRLHF's parser and its conditions are asked."""
-    least = ["--actor.model_name_or_path", "m", "--reward.remote_url", "reward.py", "--algo.kl.init_coef", "0"]
-    for case in training.cases(False):
-        openrlhf_parser.check([*least, *case.arguments["flags"]])
-    with pytest.raises(UsageError, match=r"--vllm\.enable_sleep"):
-        openrlhf_parser.check([*least, *case.arguments["flags"], "--train.async_enable"])
+def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
+    """They have run on no GPU: OpenRLHF's parser and its conditions are asked, with the default placement beside."""
+    hybrid = [
+        "--train.colocate_all",
+        "--vllm.enable_sleep",
+        "--actor.num_gpus_per_node",
+        "1",
+        "--vllm.num_engines",
+        "1",
+    ]
+    for each in (each for each in stages(False) if each.module == "training"):
+        words = training.flags({**each.arguments, "model": "m"}, tmp_path, "m")
+        assert words[:4] == ["--hardware", "cuda", "--perturbation", "neighbor"]
+        ours = ("--hardware", "--perturbation", "--perturbation.rate", "--run-dir", "--log-file", "--model")
+        pairs = [words[i : i + 2] for i in range(0, len(words), 2)]
+        theirs = [word for pair in pairs if pair[0] not in ours for word in pair]
+        openrlhf_parser.check(["--actor.model_name_or_path", "m", *theirs, *hybrid])
+        with pytest.raises(UsageError, match=r"--vllm\.enable_sleep"):
+            openrlhf_parser.check(["--actor.model_name_or_path", "m", *theirs, *hybrid, "--train.async_enable"])
 
 
 def test_listing_the_stages_loads_no_engine() -> None:
     code = (
-        "import sys; from benchmarks.gpu.stages import STAGES, stage;"
-        "[stage(s).cases(False) for s in STAGES]; print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
+        "import sys; from benchmarks.gpu import run, stages; stages.stages(False);"
+        "print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
+def test_the_list(capsys: pytest.CaptureFixture) -> None:
+    assert script.main(["--list"]) == 0
+    assert capsys.readouterr().out.startswith(" 110 s  exact-graphs-float32 ")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--stage", "a"], "--rehearse runs everything in miniature on a CPU"),
-        (["--stage", "x", "--rehearse"], "'x' is none of a, b, c, d, e, f"),
+        (["--stage", "training"], "--rehearse runs everything in miniature on a CPU"),
+        (["--stage", "x", "--rehearse"], "'x' is none of exact, exact-v2, two-ranks, training, "),
         (["--print", "--out", "/nowhere/gpu.json"], "/nowhere/gpu.json does not exist"),
     ],
 )
 def test_bad_words(words: list[str], told: str, capsys: pytest.CaptureFixture) -> None:
     import torch
 
-    if torch.cuda.is_available() and words == ["--stage", "a"]:
+    if torch.cuda.is_available() and words == ["--stage", "training"]:
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
         script.main(words)

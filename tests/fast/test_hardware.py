@@ -3,6 +3,7 @@
 
 import asyncio
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,11 +15,12 @@ import pytest
 
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
-from ngrpo.hardware import attention, profile_for, slow_bfloat16
-from ngrpo.hardware.cpu import engine_of_processes
+from ngrpo.hardware import attention, profile_for
+from ngrpo.hardware.cpu import engine_on_cpu
 from ngrpo.trainers.openrlhf import install, launch
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.upstream import openrlhf_parser
 from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
@@ -46,12 +48,12 @@ def test_auto_is_what_torch_sees() -> None:
 
 
 def test_default_flags_are_added_only_where_absent_and_told() -> None:
-    user = ["--vllm.num_engines=2", "--ds.attn_implementation", "eager", "--ds.adam_offload"]
+    user = ["--vllm.num_engines=2", "--ds.attn_implementation", "eager", "--ds.param_dtype", "bf16"]
     flags = Flags(user).with_defaults(CPU.default_flags)
     assert flags.argv == [*flags.added, *user]
     assert flags.value("--vllm.num_engines") == "2"
     assert flags.value("--ds.attn_implementation") == "eager"
-    assert "--ds.adam_offload" not in flags.added and "--vllm.enforce_eager" in flags.added
+    assert "--ds.param_dtype" not in flags.added and "--vllm.enforce_eager" in flags.added
 
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
@@ -70,7 +72,6 @@ def test_cuda_with_flash_attn_is_stock_openrlhf(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("installed", [True, False])
 def test_conditions_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     set_flash_attn(monkeypatch, installed)
-    monkeypatch.setattr(slow_bfloat16, "is_slow", lambda: False)
     perturbed = run_of(perturbation={"name": "neighbor"})
     assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation"), "of no use on a CPU"
     assert conditions_for(CPU, run_of(reproducible=True)) == ("cpu", "without_flash_attn", "reproducible")
@@ -176,7 +177,9 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
     held: set[str] = set()
     monkeypatch.setattr(install, "install", held.update)
     monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test
+    monkeypatch.setenv("PATH", "/usr/bin")
     hook()
+    assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
     assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
 
@@ -232,25 +235,38 @@ def test_packed_samples_keep_the_attention_of_the_command_line(
     assert seen == (given or "flash_attention_2")
 
 
-def test_tensor_parallel_engines_on_a_cpu_start_processes() -> None:
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "as it was"), (2, "mp")])
+@pytest.mark.parametrize(("given", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_an_engine_on_a_cpu_has_processes_as_ranks_and_the_trainers_dtype(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, backend: str, given: str, dtype: str
+) -> None:
+    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given)))
+
     class Engine:
         async def __init__(self, **kwargs: object) -> None:
-            self.backend = kwargs["distributed_executor_backend"]
+            self.kwargs = kwargs
 
-    async def backend(ranks: int) -> object:
-        engine = engine_of_processes(Engine)
-        made = engine.__new__(engine)
-        await made.__init__(tensor_parallel_size=ranks, distributed_executor_backend="as it was")
-        return made.backend
-
-    assert asyncio.run(backend(1)) == "as it was"
-    assert asyncio.run(backend(2)) == "mp"
+    engine = engine_on_cpu(Engine)
+    made = engine.__new__(engine)
+    given_by_openrlhf = {"distributed_executor_backend": "as it was", "dtype": "bfloat16"}
+    asyncio.run(made.__init__(tensor_parallel_size=ranks, **given_by_openrlhf))
+    assert made.kwargs == {"tensor_parallel_size": ranks, "distributed_executor_backend": backend, "dtype": dtype}
 
 
 def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"no-such-compiler.*CPU Adam"):
-        CPU.check(Flags(["--ds.adam_offload"]))
+    with pytest.raises(ValueError, match=r"no-such-compiler.*vLLM's sampler"):
+        CPU.check(Flags())
+
+
+def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
+    flags = Flags([]).with_defaults(CPU.default_flags)
+    assert openrlhf_parser.resolved(["--reward.remote_url", "reward.py", *flags.argv])["ds.param_dtype"] == "fp32"
+    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*Use bf16, or leave it out"):
+        profile_for("cuda").check(Flags(["--ds.param_dtype", "fp32"]))
+    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 needs --ds\.param_dtype bf16"):
+        CPU.check(Flags(["--ds.tensor_parallel_size", "2"]).with_defaults(CPU.default_flags))
+    CPU.check(Flags(["--ds.tensor_parallel_size", "2", "--ds.param_dtype", "bf16"]))
 
 
 def test_logical_resources_cover_every_model() -> None:

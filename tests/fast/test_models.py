@@ -89,8 +89,10 @@ def test_other_names_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    for name in (str(folder), "mine", "Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
+    for name in (str(folder), "Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
         assert packaged.resolve(name) == name
+    monkeypatch.chdir(tmp_path)
+    assert packaged.resolve("mine") == str(folder), "a process that opens it may stand in another folder"
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from ngrpo.config import checkpoint_check
 from ngrpo.trainers.openrlhf.resume import resuming_generator, resuming_trainer
 from ngrpo.trainers.openrlhf.visits import Visits
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+from tests.fast.run import run_of
 
 
 class Trainer:
@@ -73,3 +80,19 @@ def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
     trainer = resuming_trainer(Trainer)()
     assert trainer.init_checkpoint_states() == {"global_step": 3}
     assert not vars(trainer.samples_generator) and not vars(trainer.experience_maker)
+
+
+def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
+    """Whole runs: tests/pipeline/test_resume.py, whose folder DeepSpeed writes."""
+    flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
+    assert checkpoint_check.first_step(Flags(["--ckpt.path", str(tmp_path)])) is None
+    checkpoint_check.check_loaded(flags, run_of())
+    line = checkpoint_check.first_step(flags)
+    assert line is not None and line.startswith("warning: ") and "starts at step 0" in line
+    folder = tmp_path / "_actor"
+    (folder / "global_step40").mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):
+        checkpoint_check.check_loaded(flags, run_of())
+    (folder / "latest").write_text("global_step40")
+    checkpoint_check.check_loaded(flags, run_of())
+    assert checkpoint_check.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

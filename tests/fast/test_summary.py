@@ -74,6 +74,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
         "reward of the rollouts; ● eval_default_pass1",
         "reward        0.250 → 0.750",
         "evaluation    0.500 (step 3), eval_default_pass1",
+        "replay        largest difference of rollout and trainer: 3.0e-02 in log π of a token",
         "2.50 bytes",
         "summary.json",
         "seed 7",

@@ -32,6 +32,9 @@ SMALL = {
 # The learning rate is large so that a weight sync that misses a tensor shows in the gap of step 2.
 LOUD = ["--actor.adam.lr", "1e-4", "--actor.lr_warmup_ratio", "0"]
 
+# An exact replay in float32, in which a CPU trains, has a smaller gap between rollout and trainer; a missed one
+# has more than 0.3.
+GAP = 1e-4
 
 PROGRAM = [sys.executable, "-m", "ngrpo.cli", "train", "--run-dir"]
 EXAMPLE = ["bash", "examples/train_neighbor_cpu.sh"]

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.environment_files import SUMS
-from tests.pipeline.harness import LOUD, assert_nothing_runs, train
+from tests.pipeline.harness import GAP, LOUD, assert_nothing_runs, train
 
 # The package that 0.4 has no more.
 pytest.importorskip("verifiers.rubrics", reason="needs verifiers 0.2 or 0.3: pip install 'verifiers<0.4'")
 pytestmark = pytest.mark.slow
-
-GAP = 0.1  # as in test_every_method.py
 
 
 def test_two_steps_with_its_rubric(tmp_path: Path, smollm2: str) -> None:

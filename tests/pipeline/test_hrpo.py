@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ngrpo.storage.parameters_file import FILE
-from tests.pipeline.harness import LOUD, steps_of
+from tests.pipeline.harness import GAP, LOUD, steps_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ def test_the_gate_trains_is_synced_and_saved(tmp_path: Path, smollm2: str) -> No
     """The rates are so large that an update which missed the rollout would show in the gap of step 2.
 
     Adam's first step moves each parameter by its rate: Λ by 4. With the gate of step 1 the rollout of step 2 would be
-    off by 0.17 on average, where bfloat16 alone gives 0.03.
+    off by 0.17 on average.
     """
     rates = ["--perturbation.gate_lr", "0.02", "--perturbation.lambda_lr", "4"]
     kl = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"]
@@ -30,7 +30,7 @@ def test_the_gate_trains_is_synced_and_saved(tmp_path: Path, smollm2: str) -> No
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["rate"] > 0.9 and first["shift"] > 0.0
     assert second["shift"] > 1.5 * first["shift"], "the gate has not changed"
-    assert second["gap_perturbed_mean"] <= 2.0 * first["gap_perturbed_mean"]
+    assert max(first["gap_perturbed_mean"], second["gap_perturbed_mean"]) <= GAP
     (saved,) = tmp_path.rglob(FILE)
     gate = load_file(saved)
     assert set(gate) == {"w_r", "w_i", "lambda_shift"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.harness import ROOT
+from tests.pipeline.harness import GAP, ROOT
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_rehearsal(name: str, perturbation: str, tmp_path: Path, smollm2: str) -
     assert summary["perturbation"]["name"] == perturbation
     assert len(summary["steps"]) == 2
     for step in summary["steps"]:
-        assert step["rate"] > 0.0 and step["gap_perturbed_mean"] <= 0.1, step
+        assert step["rate"] > 0.0 and step["gap_perturbed_mean"] <= GAP, step

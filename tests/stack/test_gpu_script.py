@@ -4,45 +4,61 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.exactness import in_tree
-from benchmarks.gpu.stages import stage
+from benchmarks.gpu.stages import stages
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = [stage.name for stage in stages(True) if stage.name != "training"]
 
 
-def rehearse(path: Path, stages: str) -> dict[str, Any]:
-    """Runs stages, one process for each case, and returns the result file; all cases must end well."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--stage", stages, "--out", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    parts = json.loads(path.read_text())
-    for letter, part in parts.items():
-        assert set(part["cases"]) == {case.name for case in stage(letter).cases(True)}
-        for case in part["cases"].values():
-            assert case["state"] == "done", case
-    assert done.returncode == 0, done.stdout + done.stderr
-    return parts
+def start(path: Path, names: list[str]) -> subprocess.Popen[str]:
+    words = ["--rehearse", "--limit", "1500", "--stage", ",".join(names), "--out", str(path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def rows(part: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for case in part["cases"].values() for row in case["rows"]]
+def rehearse(path: Path, names: list[str]) -> tuple[dict[str, Any], str]:
+    """The file of figures, in which every stage ended well, and what was printed."""
+    with start(path, names) as process:
+        printed, _ = process.communicate(timeout=1500)
+    assert process.returncode == 0, printed + path.read_text()
+    found = json.loads(path.read_text())
+    assert {name: stage["state"] for name, stage in found.items()} == dict.fromkeys(names, "done")
+    assert all(stage["good"] for stage in found.values())
+    return found, printed
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rehearse(tmp_path_factory.mktemp("figures") / "gpu.json", "a,b,c,d,f")
+    """Killed in its second stage, then resumed."""
+    path = tmp_path_factory.mktemp("figures") / "gpu.json"
+    first, second, *_ = order = ["neighbor-table", *(name for name in QUICK if name != "neighbor-table")]
+    with start(path, order) as process:
+        for line in process.stdout or ():
+            if f"  {first}: " in line:
+                process.send_signal(signal.SIGKILL)
+    kept = json.loads(path.read_text())
+    assert second not in kept or kept[second]["state"] == "cut off"
+    time.sleep(2.0)  # its stage ends itself
+    found, printed = rehearse(path, order)
+    assert f"  {first}: done before: " in printed and found[first] == kept[first]
+    return {name: stage["rows"] for name, stage in found.items()}
 
 
 def test_exactness_in_both_runners(figures: dict[str, Any]) -> None:
-    found = rows(figures["a"])
-    assert {(row["runner"], row["async"]) for row in found} == {("V1", False), ("V2", True)}
+    found = [*figures["exact"], *figures["exact-v2"], *figures["two-ranks"]]
+    kinds = {(row["runner"], row["async"], row["ranks"]) for row in found}
+    assert kinds == {("V1", False, 1), ("V2", True, 1), ("V1", False, 2)}
     for row in found:
         assert row["max"] <= 1e-4, row
         if row["perturbation"] != "(off)":
@@ -54,21 +70,21 @@ def test_exactness_in_both_runners(figures: dict[str, Any]) -> None:
 
 
 def test_throughput_is_of_two_engines_side_by_side(figures: dict[str, Any]) -> None:
-    (row,) = rows(figures["b"])
+    (row,) = figures["throughput"]
     assert row["stock"] > 0 and row["lowest"] <= row["ratio"] <= row["highest"]
 
 
 def test_the_packed_step_is_the_padded_one(figures: dict[str, Any]) -> None:
-    losses = {row["layout"]: row["loss"] for row in rows(figures["d"])}
+    losses = {row["layout"]: row["loss"] for row in figures["trainer"]}
     assert losses["padded"] == pytest.approx(losses["packed"], abs=1e-5)
 
 
 def test_the_neighbor_table_is_timed(figures: dict[str, Any]) -> None:
-    assert [row["metric"] for row in rows(figures["c"])] == ["cosine", "l2", "dot"]
+    assert [row["metric"] for row in figures["neighbor-table"]] == ["cosine", "l2", "dot"]
 
 
 def test_counts_are_of_stock_and_of_perturbed_steps(figures: dict[str, Any]) -> None:
-    alone, stock, perturbed = rows(figures["f"])
+    (alone,), (stock, perturbed) = figures["perturber"], figures["decode-steps"]
     assert alone["runner"] == "no engine"
     assert alone["waits"] == 0
     assert alone["loops"] == 0
@@ -81,6 +97,6 @@ def test_counts_are_of_stock_and_of_perturbed_steps(figures: dict[str, Any]) -> 
 
 @pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
-    (row,) = rows(rehearse(tmp_path / "gpu.json", "e")["e"])
-    assert row["steps"] == 2 and len(row["rewards"]) == 2
-    assert row["gap_perturbed"] < 0.1 and row["step_s"] > 0
+    first, second = rehearse(tmp_path / "gpu.json", ["training"])[0]["training"]["rows"]
+    assert first["rate"] == pytest.approx(0.5, abs=0.12) and first["shift"] > 0
+    assert second["gap_perturbed_mean"] <= 1e-4 and second["step_seconds"] > 0

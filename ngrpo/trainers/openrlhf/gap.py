@@ -37,7 +37,7 @@ _CAUSES = (
     "Positions have moved: a chat template or an agent changed the tokens before a perturbed position.",
     "The perturbation is not the same on both sides: its file was edited during the run, or it draws outside of the"
     " step's streams (ngrpo check FILE.py:NAME tells).",
-    "Precision: at these inputs the model is more sensitive to bfloat16's rounding than at plain ones. Then raise"
+    "Precision: at these inputs the model is more sensitive to rounding than at plain ones. Then raise"
     " --perturbation.gap_limit.",
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
@@ -21,6 +22,7 @@ from typing import Any
 
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
+from ngrpo.hardware.compiled import ready_to_compile
 from ngrpo.trainers.openrlhf.seams import IMPORT, Seam, active
 from perturbations.errors import present
 
@@ -32,11 +34,12 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     environment variable, of which Linux allows 131,072 bytes. Relative paths mean in a worker what they mean here, also
     on a cluster that was started in another folder.
     """
-    here = os.getcwd()
+    here, began = os.getcwd(), time.time()
 
     def in_worker() -> None:
         with suppress(OSError):  # another node need not have the folder
             os.chdir(here)
+        ready_to_compile(began)
         begin(run)
         install_in_worker(conditions)
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.hardware import Profile, attention, profile_for, slow_bfloat16
-from ngrpo.hardware.compiled import remove_stale_locks
-from ngrpo.rollout import used_runner
+from ngrpo.hardware import Profile, attention, processes, profile_for
+from ngrpo.hardware.compiled import ready_to_compile
+from ngrpo.hardware.machine import started_here
+from ngrpo.trainers.openrlhf import nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
 from ngrpo.trainers.openrlhf.install import install, setup_hook
 from ngrpo.upstream import openrlhf_parser, placement
@@ -35,6 +36,10 @@ _OPENRLHF_ENV = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
 }
 
+# Beginnings of the variables that docs name, which every worker gets as they are here; these alone differ by node.
+_TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
+_OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
+
 
 class TrainingFailed(RuntimeError):
     """OpenRLHF, or one of its Ray actors, ended with an error; the message names the root cause."""
@@ -48,15 +53,15 @@ def launch(run: RunConfig) -> None:
 
     Raises:
         TrainingFailed: With the root cause, whatever process it happened in.
+        UsageError: For a path that another node of the cluster lacks.
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(run.hardware)
     flags = Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
-        os.environ[name] = value if name == "PATH" else os.environ.get(name, value)
-    for lock in remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.devnull)):
-        print(f"removed {lock}: an earlier run was killed while it compiled {lock.parent.name}", flush=True)
+        os.environ.setdefault(name, value)
+    ready_to_compile(time.time())
     os.environ[RUN_ID] = uuid4().hex
     if conditions:
         if not flags.has("--help"):
@@ -69,7 +74,6 @@ def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
     """Returns the conditions of `seams.py` that hold; none means stock OpenRLHF."""
     held = {
         "cpu": profile.name == "cpu",
-        slow_bfloat16.CONDITION: profile.name == "cpu" and slow_bfloat16.is_slow(),
         attention.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not attention.has_flash_attn(),
     }
     return (*(name for name, holds in held.items() if holds), *run.conditions)
@@ -77,10 +81,9 @@ def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
 
 def worker_env(profile: Profile) -> dict[str, str]:
     """Returns the environment of every Ray worker process; what the user exported wins."""
-    env = {**_OPENRLHF_ENV, **profile.env}
-    env = {name: value if name == "PATH" else os.environ.get(name, value) for name, value in env.items()}
-    ours = {name: os.environ.get(name, "") for name in (RUN_ID, used_runner.VARIABLE)}
-    env |= ours
+    env = {name: os.environ.get(name, value) for name, value in {**_OPENRLHF_ENV, **profile.env}.items()}
+    # A cluster that was there before has not this process's environment.
+    env |= {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _OF_A_NODE}
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[3])
@@ -92,14 +95,20 @@ def worker_env(profile: Profile) -> dict[str, str]:
 def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: RunConfig) -> None:
     """Starts Ray here, or joins the cluster at hand, with the setup hook for every worker."""
     import ray
+    from ray.exceptions import RayError
 
     begin(run)
     everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
-    address = os.environ.get("RAY_ADDRESS") or _started_here()
+    address = os.environ.get("RAY_ADDRESS") or started_here()
     if address in (None, "local"):
+        os.environ.pop("RAY_ADDRESS", None)  # an engine's core would inherit it and start another Ray
         ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))
         return
     ray.init(address=address, runtime_env=everywhere)
+    try:
+        nodes.check_paths(nodes.opened(flags, run.run_dir))
+    except RayError as error:
+        raise _failed(error) from None
     gpus = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
     there = int(ray.cluster_resources().get("GPU", 0))
     if there < gpus and profile.name == "cpu":  # with CUDA a cluster may grow
@@ -111,25 +120,6 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         )
 
 
-def _started_here() -> str | None:
-    """The address of the cluster that `ray start` began on this machine; None where there is none any more.
-
-    Ray 2.55 asks the same file, but waits minutes for a cluster that is gone.
-    """
-    from ray._private.services import find_bootstrap_address
-
-    address = find_bootstrap_address(None)
-    if address is None:
-        return None
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
-        print(f"the Ray cluster at {address} is gone (`ray stop` forgets it); starting Ray here", flush=True)
-        return None
-    return address
-
-
 def _run(flags: Sequence[str]) -> None:
     argv, sys.argv = sys.argv, [_PROGRAM, *flags]
     finished = False
@@ -137,16 +127,20 @@ def _run(flags: Sequence[str]) -> None:
         runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
         finished = True
     except Exception as error:
-        explained = explanation(error)
-        if explained is None:
-            traceback.print_exc()
-        raise TrainingFailed((explained or root_cause(error)) + _log_folder()) from None
+        raise _failed(error) from None
     finally:
         sys.argv = argv
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         if not finished:
             end_processes(os.environ[RUN_ID])
+
+
+def _failed(error: Exception) -> TrainingFailed:
+    explained = explanation(error)
+    if explained is None:
+        traceback.print_exception(error)
+    return TrainingFailed((explained or root_cause(error)) + _log_folder())
 
 
 def _log_folder() -> str:

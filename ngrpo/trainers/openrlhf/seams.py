@@ -91,17 +91,22 @@ SEAMS: tuple[Seam, ...] = (
         "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
     _seam("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
-    _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:shared_memory_op", "cpu", "()",
-        "compiles an all-reduce kernel for half a minute, also for a group of one process", "deepspeed 0.19.6"),
+    _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:no_shared_memory_op", "cpu", "()",
+        "compiles an all-reduce kernel for half a minute, where gloo has one", "deepspeed 0.19.6"),
     _seam("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
         "(self, output_tensor, input_tensor, group, async_op)",
         "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
-    _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_of_processes", "cpu", "sha:6bda23ee4983",
-        "asks for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
+    _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_on_cpu", "cpu", "sha:6bda23ee4983",
+        "asks for bfloat16, and for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
     _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.ports:outside_of_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
-    _seam("torch.nn.modules.linear", "Linear.forward", "hardware.slow_bfloat16:linear_in_float32", "slow_bfloat16",
-        "(self, input)", "in bfloat16 takes many times as long as in float32 without AVX-512", "torch 2.13.0"),
+    # ---- float32 on a CPU -------------------------------------------------------------------------
+    _seam("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_parser:with_float32", "cpu", "(self)",
+        "OpenRLHF's --ds.param_dtype takes bf16 and fp16 only", "Python 3.12"),
+    _seam("openrlhf.utils.utils", "convert_to_torch_dtype", "hardware.cpu:with_float32", "cpu", "sha:9c59d2aa5133",
+        "likewise: the dtype that models are loaded in"),
+    _seam(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
+        "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
     # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
     _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
@@ -302,7 +307,8 @@ def _path(module: str) -> Path | None:
     if spec is None or not spec.origin:
         return None
     base = Path(spec.origin).parent.joinpath(*rest)
-    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if rest and p.is_file()), None)
+    places = (base.with_suffix(".py"), base / "__init__.py") if rest else (Path(spec.origin),)
+    return next((place for place in places if place.is_file()), None)
 
 
 @cache

@@ -146,7 +146,7 @@ def load_weights_file(worker: Worker, path: str) -> int:
         expected = worker.model_config.dtype
         dtype = file.get_tensor(names[0]).dtype
         if dtype != expected:
-            raise TypeError(f"The trainer has {dtype} weights, vLLM {expected}; use --ds.param_dtype bf16.")
+            raise TypeError(f"The trainer has {dtype} weights, vLLM {expected}: both must be of one dtype.")
         worker.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
     repack_tied_heads(worker.model_runner.get_model())
     return len(names)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of a step that have to divide each other, which DeepSpeed asserts late, or over which ranks wait forever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from math import ceil
+from typing import Any
+
+from ngrpo.config.dataset_check import rows_of
+from ngrpo.upstream import openrlhf_parser, placement
+from ngrpo.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+_ROWS = "--data.max_samples"
+_ROLES = {placement.ACTOR: "actor", placement.REFERENCE: "ref", placement.CRITIC: "critic", placement.REWARD: "reward"}
+
+
+def _groups(args: Mapping[str, Any]) -> dict[str, int]:
+    """For each role of the trainer, how many groups of its ranks train, or are asked, with answers of their own."""
+    held = {model for group in placement.groups(args) for model in group.models}
+    split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
+    return {role: placement.world_size(args, role) // split for model, role in _ROLES.items() if model in held}
+
+
+def check(args: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` for batches that do not divide over the ranks.
+
+    Args:
+        args: OpenRLHF's arguments.
+    """
+    ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
+    for role, groups in _groups(args).items():
+        world = placement.world_size(args, role)
+        if world % (ring * tensor):
+            raise UsageError(
+                f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide the {world} ranks of"
+                f" --{role}.num_nodes × --{role}.num_gpus_per_node."
+            )
+        micro = 1 if args["train.dynamic_batch_enable"] and role in ("actor", "critic") else _micro(args)
+        unit = groups * micro
+        if batch % unit:
+            below = f"{batch // unit * unit} or " if batch > unit else ""
+            raise UsageError(
+                f"--train.batch_size {batch} must be a multiple of {unit}, {groups} ranks of --{role} ×"
+                f" --train.micro_batch_size {micro}. Fix: --train.batch_size {below}{ceil(batch / unit) * unit}."
+            )
+    prompts, answers = _step(args)
+    if not _works(args, prompts):
+        raise UsageError(
+            f"{prompts * answers} answers of a step (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt"
+            f" {answers}) do not divide over {_groups(args)['actor']} ranks in micro-batches of"
+            f" {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and {_micro(args)}"
+            " (--train.micro_batch_size): ranks with fewer would wait forever. Change one of the four."
+        )
+
+
+def _micro(args: Mapping[str, Any]) -> int:
+    return args["train.micro_batch_size"]
+
+
+def _step(args: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompts of a step, and answers to each."""
+    prompts = min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
+    return prompts, args["rollout.n_samples_per_prompt"]
+
+
+def _works(args: Mapping[str, Any], prompts: int) -> bool:
+    """Whether all ranks train the same number of micro-batches in a step of so many prompts, and none has none.
+
+    OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
+    (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
+    """
+    answers, size = prompts * _step(args)[1], args["rollout.micro_batch_size"]
+    for role, groups in _groups(args).items():
+        if args["train.dynamic_batch_enable"]:  # which agrees on the number of micro-batches
+            fits = answers >= groups
+        else:
+            batches = ceil(answers / size)
+            each = ceil(batches / groups) * size
+            trained = {max(min(answers - rank * each, each), 0) // _micro(args) for rank in range(groups)}
+            fits = batches >= groups and (len(trained) == 1 or role in ("ref", "reward"))
+        if not fits and groups > 1:
+            return False
+    return True
+
+
+def _rows(flags: Flags, args: Mapping[str, Any]) -> int | None:
+    """Rows that a pass goes through; None where they are not known, or do not matter."""
+    whole, _ = _step(args)
+    if all(_works(args, prompts) for prompts in range(1, whole)):
+        return None
+    counted = rows_of("--data.prompt_dataset", flags.value("--data.prompt_dataset") or "")
+    if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
+        return None
+    most = args["data.max_samples"]
+    return min(most, sum(min(most, rows) for rows in counted))
+
+
+def _fitting(args: Mapping[str, Any], rows: int) -> int:
+    """The largest number of rows, up to so many, of which no step hangs."""
+    whole, _ = _step(args)
+    return next(number for number in range(rows, -1, -1) if number % whole == 0 or _works(args, number % whole))
+
+
+def with_rows(flags: Flags) -> Flags:
+    """The flags with ``--data.max_samples`` where the last step of a pass would hang; one that is given stays."""
+    with suppress(UsageError):  # a rule says it
+        openrlhf_parser.check(flags.argv)
+        args = openrlhf_parser.resolved(flags.argv)
+        check(args)
+        rows = None if flags.has(_ROWS) else _rows(flags, args)
+        fitting = 0 if rows is None else _fitting(args, rows)
+        return flags.with_defaults({_ROWS: str(fitting)}) if fitting not in (0, rows) else flags
+    return flags
+
+
+def check_rows(flags: Flags) -> str | None:
+    """Raises ``UsageError`` for rows whose last step would hang; returns why it could not look, or None."""
+    args = openrlhf_parser.resolved(flags.argv)
+    whole, answers = _step(args)
+    if all(_works(args, prompts) for prompts in range(1, whole)):
+        return None
+    rows = _rows(flags, args)
+    if rows is None:
+        return (
+            f"not checked: how many rows the data has. A last step whose answers do not divide over the ranks hangs;"
+            f" {_ROWS} with a multiple of {whole} prevents it."
+        )
+    fitting = _fitting(args, rows)
+    if fitting != rows:
+        last = rows % whole
+        raise UsageError(
+            f"the last step of {rows} rows has {last} prompts × {answers} answers, which do not divide over"
+            f" {_groups(args)['actor']} ranks: it would hang. Fix: "
+            + (f"{_ROWS} {fitting}." if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows.")
+        )
+    return None
+
+
+def notes(flags: Flags) -> list[str]:
+    """What to know of the last step of a pass: rows that are left out, or that it may hang."""
+    args = openrlhf_parser.resolved(flags.argv)
+    told, unknown = [], None
+    with suppress(UsageError):
+        unknown = check_rows(flags)
+    if unknown is not None:
+        told.append(unknown)
+    elif _ROWS in flags.added:
+        told.append(
+            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with answers that do not"
+            f" divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
+        )
+    if args["algo.dynamic_filtering_enable"] and not all(_works(args, n) for n in range(1, _step(args)[0])):
+        told.append(
+            "--algo.dynamic_filtering_enable: the last step has as many prompts as are left, and hangs where their"
+            " answers do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on"
+            " the checkpoints."
+        )
+    return told

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement with CUDA: what is added on 1, 8 and 16 GPUs, and each plan that cannot work as one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo import cli
+from ngrpo.commands import doctor
+from ngrpo.config import batch_check, parse, rules
+from ngrpo.hardware import machine, memory_estimate, profile_of_run
+from ngrpo.upstream import openrlhf_parser
+from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.upstream.placement import groups
+from perturbations.errors import UsageError
+
+BASE = "--hardware cuda --preset grpo --perturbation neighbor --task arithmetic --rollout.n_samples_per_prompt 4"
+SIZES = " --rollout.batch_size 16 --train.batch_size 64"
+MODEL = " --model Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("openrlhf")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.chdir(tmp_path)
+
+
+def completed(more: str, shape: str = "8x80", sizes: str = SIZES + MODEL) -> Flags:
+    """All flags of a run on a machine, after every rule before its start."""
+    run = parse.run_config(f"{BASE}{sizes} {more}".split())
+    return rules.checked(dataclasses.replace(run, machine=machine.planned(shape, "--dry-run"), run_dir="runs/x"))
+
+
+def refusal(more: str, shape: str = "8x80", sizes: str = SIZES + MODEL) -> str:
+    with pytest.raises(UsageError) as caught:
+        completed(more, shape, sizes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def placed(flags: Flags) -> dict[str, Any]:
+    """What matters of a placement, by OpenRLHF's names."""
+    args = openrlhf_parser.resolved(flags.argv)
+    names = ("actor.num_nodes", "actor.num_gpus_per_node", "vllm.num_engines", "vllm.tensor_parallel_size")
+    return {name: args[name] for name in (*names, "vllm.gpu_memory_utilization", "ds.zero_stage", "ds.adam_offload")}
+
+
+def as_placed(nodes: int, gpus: int, engines: int, tensor: int, share: float, stage: int, offload: bool) -> object:
+    names = ("actor.num_nodes", "actor.num_gpus_per_node", "vllm.num_engines", "vllm.tensor_parallel_size")
+    values = dict(zip(names, (nodes, gpus, engines, tensor)))
+    return {**values, "vllm.gpu_memory_utilization": share, "ds.zero_stage": stage, "ds.adam_offload": offload}
+
+
+SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", "1x80", as_placed(1, 1, 1, 1, 0.6, 2, False)),
+        ("Qwen/Qwen3-1.7B", "1x80", as_placed(1, 1, 1, 1, 0.6, 2, False)),
+        (SEVEN, "1x80", as_placed(1, 1, 1, 1, 0.5, 2, True)),
+        ("Qwen/Qwen3-0.6B", "8x80", as_placed(1, 8, 8, 1, 0.6, 2, False)),
+        # Weights and reference 28.4 GiB, 4 free: 0.6 of 79.2 GiB do not fit beside them, 0.5 do.
+        (SEVEN, "8x80", as_placed(1, 8, 8, 1, 0.5, 2, False)),
+        (SEVEN, "8x40", as_placed(1, 8, 8, 1, 0.6, 3, False)),
+        (SEVEN, "2x8x80", as_placed(2, 8, 16, 1, 0.5, 2, False)),
+        ("Qwen/Qwen3-8B", "8x24", as_placed(1, 8, 4, 2, 0.6, 3, False)),
+    ],
+)
+def test_default_by_machine_and_model(model: str, shape: str, expected: object) -> None:
+    flags = completed(f"--model {model}", shape, SIZES)
+    assert placed(flags) == expected
+    args = openrlhf_parser.resolved(flags.argv)
+    assert all(args[name] for name in ("train.colocate_all", "vllm.enable_sleep", "ds.enable_sleep"))
+    assert args["actor.gradient_checkpointing_enable"] and args["ckpt.save_steps"] == 20
+    assert args["ref.num_gpus_per_node"] == args["actor.num_gpus_per_node"]
+    assert memory_estimate.fits(args, machine.planned(shape, "--dry-run").memory)
+    assert "--train.colocate_all" in flags.added and "--ckpt.save_steps" in flags.added
+
+
+def test_any_flag_of_the_users_wins() -> None:
+    given = "--vllm.gpu_memory_utilization 0.4 --ds.zero_stage 3 --ckpt.save_steps 7 --vllm.tensor_parallel_size 2"
+    flags = completed(given)
+    assert placed(flags) == as_placed(1, 8, 4, 2, 0.4, 3, False)
+    assert flags.value("--ckpt.save_steps") == "7" and "--ckpt.save_steps" not in flags.added
+    assert placed(completed("--vllm.num_engines 4"))["vllm.tensor_parallel_size"] == 2
+    assert placed(completed("--actor.num_gpus_per_node 4"))["vllm.num_engines"] == 4
+    engines = completed("--vllm.num_engines 2 --vllm.tensor_parallel_size 2")
+    assert placed(engines)["actor.num_gpus_per_node"] == 4
+    hybrid = completed("--train.colocate_all")
+    assert hybrid.value("--vllm.num_engines") == "8" and hybrid.has("--vllm.enable_sleep")
+    awake = completed("--train.colocate_all --vllm.gpu_memory_utilization 0.4")
+    assert not awake.has("--vllm.enable_sleep", "--actor.gradient_checkpointing_enable")
+
+
+def test_noise_on_weights_has_whole_parameters() -> None:
+    flags = completed(f"--model {SEVEN} --policy_noise aqn --algo.advantage.is_correction_level token", "8x40", SIZES)
+    assert placed(flags)["ds.zero_stage"] == 2 and flags.has("--ds.adam_offload")
+
+
+def test_models_apart_take_the_actors_ranks() -> None:
+    flags = completed("--actor.num_gpus_per_node 3 --vllm.num_engines 2 --train.batch_size 48 --rollout.batch_size 12")
+    args = openrlhf_parser.resolved(flags.argv)
+    assert [(group.gpus, group.models[0]) for group in groups(args)] == [
+        (2, "vLLM engines"),
+        (3, "actor"),
+        (3, "reference"),
+    ]
+    assert not flags.has("--train.colocate_all")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--train.async_enable", "--train.async_enable gives half a placement: --actor.num_gpus_per_node and"),
+        ("--train.colocate_actor_ref --actor.num_gpus_per_node 4", "--vllm.num_engines missing. Fix: add --vllm.num"),
+        (
+            "--actor.num_gpus_per_node 8 --vllm.num_engines 8",
+            "this run needs 24 GPUs and 8 are there (as --dry-run says)",
+        ),
+        ("--actor.num_nodes 3 --actor.num_gpus_per_node 8 --train.batch_size 96", "needs 24 GPUs and 8 are there"),
+        (
+            "--train.colocate_all --actor.num_gpus_per_node 8 --vllm.num_engines 4 --vllm.tensor_parallel_size 1",
+            "--vllm.num_engines 4 × --vllm.tensor_parallel_size 1 is 4 GPUs, and the actor has 8",
+        ),
+        ("--vllm.tensor_parallel_size 3", "--vllm.tensor_parallel_size 3 must divide the 16 attention heads of Qwen/"),
+        ("--vllm.num_engines 0", "--vllm.num_engines 0: must be a whole number of at least 1."),
+        (
+            "--ref.num_gpus_per_node 4",
+            "--ref.num_nodes 1 and --ref.num_gpus_per_node 4 must be those of --actor (1 and 8)",
+        ),
+        (
+            "--train.colocate_all --vllm.gpu_memory_utilization 0.95",
+            "--vllm.gpu_memory_utilization 0.95 without --vllm.enable_sleep",
+        ),
+        ("--train.micro_batch_size 3", "--train.batch_size 64 must be a multiple of 24, 8 ranks of --actor"),
+        ("--train.batch_size 60", "--train.batch_size 60 must be a multiple of 8"),
+        (
+            "--ds.tensor_parallel_size 3",
+            "× --ds.tensor_parallel_size 3 = 3 must divide the 8 ranks",
+        ),
+        (
+            "--rollout.batch_size 15",
+            "60 answers of a step (--rollout.batch_size 15 × --rollout.n_samples_per_prompt 4)",
+        ),
+        (
+            "--data.max_samples 33",
+            "the last step of 33 rows has 1 prompts × 4 answers, which do not divide over 8 ranks",
+        ),
+        ("--data.max_samples 1", "Fix: a smaller --rollout.batch_size than 16, or more rows."),
+    ],
+)
+def test_plans_that_cannot_work(more: str, said: str) -> None:
+    assert said in refusal(more), refusal(more)
+
+
+def test_no_engine_is_refused_without_cuda_too() -> None:
+    args = openrlhf_parser.resolved([*["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"]])
+    from ngrpo.hardware import placing
+
+    with pytest.raises(UsageError, match=r"--vllm.num_engines is missing"):
+        placing.check(args)
+
+
+def test_a_start_without_gpus_is_refused_with_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *f"{BASE}{SIZES}{MODEL} --actor.num_gpus_per_node 8".split()]) == 2
+    said = capsys.readouterr().err
+    assert "this run needs 8 GPUs and 0 are there" in said and "RAY_ADDRESS" not in said
+
+
+class TestRows:
+    """`answers` of a step go to the ranks in micro-batches, the last ranks getting fewer."""
+
+    def flags(self, tmp_path: Path, rows: int, more: str = "") -> Flags:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"input": "x", "label": "y"}\n' * rows)
+        words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
+        base = BASE.replace("--task arithmetic ", "")
+        run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
+        return rules.unstarted(dataclasses.replace(run, machine=machine.planned("8x80", "-"), run_dir="runs/x"))
+
+    def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
+        """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
+        flags = self.flags(tmp_path, 43)
+        assert flags.value("--data.max_samples") == "42" and "--data.max_samples" in flags.added
+        assert "--data.max_samples 42 is added" in batch_check.notes(flags)[0]
+        for rows in (32, 42, 34):
+            assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
+
+    def test_papers_numbers(self) -> None:
+        """40,315 = 629 × 64 + 59 prompts: on 8 ranks 59 × 4 answers are 30 × 7 + 26, and 58 × 4 are 29 × 8."""
+        words = f"{SIZES}{MODEL} --rollout.batch_size 64 --train.batch_size 256"
+        args = openrlhf_parser.resolved(completed("", sizes=words).argv)
+        assert not batch_check._works(args, 59) and batch_check._works(args, 58)
+        assert batch_check._fitting(args, 40_315) == 40_314
+
+    def test_one_rank_takes_any_number(self, tmp_path: Path) -> None:
+        more = "--actor.num_gpus_per_node 1"
+        assert not self.flags(tmp_path, 43, more).has("--data.max_samples")
+
+    def test_dynamic_batches_agree_on_their_number(self, tmp_path: Path) -> None:
+        more = "--train.dynamic_batch_enable --ds.packing_samples"
+        assert not self.flags(tmp_path, 43, more).has("--data.max_samples")
+        # 33 = 2 × 16 + 1: one prompt's 4 answers cannot be dealt to 8 ranks.
+        assert self.flags(tmp_path, 33, more).value("--data.max_samples") == "32"
+
+    def test_filtered_prompts_are_said(self, tmp_path: Path) -> None:
+        flags = self.flags(tmp_path, 32, "--algo.dynamic_filtering_enable")
+        assert any("--train.dynamic_batch_enable" in note for note in batch_check.notes(flags))
+
+    def test_rows_of_the_hub_are_open(self, tmp_path: Path) -> None:
+        flags = self.flags(tmp_path, 32, "--data.prompt_dataset some/data")
+        assert "not checked: how many rows" in str(batch_check.check_rows(flags))
+
+
+@pytest.mark.parametrize("shape", ["0x80", "8x", "x80", "2x2x2x80", "8×80", "-8x80", "8x0"])
+def test_shapes_that_are_none(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run", shape, *f"{BASE}{SIZES}{MODEL}".split()]) == 2
+    assert f"--dry-run {shape}: must be GB of one GPU, GPUs x GB, or nodes x GPUs x GB" in capsys.readouterr().err
+
+
+def test_a_card_has_less_than_its_name_says() -> None:
+    planned = machine.planned("2x8x80", "--dry-run")
+    assert planned.per_node == (8, 8) and 79 < planned.memory / machine.GIB < 79.5
+    assert str(planned) == "2 × 8 GPUs of 79.2 GiB (as --dry-run says)"
+
+
+def test_what_was_not_looked_at_is_open(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither hardware nor GPUs nor the model's files nor a reward's address are here."""
+    words = f"{BASE.replace('--task arithmetic', '')}{SIZES} --model some/model --reward.remote_url http://r"
+    assert cli.main(["train", "--dry-run", *words.split(), "--data.prompt_dataset", "some/data"]) == 0
+    text = capsys.readouterr().out
+    for label in ("hardware cuda can do it", "GPUs: 8 needed", "model some/model", "dataset and reward"):
+        assert f"  open   {label}" in text, label
+    assert "assumed; --dry-run 1x80 plans for one GPU" in " ".join(text.split())
+
+
+def test_doctor_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--dry-run 1x80" in doctor._placement("cpu").state
+    planned = machine.planned("1x80", "--dry-run")
+    monkeypatch.setattr(machine, "here", lambda: planned)
+    state = doctor._placement("cuda").state
+    fitting, offloaded = state.split("with --ds.adam_offload: ")
+    assert state.startswith("hybrid on 1 GPU of 79.2 GiB")
+    assert "Qwen/Qwen3-1.7B" in fitting and SEVEN not in fitting and SEVEN in offloaded
+
+
+HEAD = """
+import sys, ray
+info = ray.init(address="local", num_gpus=8, num_cpus=16, resources=RESOURCES, include_dashboard=False,
+                object_store_memory=1 << 27, log_to_driver=False)
+print("at", info.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a Ray cluster with eight declared GPUs."""
+    code = HEAD.replace("RESOURCES", json.dumps(request.param))
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        yield next(line.split()[1] for line in process.stdout if line.startswith("at "))
+        process.stdin.close()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cluster", [{"accelerator_type:H100": 1}], indirect=True)
+def test_a_driver_without_gpus_joins_a_cluster_that_has_them(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    assert profile_of_run("auto").name == "cuda"
+    there = machine.here()
+    assert there is not None and there.per_node == (8,) and there.cpus == 16 and "H100" in there.source
+    run = dataclasses.replace(parse.run_config(f"{BASE}{SIZES}{MODEL} --hardware auto".split()), run_dir="runs/x")
+    assert placed(rules.checked(run)) == as_placed(1, 8, 8, 1, 0.6, 2, False)
+    more = f"{BASE}{SIZES}{MODEL} --actor.num_gpus_per_node 16 --hardware auto"
+    with pytest.raises(UsageError, match="this run needs 16 GPUs and 8 are there"):
+        rules.checked(dataclasses.replace(parse.run_config(more.split()), run_dir="runs/x"))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cluster", [{}], indirect=True)
+def test_counted_gpus_without_a_type_are_a_cpus(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    assert profile_of_run("auto").name == "cpu"
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
