@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,9 @@ def block_sums(logits: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Te
     return maxima, (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
 
 
-def summary(logits: Tensor, maxima: Tensor | None = None, sums: Callable[..., Any] = block_sums) -> Summary:
+def summary(
+    logits: Tensor, maxima: Tensor | None = None, sums: Callable[..., tuple[Tensor, Tensor]] = block_sums
+) -> Summary:
     """Of logits (B, V) float32; ``maxima`` where they are known; ``sums``: :func:`block_sums`, or it compiled."""
     maxima, log_totals = sums(logits) if maxima is None else sums(logits, maxima)
     most = log_totals.amax(dim=-1)
@@ -76,17 +77,18 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
         logits: (B, V) float32.
         known: log Σ exp of each row, (B,), where it has been computed.
     """
-    known = log_total(logits) if known is None else known
+    if known is None:
+        return torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
     # From -104 on the exponential is 0, and -inf times 0 would be none.
     below = (blocks(logits) - known.view(-1, 1, 1)).clamp_min_(-200.0)
-    return -below.exp().mul_(below).sum(dim=-1).sum(dim=-1)  # in place: on a CPU new memory takes as long as the rest
+    return -below.exp().mul_(below).sum(dim=-1).sum(dim=-1)  # in place: to a CPU new memory is a cost of its own
 
 
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k largest of each row, largest first; in place of ``torch.topk``, which reads a long row again and again.
 
     Elsewhere than on a CPU, of equal logits the one with the lower id comes first, on any device and in any batch.
-    On a CPU equal logits come in the order of ``torch.topk``, which is one and the same for a row in any batch.
+    On a CPU equal logits come in the order of ``torch.topk``, the same for a row in any batch; alone, the lowest id.
 
     Args:
         logits: (B, V) float32.
@@ -100,10 +102,15 @@ def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
     if logits.device.type != "cpu":
         return _by_blocks(logits, k, maxima)
     if logits.shape[-1] % BLOCK:
-        return logits.topk(k, dim=-1)
-    values, tokens = _tokens(logits, maxima.topk(min(k, maxima.shape[-1]), dim=-1).indices.sort(dim=-1).values, BLOCK)
-    values, places = values.flatten(1).topk(k, dim=-1)
+        return _most(logits, k)
+    values, tokens = _tokens(logits, _most(maxima, min(k, maxima.shape[-1]))[1].sort(dim=-1).values, BLOCK)
+    values, places = _most(values.flatten(1), k)
     return values, tokens.flatten(1).gather(-1, places)
+
+
+def _most(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``torch.topk``, but of one that is asked for the first of equal ones, as ``torch.argmax``."""
+    return values.max(dim=-1, keepdim=True) if k == 1 else values.topk(k, dim=-1)
 
 
 def _by_blocks(logits: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,7 @@ def test_neighbors_are_as_many_kernels_as_the_count_says() -> None:
 # --- rows in blocks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary", [70, 4096, 5001])
+@pytest.mark.parametrize("vocabulary", [70, 1024, 4096, 5001])
 @pytest.mark.parametrize("k", [1, 5, 33, 64, 70])
 def test_the_largest_by_blocks_are_those_of_a_sort_and_on_a_gpu_ties_stand_by_rising_id(
     vocabulary: int, k: int
