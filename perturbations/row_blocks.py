@@ -43,7 +43,7 @@ def blocks(logits: Tensor) -> Tensor:
     missing = -logits.shape[-1] % BLOCK
     if missing:  # padding by nothing would copy
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-    return logits.view(logits.shape[0], -1, BLOCK)
+    return logits.view(len(logits), logits.shape[-1] // BLOCK, BLOCK)  # there may be no rows
 
 
 def block_sums(logits: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:

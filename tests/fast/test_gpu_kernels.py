@@ -128,6 +128,7 @@ def test_the_largest_by_blocks_are_those_of_a_sort_and_on_a_gpu_ties_stand_by_ri
     assert torch.equal(found, values[:, :k]) and torch.equal(at, ids[:, :k])
     alone = [_by_blocks(row, k, summary(row).maxima)[1] for row in logits.split(1)]
     assert torch.equal(at, torch.cat(alone)), "in any batch"
+    assert _by_blocks(logits[:0], k, summary(logits[:0]).maxima)[1].shape == (0, k)
     on_cpu, at = largest(logits, k)
     assert torch.equal(on_cpu, values[:, :k]) and torch.equal(on_cpu, logits.gather(-1, at))
     assert all(len(set(row)) == k for row in at.tolist())
