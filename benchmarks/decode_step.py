@@ -28,7 +28,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import describe
-from ngrpo.rollout import step_kernels
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore
@@ -86,9 +85,11 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     On CUDA a step that waits for the device raises ``RuntimeError``.
     """
     counts, begin, finish = Counts(), perturber.begin, perturber.finish
-    upload, download, draw = perturber._upload, perturber._download, step_kernels.sample_tokens
-    kernels = perturber._kernels
-    parts = {name: getattr(kernels, name) for name in ("_draw", "_edit", "_settle") if kernels.compiled}
+    upload, download, kernels = perturber._upload, perturber._download, perturber._kernels
+    # On a CPU the draw alone is compiled, and it may look at numbers.
+    parts = {
+        name: getattr(kernels, name) for name in ("_draw", "_edit", "_settle") if kernels.compiled or name == "_draw"
+    }
     operations, decoding = _Operations(counts), False
 
     def lines(frame: Any, event: str, _: Any) -> Any:
@@ -138,12 +139,10 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
 
     perturber.begin, perturber.finish = counted_begin, counted_finish
     perturber._upload, perturber._download = counted_upload, counted_download
-    step_kernels.sample_tokens = partial(compiled, draw)
     vars(kernels).update({name: partial(compiled, part) for name, part in parts.items()})
     try:
         yield counts
     finally:
-        step_kernels.sample_tokens = draw
         vars(kernels).update(parts)
         for name in ("begin", "finish", "_upload", "_download"):
             delattr(perturber, name)
@@ -191,7 +190,8 @@ class Decoding:
         self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
         if self._reads_hidden:
             self.perturber.computed(torch.zeros(count, self._hidden, device=self._logits.device))
-        self.perturber.finish(self._logits[:count], self._temperature[:count], self._logits[:count], None)
+        logits = self._logits[:count]
+        self.perturber.finish(logits, self._temperature[:count], logits, None)
         self._position += 1
 
 

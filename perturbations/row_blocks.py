@@ -4,12 +4,11 @@
 A row of 150,000 logits takes a GPU one pass over memory, and what a perturbation asks of it (its log Σ exp, its k
 largest) would take another one or several each. The draw of the token reads all logits in any case and leaves two
 numbers of each block. The k largest then are within the k blocks whose maxima are largest.
-
-On a CPU nothing is summarised, and PyTorch's own functions answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +43,23 @@ def blocks(logits: Tensor) -> Tensor:
     missing = -logits.shape[-1] % BLOCK
     if missing:  # padding by nothing would copy
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-    return logits.view(logits.shape[0], -1, BLOCK)
+    return logits.view(len(logits), logits.shape[-1] // BLOCK, BLOCK)  # there may be no rows
 
 
-def summary(logits: Tensor, maxima: Tensor | None = None) -> Summary:
-    """Of logits (B, V) float32; ``maxima`` where they are known."""
+def block_sums(logits: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The largest and log Σ exp of each block, (B, V) float32 to (B, V / 64) each; ``maxima`` where they are known."""
     parts = blocks(logits)
     if maxima is None:
         maxima = parts.amax(dim=-1)
     shift = torch.where(maxima > -torch.inf, maxima, 0.0)
-    log_totals = (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
+    return maxima, (parts - shift.unsqueeze(-1)).exp().sum(dim=-1).log() + shift
+
+
+def summary(
+    logits: Tensor, maxima: Tensor | None = None, sums: Callable[..., tuple[Tensor, Tensor]] = block_sums
+) -> Summary:
+    """Of logits (B, V) float32; ``maxima`` where they are known; ``sums``: :func:`block_sums`, or it compiled."""
+    maxima, log_totals = sums(logits) if maxima is None else sums(logits, maxima)
     most = log_totals.amax(dim=-1)
     safe = torch.where(most > -torch.inf, most, 0.0)
     return Summary(maxima, log_totals, (log_totals - safe.unsqueeze(-1)).exp().sum(dim=-1).log() + safe)
@@ -61,8 +67,6 @@ def summary(logits: Tensor, maxima: Tensor | None = None) -> Summary:
 
 def log_total(logits: Tensor, maxima: Tensor | None = None) -> Tensor:
     """log Σ exp of each row, (B, V) float32 to (B,); ``maxima`` as in :func:`summary`."""
-    if logits.device.type == "cpu" and maxima is None:
-        return torch.logsumexp(logits, dim=-1)
     return summary(logits, maxima).log_total
 
 
@@ -75,16 +79,16 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
     """
     if known is None:
         return torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
-    below = blocks(logits) - known.view(-1, 1, 1)
-    terms = torch.where(below > -torch.inf, -below * below.exp(), 0.0)
-    return terms.sum(dim=-1).sum(dim=-1)
+    # From -104 on the exponential is 0, and -inf times 0 would be none.
+    below = (blocks(logits) - known.view(-1, 1, 1)).clamp_min_(-200.0)
+    return -below.exp().mul_(below).sum(dim=-1).sum(dim=-1)  # in place: to a CPU new memory is a cost of its own
 
 
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k largest of each row, largest first; in place of ``torch.topk``, which reads a long row again and again.
 
     Elsewhere than on a CPU, of equal logits the one with the lower id comes first, on any device and in any batch.
-    On a CPU equal logits come in the order of ``torch.topk``, which is one and the same for a row in any batch.
+    On a CPU equal logits come in the order of ``torch.topk``, the same for a row in any batch; alone, the lowest id.
 
     Args:
         logits: (B, V) float32.
@@ -94,9 +98,19 @@ def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
     Returns:
         values (B, k) float32 and ids (B, k) int64.
     """
-    if logits.device.type == "cpu" and maxima is None:
-        return logits.topk(k, dim=-1)
-    return _by_blocks(logits, k, blocks(logits).amax(dim=-1) if maxima is None else maxima)
+    maxima = blocks(logits).amax(dim=-1) if maxima is None else maxima
+    if logits.device.type != "cpu":
+        return _by_blocks(logits, k, maxima)
+    if logits.shape[-1] % BLOCK:
+        return _most(logits, k)
+    values, tokens = _tokens(logits, _most(maxima, min(k, maxima.shape[-1]))[1].sort(dim=-1).values, BLOCK)
+    values, places = _most(values.flatten(1), k)
+    return values, tokens.flatten(1).gather(-1, places)
+
+
+def _most(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``torch.topk``, but of one that is asked for the first of equal ones, as ``torch.argmax``."""
+    return values.max(dim=-1, keepdim=True) if k == 1 else values.topk(k, dim=-1)
 
 
 def _by_blocks(logits: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:

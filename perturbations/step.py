@@ -55,7 +55,7 @@ class Step:
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
 
-        On a GPU it reads little more than the blocks that hold them, and equal logits stand by rising id.
+        It reads little more than the blocks that hold them; on a GPU equal logits stand by rising id.
         """
         return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
 
@@ -65,10 +65,10 @@ class Step:
         Args:
             scale: above 0, (B, 1) float32: log Σ exp(scale · z̃) is asked for; None for 1.
         """
-        if scale is not None:
-            maxima = None if self.summary is None else self.summary.maxima * scale
-            return row_blocks.log_total(self.logits * scale, maxima)
-        return row_blocks.log_total(self.logits) if self.summary is None else self.summary.log_total
+        known, looks = self.summary, self.logits.device.type == "cpu" and not torch.compiler.is_compiling()
+        if scale is None or (looks and (scale.numpy() == 1.0).all()):
+            return row_blocks.log_total(self.logits) if known is None else known.log_total
+        return row_blocks.log_total(self.logits * scale, None if known is None else known.maxima * scale)
 
     def entropy(self) -> Tensor:
         """The entropy of softmax(z̃) in nats, (B,) float32."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perturbations.row_blocks import BLOCK, Summary, blocks, summary
+from perturbations.row_blocks import BLOCK, Summary, block_sums, blocks, summary
 
 # A request with a lower temperature is greedy; vLLM's own threshold (v1/sample/sampler.py, 0.26 to 0.29).
 GREEDY_BELOW = 1e-5
@@ -23,6 +23,9 @@ _MIX_2 = 0x846CA68B - (1 << 32)
 
 # Below this, compiling costs more (five seconds at an engine's start) than it saves (0.1 ms a step of 64 rows).
 _COMPILED_FROM = 2048  # tokens of the vocabulary
+# Blocks of a row by which it is told which others cannot hold the token that is drawn.
+_TRIED = 8
+_ROUNDING = 1e-4  # of a score, generously
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -32,55 +35,82 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def _shares(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Hashes of keys (B,) int64 and tokens (B or 1, n) int32, from 0 to 2^32: (B, n) float32."""
+    first, second = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
+    bits = _mix32(_mix32(tokens ^ first) + second)
+    return ((bits >> 16) & 0xFFFF).float() * 65536.0 + (bits & 0xFFFF).float()  # rounded once, as int64's would be
+
+
+def _exponential(shares: Tensor) -> Tensor:
+    # The 128 largest of 2^32 hashes round to a share of 1, whose exponential is infinite.
+    return -torch.log1p(-((shares + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24))
+
+
 def exponentials(keys: Tensor, size: int) -> Tensor:
     """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32.
 
     Small values, which decide who is drawn, are resolved to 2^-32. All are finite and above 0, so that the only token
     allowed at a position is drawn whatever its key.
     """
-    first, second = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
-    token = torch.arange(size, dtype=torch.int32, device=keys.device)
-    bits = _mix32(_mix32(token ^ first) + second)
-    unsigned = ((bits >> 16) & 0xFFFF).float() * 65536.0 + (bits & 0xFFFF).float()  # rounded once, as int64's would be
-    # The 128 largest of 2^32 hashes round to a share of 1, whose exponential is infinite.
-    return -torch.log1p(-((unsigned + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24))
+    return _exponential(_shares(keys, torch.arange(size, dtype=torch.int32, device=keys.device)))
 
 
-def sample_tokens(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws tokens on a CPU, the scores compiled into one pass, as vLLM compiles its own sampler.
+def sample_tokens(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
+    """The tokens that :func:`sample_by_blocks` draws, in less time on a CPU: a logarithm takes it longer than a hash.
 
-    A small vocabulary's are not compiled. The vocabulary alone decides, so that a row's bits never depend on its batch.
+    No score in a block is above that of its largest logit with its smallest draw, so few blocks need their logarithms.
 
     Args:
-        drawable: logits after top-k, top-p and min-p, (B, V) float32; -inf is never drawn.
-        scaled: z̃, the logits before these, (B, V) float32.
-        keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
+        scaled: as in :func:`sample_by_blocks`.
+        drawable: as there.
+        keys: as there.
 
     Returns:
-        Tokens (B,) int64, and log Σ exp z̃, (B,) float32.
+        As :func:`sample_by_blocks`.
     """
-    # Inductor's argmax (torch 2.13) takes a fourth of the whole; PyTorch's own maximum next to nothing.
-    scored = _scored if drawable.shape[-1] >= _COMPILED_FROM else _scores
-    scores, log_total = scored(drawable, scaled, keys)
-    return scores.max(dim=-1).indices, log_total
+    # By the vocabulary alone, so that a row's bits never depend on its batch.
+    scaled = scaled.float()
+    sums, least = (_fast_sums, _fast_least) if scaled.shape[-1] >= _COMPILED_FROM else (block_sums, _least)
+    known = summary(scaled, sums=sums)
+    left, maxima = (scaled, known.maxima) if drawable is None else (drawable, blocks(drawable).amax(dim=-1))
+    bounds = maxima - _exponential(least(keys, maxima.shape[-1])).log()
+    parts, places = blocks(left), torch.arange(BLOCK, dtype=torch.int32)
+
+    def scored(rows: Tensor, at: Tensor) -> Tensor:
+        shares = _shares(keys[rows], at.int().unsqueeze(-1) * BLOCK + places)
+        return parts[rows, at] - _exponential(shares).log()
+
+    rows = torch.arange(len(keys))
+    tried = bounds.topk(min(_TRIED, bounds.shape[-1]), dim=-1, sorted=False).indices
+    reached = scored(rows.repeat_interleave(tried.shape[-1]), tried.flatten()).view(len(keys), -1).amax(dim=-1)
+    some, at = (bounds >= reached.unsqueeze(-1) - _ROUNDING).nonzero(as_tuple=True)
+    best, place = scored(some, at).max(dim=-1)
+    top = best.new_zeros(len(keys)).scatter_reduce(0, some, best, "amax", include_self=False)
+    won = best == top[some]
+    tokens = (at * BLOCK + place)[won]
+    return torch.zeros_like(rows).scatter_reduce(0, some[won], tokens, "amin", include_self=False), known
 
 
-def _scores(drawable: Tensor, scaled: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    return drawable - exponentials(keys, drawable.shape[-1]).log(), torch.logsumexp(scaled, dim=-1)
+def _least(keys: Tensor, count: int) -> Tensor:
+    """The smallest hash in each block, (B, count) float32."""
+    tokens = torch.arange(count * BLOCK, dtype=torch.int32, device=keys.device)
+    return _shares(keys, tokens).view(len(keys), count, BLOCK).amin(dim=-1)
 
 
-_scored = torch.compile(_scores, dynamic=True)
+_fast_least = torch.compile(_least, dynamic=True)
+_fast_sums = torch.compile(block_sums, dynamic=True)
 
 
 def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
-    """The tokens that :func:`sample_tokens` draws, in one pass over the logits once it is compiled for a GPU.
+    """Draws tokens in one pass over the logits, once it is compiled for a GPU.
 
     Each block of 64 tokens is by itself up to the end, so that the rows of a small batch, too, fill the device.
 
     Args:
         scaled: z̃, (B, V), float32 or the model's dtype.
-        drawable: as in :func:`sample_tokens`; None where they are z̃.
-        keys: as in :func:`sample_tokens`.
+        drawable: logits after top-k, top-p and min-p, (B, V) float32, -inf is never drawn; None where they are z̃.
+        keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
 
     Returns:
         Tokens (B,) int64, and what the pass leaves of z̃.

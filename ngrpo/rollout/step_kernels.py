@@ -53,12 +53,12 @@ class Drawn:
     Attributes:
         tokens: (B,) int64.
         log_total: log Σ exp of the logits that log π is normalised over, (B,) float32.
-        summary: of z̃; None on a CPU.
+        summary: of z̃.
     """
 
     tokens: Tensor
     log_total: Tensor
-    summary: Summary | None
+    summary: Summary
 
 
 class StepKernels:
@@ -107,12 +107,7 @@ class StepKernels:
             keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
             drawable: z̃ after the request's filters, (B, V) float32; None where there are none.
         """
-        if not self.compiled:
-            scaled = scaled.float()
-            left = scaled if drawable is None else drawable
-            counted = left if self._masked else scaled
-            return Drawn(*sample_tokens(left, counted, keys), None)
-        if len(scaled) > 1:
+        if len(scaled) > 1 or not self.compiled:
             tokens, total, *known = self._draw(scaled, keys, drawable)
             return Drawn(tokens, total, Summary(*known))
         parts = self._draw(twice(scaled), twice(keys), None if drawable is None else twice(drawable))
@@ -120,7 +115,7 @@ class StepKernels:
         return Drawn(tokens, total, Summary(*known))
 
     def _drawn(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> tuple[Tensor, ...]:
-        tokens, known = sample_by_blocks(scaled, drawable, keys)
+        tokens, known = (sample_by_blocks if self.compiled else sample_tokens)(scaled, drawable, keys)
         total = known.log_total if drawable is None or not self._masked else log_total(drawable)
         return tokens, total, known.maxima, known.log_totals, known.log_total
 
@@ -152,7 +147,7 @@ class StepKernels:
         Returns:
             The tokens of all rows, (B,); the vectors to be fed, (G, D); and what is recorded, (G, …) by its name.
         """
-        known = () if draw.summary is None else vars(draw.summary).values()
+        known = vars(draw.summary).values()
         inputs = [rows.slots, rows.prompts, draw.tokens, scaled, temperature, drawable, greedy, hidden, *known]
         count, batch = len(gated), len(scaled)
         of_gated = [gated, *perturbed]
@@ -208,7 +203,7 @@ class StepKernels:
             self._embeddings,
             None if drawable is None else picked(drawable),
             dict(zip(STREAMS, (weights_keys, noise_keys, gate_keys), strict=True)),
-            Summary(*map(picked, known)) if known else None,
+            Summary(*map(picked, known)),
             None if hidden is None else picked(hidden),
             None if hidden is None else self._module,
         )

@@ -66,7 +66,7 @@ class Gaussian(Perturbation):
 
         τ divides the raw logits z, so the sampling temperature is multiplied back in.
         """
-        tokens = step.logits.argmax(dim=-1) if self.base == "fuzzy" else step.sampled
+        tokens = step.top(1)[1].squeeze(-1) if self.base == "fuzzy" else step.sampled
         if self.base != "soft":
             mean = one_hot(tokens)
         else:

@@ -74,7 +74,7 @@ class Neighbor(Perturbation):
 
         Section 3 of the paper; ``mix_temperature`` divides z̃ there. The text takes the anchor, or the sampled token.
         """
-        anchor = step.logits.argmax(dim=-1)
+        anchor = step.top(1)[1].squeeze(-1)
         neighbors, _ = self._neighbors(step.embeddings).query(anchor, self.k - 1)
         ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)
         if self.weights == "logits":

@@ -6,13 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ngrpo.rollout.sample_tokens import _scores, exponentials
+from ngrpo.rollout import sample_tokens as module
+from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks, sample_tokens
 from tests.fast.forced_key import _WORD, key_of
 
 
 @pytest.mark.parametrize("hashed", [_WORD, _WORD - 127, _WORD - 128, _WORD - 300, 1 << 31, 1, 0])
 @pytest.mark.parametrize("token", [0, 3, 41_000])
-def test_the_only_allowed_token_is_drawn_with_the_very_key(token: int, hashed: int) -> None:
+def test_the_only_allowed_token_is_drawn_with_the_very_key(
+    monkeypatch: pytest.MonkeyPatch, token: int, hashed: int
+) -> None:
     """Of the 2^32 hashes the 128 largest round to a share of 1, whose exponential would be infinite."""
     keys = torch.tensor([key_of(token, hashed), key_of(token, hashed, first=77), 12345])
     draws = exponentials(keys, 49_152)
@@ -21,9 +24,10 @@ def test_the_only_allowed_token_is_drawn_with_the_very_key(token: int, hashed: i
     assert draws[:2, token].tolist() == pytest.approx([-torch.tensor(-expected).double().log1p().item()] * 2, rel=1e-4)
     drawable = torch.full((3, 49_152), -torch.inf)
     drawable[:, token] = -4.0
-    scores, log_total = _scores(drawable, drawable, keys)
-    assert scores.max(dim=-1).indices.tolist() == [token] * 3 == scores.argmax(dim=-1).tolist()
-    assert log_total.tolist() == [-4.0] * 3
+    monkeypatch.setattr(module, "_COMPILED_FROM", 1 << 20)
+    for sample in (sample_tokens, sample_by_blocks):
+        tokens, known = sample(drawable, None, keys)
+        assert tokens.tolist() == [token] * 3 and known.log_total.tolist() == [-4.0] * 3
 
 
 def test_the_largest_draw_is_the_least_likely_one_and_no_more() -> None:
@@ -34,4 +38,4 @@ def test_the_largest_draw_is_the_least_likely_one_and_no_more() -> None:
     assert draws[token].item() == pytest.approx(16.635532, abs=1e-5) and draws.argmax() == token
     drawable = torch.full((1, 8), -torch.inf)
     drawable[0, token], drawable[0, rival] = 40.0, 0.0
-    assert _scores(drawable, drawable, key)[0].argmax() == token
+    assert sample_tokens(drawable, None, key)[0] == token

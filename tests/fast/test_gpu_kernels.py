@@ -11,10 +11,10 @@ import torch
 from benchmarks.cuda_without_gpu import inductor
 from benchmarks.cuda_without_gpu.fake import Cost, _Operations, decode_step, fake_cuda
 from benchmarks.exactness import in_tree
-from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks
+from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks, sample_tokens
 from perturbations import create, streams
 from perturbations.embeddings import matrix_embeddings
-from perturbations.row_blocks import BLOCK, entropy, largest, log_total, summary
+from perturbations.row_blocks import BLOCK, _by_blocks, entropy, largest, log_total, summary
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 
@@ -113,19 +113,27 @@ def test_neighbors_are_as_many_kernels_as_the_count_says() -> None:
 # --- rows in blocks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary", [70, 4096, 5001])
+@pytest.mark.parametrize("vocabulary", [70, 1024, 4096, 5001])
 @pytest.mark.parametrize("k", [1, 5, 33, 64, 70])
-def test_the_largest_by_blocks_are_those_of_a_sort_and_ties_stand_by_rising_id(vocabulary: int, k: int) -> None:
+def test_the_largest_by_blocks_are_those_of_a_sort_and_on_a_gpu_ties_stand_by_rising_id(
+    vocabulary: int, k: int
+) -> None:
     logits = (torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(k)) * 12).round() / 4
     logits[0, 17] = logits[0, 40] = logits[0, -3] = 20.0
     logits[1, :-2] = -torch.inf
     logits[2, ::2] = 0.0
     logits[2, 1::2] = -0.0
     values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    found, at = largest(logits, k, summary(logits).maxima)
+    found, at = _by_blocks(logits, k, summary(logits).maxima)
     assert torch.equal(found, values[:, :k]) and torch.equal(at, ids[:, :k])
-    alone = [largest(row, k, summary(row).maxima)[1] for row in logits.split(1)]
+    alone = [_by_blocks(row, k, summary(row).maxima)[1] for row in logits.split(1)]
     assert torch.equal(at, torch.cat(alone)), "in any batch"
+    assert _by_blocks(logits[:0], k, summary(logits[:0]).maxima)[1].shape == (0, k)
+    on_cpu, at = largest(logits, k)
+    assert torch.equal(on_cpu, values[:, :k]) and torch.equal(on_cpu, logits.gather(-1, at))
+    assert all(len(set(row)) == k for row in at.tolist())
+    assert k > 1 or torch.equal(at[:, 0], logits.argmax(dim=-1)), "an anchor is the token of a greedy request"
+    assert torch.equal(at, torch.cat([largest(row, k)[1] for row in logits.split(1)]))
 
 
 def test_sums_by_blocks_are_those_of_whole_rows() -> None:
@@ -146,4 +154,5 @@ def test_the_draw_by_blocks_takes_the_tokens_that_the_draw_by_rows_takes(filtere
     tokens, known = sample_by_blocks(logits, drawable, keys)
     scores = (logits if drawable is None else drawable) - exponentials(keys, 1000).log()
     assert torch.equal(tokens, scores.argmax(dim=-1))
+    assert torch.equal(tokens, sample_tokens(logits, drawable, keys)[0])
     assert torch.allclose(known.log_total, torch.logsumexp(logits, dim=-1))
