@@ -78,7 +78,7 @@ def _by_task(problem: Problem, text: str) -> Verdict:
     label = problem.meta.get("label", problem.answer)
     reward = float(task.score(text, label))
     extracted = task.final_answer(text)
-    return Verdict(reward, reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, extracted is not None)
+    return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, reward)
 
 
 @lru_cache(maxsize=8)
@@ -97,7 +97,7 @@ def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
         cause = f"{type(error).__name__}: {error}"
         raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
     extracted = last_statement(text)
-    return Verdict(reward, value >= _FULL, extracted, extracted is not None)
+    return Verdict.of(value >= _FULL, extracted, reward)
 
 
 @lru_cache(maxsize=8)
