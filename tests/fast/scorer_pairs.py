@@ -620,7 +620,7 @@ CHOICE = [
         ],
         wrong=[
             ("I", "I think so."),
-            ("I", "I"),
+            ("I", "I am not sure."),
             ("I", "I would say that the answer is C."),
             ("I", "The answer is I think C."),
             ("I", "Answer: I do not know."),
@@ -673,7 +673,7 @@ CHOICE = [
             ("B", "E"),
             ("B", "The plan B of the team failed."),
             ("A", "The answer is a color."),
-            ("A", "a"),
+            ("A", "a color"),
         ],
     ),
     *_choices(
