@@ -17,20 +17,27 @@ _MARKUP = re.compile(
 _DENIED = re.compile(r"(?:\bnot|n[’']t|\bnever|\bcannot)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(?[A-Za-z]\)?(?![\w’'])")
 # After these the answer stands: "the answer is", "Answer:", "I choose", "it must be", "wait, actually,".
 _CUE = re.compile(
-    r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=)|\banswer\s*\n|<answer>|####"
+    r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=|\s-)|\bans(?:wer)?\b[.:,]?|\banswer\s*\n|<answer>|####"
     r"|\b(?:choose|select|pick|take|go(?:ing)?\s+with)\b|\b(?:it|that|this)(?:[’']s|\s+(?:is|must\s+be|has\s+to\s+be|should\s+be))"
-    r"|\b(?:wait|actually|correction|sorry|i\s+mean|no)\b",
+    r"|\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+(?:mean|would\s+say)|no|so|hence|thus|therefore)\b",
     re.I,
 )
 _FILLER = re.compile(
-    r"(?:[\s:,=-]|\b(?:definitely|clearly|simply|probably|likely|most|therefore|thus|actually|but|is|it|the|correct|option"
+    r"(?:[\s:,=\"-]|\b(?:definitely|clearly|simply|probably|likely|most|therefore|thus|actually|but|is|it|the|correct|option"
     r"|choice|letter|answer|no|i\s+(?:think|believe|guess|mean|would\s+say))\b)*",
     re.I,
 )
 _LETTER = re.compile(r"(?P<open>[\[(\"']?)(?P<letter>[A-Za-z])(?P<close>[\])\"']?)(?![\w’'])(?P<rest>[^\n]*)")
-_ENDS = re.compile(r"\s*(?:$|[.,;:!?)<–—-]|\b(?:because|since|as|which|for|with|by)\b|is\s+(?:the\s+)?(?:correct|right|best))")
+_ENDS = re.compile(
+    r"\s*(?:$|[.,;:!?)<–—-]|\b(?:because|since|as|which|for|with|by|rather|instead)\b|is\s+(?:the\s+)?(?:correct|right|best))"
+)
+_TEXT_ENDS = re.compile(
+    r"\W*(?:\n|$)|[.;!<)](?:\s|$|/)|,?\s+(?:because|since|as|\(?(?:option\s+)?[A-Z]\b)|\s+is\s+(?:the\s+)?(?:correct|right)"
+)
 _SEVERAL = re.compile(r"\s*(?:,|/|&|,?\s*\bor\b|,?\s*\band\b)\s*\(?[A-Za-z]\)?(?![\w’'])")
-_NAMED = re.compile(r"(?<![\w’'])\(?(?P<letter>[A-Z])\)?\s+is\s+(?:(?:definitely|clearly)\s+)?(?:the\s+)?(?:correct|right|best)\b")
+_NAMED = re.compile(
+    r"(?<![\w’'])(?<![A-Za-z], )(?<!\bor )(?<!\band )\(?(?P<letter>[A-Z])\)?\s+is\s+(?:(?:definitely|clearly|the|my)\s+)*(?:correct|right|best|(?:final\s+)?answer)\b"
+)
 _ALONE = re.compile(r"^\W*(?:(?:option|choice)\s+)?(?:\(([A-Za-z])\)|([A-Z]))\W*$", re.MULTILINE | re.I)
 _LISTED = re.compile(r"^\W*([A-Z])\s*[.):]\s*\S|\(([A-Z])\)", re.MULTILINE)
 
@@ -90,7 +97,7 @@ def _claim(text: str, names: dict[str, str]) -> str | None:
     text = text[_FILLER.match(text).end() :].strip()  # pyrefly: ignore
     for name, letter in names.items():
         rest = text[len(name) :]
-        if name and text.lower().startswith(name) and re.match(r"\W*$|[.;!<)](?:\s|$|/)|,?\s+(?:because|since|as)\b", rest):
+        if name and text.lower().startswith(name) and _TEXT_ENDS.match(rest):
             return letter
     found = _LETTER.match(text)
     if not found:
@@ -98,7 +105,9 @@ def _claim(text: str, names: dict[str, str]) -> str | None:
     letter, rest = found["letter"].upper(), found["rest"]
     if _SEVERAL.match(rest):
         return ""
-    its_text = any(name and rest.strip(" .):").lower().startswith(name) for name, each in names.items() if each == letter)
+    its_text = any(
+        name and rest.strip(" .):").lower().startswith(name) for name, each in names.items() if each == letter
+    )
     if _ENDS.match(rest) or its_text or (found["close"] and not re.match(r"\s*is\b", rest)):
         return letter
     return None

@@ -10,7 +10,9 @@ from ngrpo.scoring.answers import last_boxes, visible
 # Of a long text the end is searched: an answer stands there, and math-verify's search grows faster than the length.
 _TAIL = 4000
 _LONGEST = 120
-_MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]|(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)", re.MULTILINE)
+_MARKUP = re.compile(
+    r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]|(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)", re.MULTILINE
+)
 _NUMBER = r"(?:\$[^$\n]+\$|\\\(.+?\\\)|[€£$]?-?\d(?:[\d.,/]*\d)?)"
 _DENIED = re.compile(
     rf"(?:\bnot|n[’']t|\bnever|\bcannot)(?:\s+(?:be|equal|equal to))?\s+{_NUMBER}"
@@ -27,6 +29,11 @@ _STATED = re.compile(
     r"|^\W*(?:the\s+)?(?:final\s+)?answer\W*\n\s*(?P<below>[^\n]+)",
     re.I | re.MULTILINE,
 )
+# A bound is no value: "at least 5", "5 or more", "between 5 and 7".
+_BOUND = re.compile(
+    r"\b(?:at (?:most|least)|(?:greater|less|more|fewer|larger|smaller) than|between|or (?:more|less|fewer|greater))\b"
+)
+_QUESTION = re.compile(r"(?:[^.!?\n]|\.(?=\d))*\?(?=\s|$)")
 _MATH = re.compile(r"\$\$?(?!\s)(?P<a>[^$\n]+?)(?<!\s)\$\$?|\\\((?P<b>.+?)\\\)|\\\[(?P<c>.+?)\\\]", re.DOTALL)
 _SENTENCE_ENDS = re.compile(
     r"[.!?](?=\s|$)|;|\s\(|\s[–—-]\s(?=[a-z])|,\s(?!(?:and|or)\b)(?=[a-z]{2})"
@@ -38,7 +45,9 @@ _LEADING = re.compile(
     re.I,
 )
 _WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
-_WORD_BEFORE_NUMBER = re.compile(r"(?<!\S)(?!(?:and|or|pi|sin|cos|tan|log|ln|sqrt|exp|max|min)\b)[A-Za-z]{2,}[.,:]?\s.*\d")
+_WORD_BEFORE_NUMBER = re.compile(
+    r"(?<!\S)(?!(?:and|or|pi|sin|cos|tan|log|ln|sqrt|exp|max|min)\b)[A-Za-z]{2,}[.,:]?\s.*\d"
+)
 TEXT = r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it|tt)|bf|rm|operatorname)\s*"
 SPACE = r"(?:\\[ ,;:!]|\\q?quad|[~\s])"
 _FRACTIONS = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅛": "18"}
@@ -54,10 +63,33 @@ _REWRITTEN = [
         (rf"{TEXT}\{{\s*([€£¥])\s*\}}", r"\1"),
         (r"(?<=\d)\{([A-Za-z]{2,})\}", r"\\text{\1}"),
         (r"^\{([A-Za-z(][A-Za-z0-9 ().,]*)\}$", r"\\text{\1}"),
+        (r"\\varnothing", r"\\emptyset"),
+        (r"\\(?:triangle|angle)\s*(?=[A-Z])", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        *((sign, latex) for sign, latex in zip("−–×÷·⋅π∞≤≥≠∪∈±²³", (
-            "-", "-", r"\\times ", r"\\div ", r"\\cdot ", r"\\cdot ", r"\\pi ", r"\\infty ", r"\\le ", r"\\ge ", r"\\ne ",
-            r"\\cup ", r"\\in ", r"\\pm ", "^2", "^3"))),
+        *(
+            (sign, latex)
+            for sign, latex in zip(
+                "−–×÷·⋅π∞≤≥≠∪∈±²³",
+                (
+                    "-",
+                    "-",
+                    r"\\times ",
+                    r"\\div ",
+                    r"\\cdot ",
+                    r"\\cdot ",
+                    r"\\pi ",
+                    r"\\infty ",
+                    r"\\le ",
+                    r"\\ge ",
+                    r"\\ne ",
+                    r"\\cup ",
+                    r"\\in ",
+                    r"\\pm ",
+                    "^2",
+                    "^3",
+                ),
+            )
+        ),
         (r"\b(?:infinity)\b", r"\\infty "),
         (r"√\s*\(?(\w+)\)?", r"\\sqrt{\1}"),
         (r"(?<!\\)\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -71,7 +103,7 @@ _REWRITTEN = [
         (r"(?<![\w.\\,(\[])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[1].replace(",", "")),
         (rf"(?<![\w.}}])(\d+){SPACE}+(\d+)\s*/\s*(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d)(?:\\mathrm\{e\}|[eE])([+-]?\d+)(?!\w)", r"\\times 10^{\1}"),
-        (r"(\\begin\{\w*matrix\}.*?\\end\{\w*matrix\})", lambda m: re.sub(r"(?<!\\)\\(?=[-\d\s])", r"\\\\\\\\", m[1])),
+        (r"(\\begin\{\w*matrix\}.*?\\end\{\w*matrix\})", lambda m: re.sub(r"(?<!\\)\\(?=[-\d\s])", r"\\\\", m[1])),
     )
 ]
 
@@ -100,7 +132,8 @@ def prepared(text: str) -> tuple[str, bool]:
             return _rewritten(", ".join(dict.fromkeys(boxes)) if all(boxes) else ""), True
         tagged = _TAGGED.findall(part)
         if tagged:
-            return _rewritten(tagged[-1]), True
+            inner = list(_STATED.finditer(tagged[-1]))
+            return _rewritten(inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]), True
         corrected = _CORRECTED.fullmatch(text[start:]) if start else None
         stated = corrected or next(reversed(list(_STATED.finditer(part[-_TAIL:]))), None)
         if stated:
@@ -123,6 +156,8 @@ def prepared(text: str) -> tuple[str, bool]:
                 return _rewritten(", ".join(found)), True
             continue
         said = _SENTENCE_ENDS.split(words.strip())[0].strip()
+        if candidate is answer and _BOUND.search(said):
+            return "", True
         allowed = 2 if any(c.isdigit() for c in said) else 1
         plain = re.sub(rf"{TEXT}\{{[^{{}}]*\}}", "", said)
         if (
@@ -133,11 +168,13 @@ def prepared(text: str) -> tuple[str, bool]:
             and (candidate is answer or not _SENTENCE_ENDS.search(words.strip().rstrip(".!")))
         ):
             return _rewritten(said), True
-    return tail, False
+    return _QUESTION.sub("", tail), False
 
 
 def _rewritten(answer: str) -> str:
     answer = re.sub(r"^\$+|(?<!\\)\$+$|^\\[(\[]|\\[)\]]$", "", answer.strip())
+    if _BOUND.search(answer):
+        return ""
     for pattern, text in _REWRITTEN:
         answer = pattern.sub(text, answer)
     return re.sub(rf"^(?:{SPACE})+|(?:{SPACE}|[.,;:\\])+$", "", answer)

@@ -13,14 +13,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import sympy
+from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.sets import FiniteSet
-from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
@@ -88,8 +88,11 @@ def read(text: str) -> Answer | None:
         label, text = lead[1] or lead[2], text[lead.end() :] or lead[1] or lead[2]
     money = _CURRENCY.match(text)
     if money:
-        unit, text = ({"€": "euro", "£": "pound", "¥": "yen"}.get(money[2][-1], "dollar"), 1), money[1] + text[money.end() :]
-    plain = " ".join(re.sub(rf"{TEXT}\{{([^{{}}]*)\}}", r" \1 ", text).split())
+        unit, text = (
+            ({"€": "euro", "£": "pound", "¥": "yen"}.get(money[2][-1], "dollar"), 1),
+            money[1] + text[money.end() :],
+        )
+    plain = " ".join(re.sub(rf"(?:{TEXT}|^)\{{([^{{}}]*)\}}", r" \1 ", text).split())
     clock = _CLOCK.fullmatch(plain)
     if clock:
         time = (int(clock[1]), int(clock[2]), (clock[3] or "").lower())
@@ -112,14 +115,14 @@ def _is_words(text: str, plain: str) -> bool:
     if re.search(r"\\(?![{}])|[=<>+*^_|/]", plain) or not re.match(r"\W*[A-Za-z]", plain):
         return False
     wrapped = bool(re.match(rf"\W*{TEXT}\{{", text))
-    return wrapped or bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,})", plain)) and not re.search(r"\d[A-Za-z]", plain)
+    return wrapped or (bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,})", plain)) and not re.search(r"\d[A-Za-z]", plain))
 
 
 def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[str, int] | None]:
     if degrees := _DEGREES.search(text):
         return text[: degrees.start()], ("degree", 1)
     found = _UNIT.search(text)
-    if not found or re.search(r"\d", found["a"] or found["b"] or "") and not found["a"]:
+    if not found or (re.search(r"\d", found["a"] or found["b"] or "") and not found["a"]):
         return text, unit
     name = next(filter(None, found.groups())).lower().strip(" .\\")
     power = int(found["power"] or 1)
@@ -136,7 +139,7 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
 
 def _items(text: str) -> tuple[str, ...]:
     """The values of a list, which a comma, "and" or "or" separates; a tuple is one value, a ± b two."""
-    text = re.sub(rf"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", text.strip())
+    text = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", text.strip())
     text = re.sub(rf"{TEXT}\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b", ",", text)
     if re.fullmatch(r"\\\{.*\\\}", text) and text.count(r"\{") == 1:
         text = text[2:-2]
@@ -187,10 +190,15 @@ def same(gold: Answer, said: Answer) -> bool:
         return True
     if gold.clock or said.clock:
         if gold.clock and said.clock:
-            return gold.clock[:2] == said.clock[:2] and (gold.clock[2] == said.clock[2] or not (gold.clock[2] and said.clock[2]))
+            return gold.clock[:2] == said.clock[:2] and (
+                gold.clock[2] == said.clock[2] or not (gold.clock[2] and said.clock[2])
+            )
         gold, said = (_as_ratio(answer) for answer in (gold, said))
     if gold.words or said.words:
-        return gold.words == said.words
+        return gold.words == (said.words or (_letters("".join(said.items)),))
+    if len(gold.items) == 1 and len({item.partition("=")[0] for item in said.items}) == len(said.items) > 1:
+        point = read(f"({','.join(item.rpartition('=')[2] for item in said.items)})")  # x = 2, y = 3
+        return all(map(is_assignment_relation, said.values)) and point is not None and same(gold, point)
     if len(gold.items) != len(said.items):
         return False
     percents = [answer.unit == ("percent", 1) for answer in (gold, said)]
@@ -366,6 +374,8 @@ def compare(answer: str, text: str) -> Verdict:
         parsed = parse(found, parsing_timeout=None) if found else []
         found = prepared(f"\\boxed{{{parsed[-1]}}}")[0] if parsed else ""
     said = read(found)
+    if gold is None and found and _letters(found) == _letters(prepared(f"\\boxed{{{answer}}}")[0]):
+        return Verdict.of(True, _letters(found))  # a damaged reference has its text alone
     if said is None:
         return Verdict(UNREADABLE)
     written_out = gold is not None and len(gold.values) == 1 and getattr(gold.values[0], "is_Rational", False)

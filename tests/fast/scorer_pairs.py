@@ -25,7 +25,9 @@ Texts = list[tuple[str, str]]
 
 
 def _pairs(kind: str, source: str, right: Texts, wrong: Texts) -> list[Pair]:
-    return [Pair(kind, source, *texts, verdict) for verdict, all_of in ((True, right), (False, wrong)) for texts in all_of]
+    return [
+        Pair(kind, source, *texts, verdict) for verdict, all_of in ((True, right), (False, wrong)) for texts in all_of
+    ]
 
 
 MATH = [
@@ -573,7 +575,7 @@ MATH = [
 
 _COLORS = ("Red", "Blue", "Green", "Yellow")
 _NUMBERS = ("12", "15", "21", "30")
-_TEN = tuple(f"choice {n}" for n in "one two three four five six seven eight nine ten".split())
+_TEN = tuple(f"choice {n}" for n in ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"])
 _LISTED = "(A) Red\n(B) Blue\n(C) Green\n(D) Yellow"
 
 
