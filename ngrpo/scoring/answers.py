@@ -21,11 +21,12 @@ _STATEMENT = re.compile(r"(?:\banswer\b[^\n:=.]{0,40}?(?:\bis\b|:|=)|####)\s*:?\
 
 
 def generated(query: str, prompt: str) -> str:
-    """The generated part of a decoded sequence, special tokens and all.
+    """The generated part of a decoded sequence, special tokens and all, after a ``<think>`` that ends its prompt.
 
     Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
     """
-    return query[len(prompt) :] if query.startswith(prompt) else query.rpartition(_ASSISTANT)[2]
+    text = query[len(prompt) :] if query.startswith(prompt) else query.rpartition(_ASSISTANT)[2]
+    return f"<think>{text}" if prompt.rstrip().endswith("<think>") else text
 
 
 def visible(text: str) -> str:
@@ -41,6 +42,7 @@ def last_boxes(text: str) -> list[str]:
     an earlier one is not what the text settles on. No boxes give no contents.
     """
     contents: list[str] = []
+    begin = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         content, end = _content(text, box.end())
         if contents and not _BETWEEN_BOXES.fullmatch(text[end:begin]):

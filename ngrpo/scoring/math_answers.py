@@ -15,12 +15,13 @@ import sys
 import threading
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import Any
 
 from ngrpo.scoring.problem import TIMED_OUT, Verdict
 from perturbations.errors import UsageError
 
 _lock = threading.Lock()
-_child: subprocess.Popen[str] | None = None
+_child: Any = None
 
 
 def check(answer: str, text: str) -> Verdict:
@@ -55,8 +56,10 @@ def _ask(answer: str, text: str) -> Verdict:
             )
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "ngrpo.scoring.math_worker"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        _child = subprocess.Popen(command, **pipes, env=environment, text=True)
+        pipe = subprocess.PIPE
+        _child = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, text=True
+        )
     with suppress(BrokenPipeError):
         print(json.dumps([answer, text]), file=_child.stdin, flush=True)
     reply = _child.stdout.readline()

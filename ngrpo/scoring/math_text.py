@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from ngrpo.scoring.answers import last_boxes, visible
 
@@ -40,8 +41,8 @@ _SENTENCE_ENDS = re.compile(
     r"|,?\s(?:because|since|which|where|when|so|for|if|as|from|by|in total|altogether)\b"
 )
 _LEADING = re.compile(
-    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|therefore|thus|equals?|to|the (?:sum|result|total))\s+"
-    r"(?:is\s+)?|[:=]\s*)+",
+    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|therefore|thus|equals?|to"
+    r"|the (?:sum|result|total))\s+(?:is\s+)?|[:=]\s*)+",
     re.I,
 )
 _WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
@@ -125,15 +126,15 @@ def prepared(text: str) -> tuple[str, bool]:
 
     # From the last correction backwards to the whole text: the first part that settles on something.
     corrections = [match.end() for match in _CORRECTION.finditer(text)]
-    for start, end in zip((*reversed(corrections), 0), (len(text), *reversed(corrections))):
+    for start in (*reversed(corrections), 0):
         part = text[start:]
         boxes = last_boxes(part)
         if boxes:
-            return _rewritten(", ".join(dict.fromkeys(boxes)) if all(boxes) else ""), True
+            return rewritten(", ".join(dict.fromkeys(boxes)) if all(boxes) else ""), True
         tagged = _TAGGED.findall(part)
         if tagged:
             inner = list(_STATED.finditer(tagged[-1]))
-            return _rewritten(inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]), True
+            return rewritten(inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]), True
         corrected = _CORRECTED.fullmatch(text[start:]) if start else None
         stated = corrected or next(reversed(list(_STATED.finditer(part[-_TAIL:]))), None)
         if stated:
@@ -148,12 +149,12 @@ def prepared(text: str) -> tuple[str, bool]:
         words = _LEADING.sub("", lead, count=1) if _LEADING.match(lead) else lead
         if formulas and not re.search(r"\d", words) and not _SENTENCE_ENDS.search(words):
             found = [formulas[0][formulas[0].lastgroup or 0]]
-            for before, after in zip(formulas, formulas[1:]):
+            for before, after in pairwise(formulas):
                 if not re.fullmatch(r"\s*,?\s*(?:\band\b|\bor\b)?\s*", candidate[before.end() : after.start()]):
                     break
                 found.append(after[after.lastgroup or 0])
             if len(candidate) - formulas[len(found) - 1].end() < _LONGEST or candidate is answer:
-                return _rewritten(", ".join(found)), True
+                return rewritten(", ".join(found)), True
             continue
         said = _SENTENCE_ENDS.split(words.strip())[0].strip()
         if candidate is answer and _BOUND.search(said):
@@ -167,11 +168,12 @@ def prepared(text: str) -> tuple[str, bool]:
             and not _WORD_BEFORE_NUMBER.search(said)
             and (candidate is answer or not _SENTENCE_ENDS.search(words.strip().rstrip(".!")))
         ):
-            return _rewritten(said), True
+            return rewritten(said), True
     return _QUESTION.sub("", tail), False
 
 
-def _rewritten(answer: str) -> str:
+def rewritten(answer: str) -> str:
+    """An answer, such as a reference, as LaTeX that math-verify reads; empty where it is a bound."""
     answer = re.sub(r"^\$+|(?<!\\)\$+$|^\\[(\[]|\\[)\]]$", "", answer.strip())
     if _BOUND.search(answer):
         return ""
