@@ -22,6 +22,8 @@ from ngrpo.scoring.math_text import SPACE, TEXT
 # An expression with more operations is printed as it stands: sympy may take minutes over it.
 _OPERATIONS = 80
 _EXPANDED = 20
+# An object of sympy, or the text where sympy has none.
+Value = Any
 # math-verify takes letters such as the ab of 3ab for units.
 _NORMALIZED = NormalizationConfig(units=False, basic_latex=True, malformed_operators=True, nits=True, boxed="all")
 _EXPRESSIONS = (LatexExtractionConfig(normalization_config=_NORMALIZED), ExprExtractionConfig())
@@ -55,7 +57,7 @@ class Answer:
     words: tuple[str, ...] | None = None
     clock: tuple[int, int, str] | None = None
     items: tuple[str, ...] = ()
-    values: tuple[Any, ...] = ()
+    values: tuple[Value, ...] = ()
     unit: tuple[str, int] | None = None
     label: str | None = None
     form: str | None = field(default=None, compare=False)
@@ -140,7 +142,7 @@ def _items(text: str) -> tuple[str, ...]:
     )
 
 
-def _value(item: str) -> Any:
+def _value(item: str) -> Value:
     """Sympy's form of one value, its text where there is none, and None where it says nothing."""
     if re.match(r"\\(?:[lg]eq?|[lg]t|neq?)(?![a-z])|[<>]|\W*$", item):
         return None
@@ -163,7 +165,7 @@ def _value(item: str) -> Any:
     return value
 
 
-def relations_of(value: Any) -> Sequence[tuple[str, Any]]:
+def relations_of(value: Value) -> Sequence[tuple[str, Value]]:
     parts = getattr(value, "_unsorted_args", [value])  # of a chain such as 1 < x < 2
     found = []
     for part in parts:
@@ -179,16 +181,16 @@ def letters(text: str) -> str:
     return "".join(re.sub(rf"{TEXT}\{{([^{{}}]*)\}}", r"\1", text).lower().split())
 
 
-def exactly(value: Any) -> Any:
+def exactly(value: Value) -> Value:
     return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
 
 
-def canonical(value: Any) -> str:
+def canonical(value: Value) -> str:
     """One string for all forms of a value: exact numbers, expanded, roots out of denominators."""
     return canonical_or_none(value) or str(value)
 
 
-def canonical_or_none(value: Any) -> str | None:
+def canonical_or_none(value: Value) -> str | None:
     if isinstance(value, str):
         return letters(value)
     with suppress(Exception):
@@ -196,7 +198,7 @@ def canonical_or_none(value: Any) -> str | None:
     return None
 
 
-def _normal(item: Any) -> Any:
+def _normal(item: Value) -> Value:
     if is_assignment_relation(item):
         item = take_last_relation(item).rhs
     if isinstance(item, (Relational, And)):

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
 
 import sympy
 from latex2sympy2_extended.logic import And
@@ -23,7 +22,7 @@ from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
 from ngrpo.scoring.answers import last_boxed
-from ngrpo.scoring.math_reading import Answer, canonical_or_none, exactly, letters, read, relations_of
+from ngrpo.scoring.math_reading import Answer, Value, canonical_or_none, exactly, letters, read, relations_of
 from ngrpo.scoring.math_text import prepared, rewritten
 from ngrpo.scoring.problem import TIMED_OUT, UNREADABLE, Verdict
 
@@ -91,7 +90,7 @@ def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
     return small and bool(getattr(whole, "is_number", False)) and equal(part, whole / 100, "", "")
 
 
-def equal(gold: Any, said: Any, gold_text: str, said_text: str) -> bool:
+def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     """Whether two values are equal: exactly, but for decimals of many digits that stand for an exact value."""
     if isinstance(gold, str) or isinstance(said, str):
         return isinstance(gold, str) and isinstance(said, str) and letters(gold_text) == letters(said_text)
@@ -124,7 +123,7 @@ def equal(gold: Any, said: Any, gold_text: str, said_text: str) -> bool:
     return _verified(gold, said)
 
 
-def _same_numbers(gold: Any, said: Any, gold_text: str, said_text: str) -> bool:
+def _same_numbers(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     exact, other = exactly(gold).doit(), exactly(said).doit()
     if exact == other:
         return True
@@ -146,7 +145,7 @@ def _same_numbers(gold: Any, said: Any, gold_text: str, said_text: str) -> bool:
     return False
 
 
-def _same_relations(gold: Any, said: Any) -> bool:
+def _same_relations(gold: Value, said: Value) -> bool:
     """Equations are equal up to a factor, inequalities up to a positive one."""
     ones, others = ([*relations_of(value)] for value in (gold, said))
     if is_assignment_relation(gold) and is_assignment_relation(said):
@@ -154,7 +153,7 @@ def _same_relations(gold: Any, said: Any) -> bool:
     return len(ones) == len(others) and all(any(_same_relation(one, other) for other in others) for one in ones)
 
 
-def _same_relation(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+def _same_relation(one: tuple[str, Value], other: tuple[str, Value]) -> bool:
     if one[0] != other[0]:
         return False
     factor = sympy.cancel(sympy.together(one[1] / other[1]))
@@ -163,11 +162,11 @@ def _same_relation(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     return bool(factor.is_number and factor.is_nonzero and ("Than" not in one[0] or factor.is_positive))
 
 
-def _is_equation(value: Any) -> bool:
+def _is_equation(value: Value) -> bool:
     return isinstance(take_last_relation(value), sympy.Eq)
 
 
-def _verified(gold: Any, said: Any) -> bool:
+def _verified(gold: Value, said: Value) -> bool:
     return verify(gold, said, float_rounding=30, timeout_seconds=0, allow_set_relation_comp=True)
 
 
