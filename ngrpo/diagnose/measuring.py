@@ -117,6 +117,7 @@ def sample_strategy(
     samples = []
     for answer, loss in zip(outputs, losses):
         prompt, member = divmod(answer.job, group)
+        verdict = score(problems[prompt], answer.text, prompt=texts[prompt])
         samples.append(
             Sample(
                 strategy=strategy.id,
@@ -126,7 +127,10 @@ def sample_strategy(
                 text=answer.text,
                 tokens=answer.tokens,
                 ended=answer.finish == "stop",
-                **vars(score(problems[prompt], answer.text, prompt=texts[prompt])),
+                reward=verdict.reward,
+                correct=verdict.correct,
+                extracted=verdict.extracted,
+                parsed=verdict.parsed,
                 nll=loss,
                 record=answer.record if strategy.spec is not None else None,
             )

@@ -297,7 +297,7 @@ class _Progress:
 
 
 def _verdict(problem: Problem, text: str, prompt: str) -> dict[str, Any]:
-    return asdict(score(problem, text, prompt=prompt))
+    return score(problem, text, prompt=prompt).columns()
 
 
 def _check_length(model: str, needed: int, max_tokens: int) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.scoring.problem import Problem
+from ngrpo.scoring.problem import TIMED_OUT, Problem
 from ngrpo.statistics.estimators import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 
@@ -68,6 +68,7 @@ def summarise(
         "pass_at_k": {str(k): _mean([pass_at_k(n, c, k) for _, c in counts]) for k in ks},
         "reward": _mean([sample["reward"] for sample in samples]),
         "parsed": _mean([float(sample["parsed"]) for sample in samples]),
+        "timed_out": _mean([float(sample.get("verdict") == TIMED_OUT) for sample in samples]),
         "cut": _mean([float(sample["finish"] == "length") for sample in samples]),
         "tokens_per_answer": tokens / len(samples),
         "problems": [{"id": name, "n": n, "correct": c} for name, c in counts],
@@ -95,7 +96,7 @@ def table(result: Mapping[str, Any], folder: object) -> str:
         *(f"Pass@{k:<7}  {value:.3f}" for k, value in result["pass_at_k"].items()),
         "",
         f"answers       {result['parsed']:.0%} readable, {result['cut']:.0%} cut by the length limit,"
-        f" {result['tokens_per_answer']:.0f} tokens on average",
+        f" {result['timed_out']:.0%} timed out in scoring, {result['tokens_per_answer']:.0f} tokens on average",
         f"solved        {_solved(result['problems'], n)}",
     ]
     if "perturbed_rate" in result:

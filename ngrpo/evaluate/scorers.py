@@ -14,7 +14,7 @@ import numpy as np
 
 from ngrpo import tasks
 from ngrpo.scoring import choices, math_answers, scorer_names
-from ngrpo.scoring.answers import last_statement
+from ngrpo.scoring.answers import generated, last_statement
 from ngrpo.scoring.problem import Problem, Verdict
 from ngrpo.scoring.scorer_names import OF_TASK
 from perturbations.errors import UsageError
@@ -37,14 +37,16 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
     Raises:
         UsageError: for an unknown scorer, a missing package, or a reward file that fails.
     """
+    prompt = problem.question if prompt is None else prompt
+    said = generated(prompt + text, prompt)
     if problem.scorer == "math":
-        return math_answers.check(problem.answer, text)
+        return math_answers.check(problem.answer, said)
     if problem.scorer == "choice":
-        return choices.check(problem.answer, text, problem.meta.get("options"))
+        return choices.check(problem.answer, said, problem.meta.get("options"))
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
-        return _by_task(problem, text)
+        return _by_task(problem, said)
     check_scorer(problem.scorer)
-    return _by_file(problem, text, prompt if prompt is not None else problem.question)
+    return _by_file(problem, text, prompt)
 
 
 def check_problems(problems: Sequence[Problem]) -> None:
@@ -78,7 +80,7 @@ def _by_task(problem: Problem, text: str) -> Verdict:
     label = problem.meta.get("label", problem.answer)
     reward = float(task.score(text, label))
     extracted = task.final_answer(text)
-    return Verdict(reward, reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, extracted is not None)
+    return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, reward)
 
 
 @lru_cache(maxsize=8)
@@ -97,7 +99,7 @@ def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
         cause = f"{type(error).__name__}: {error}"
         raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
     extracted = last_statement(text)
-    return Verdict(reward, value >= _FULL, extracted, extracted is not None)
+    return Verdict.of(value >= _FULL, extracted, reward)
 
 
 @lru_cache(maxsize=8)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_THOUGHT_END = "</think>"
+_THOUGHT = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
+_THOUGHT_BEGINS, _THOUGHT_ENDS = re.compile(r"<think(?:ing)?>"), re.compile(r"</think(?:ing)?>")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,]|\\[()]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})*")
 _ASSISTANT = "assistant\n"
 # 1,234.50 and 12 are numbers; the 3 of x3 is not. The minus of 8-5 is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -19,39 +21,57 @@ _STATEMENT = re.compile(r"(?:\banswer\b[^\n:=.]{0,40}?(?:\bis\b|:|=)|####)\s*:?\
 
 
 def generated(query: str, prompt: str) -> str:
-    """The generated part of a decoded sequence, special tokens and all.
+    """The generated part of a decoded sequence, special tokens and all, after a ``<think>`` that ends its prompt.
 
     Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
     """
-    return query[len(prompt) :] if query.startswith(prompt) else query.rpartition(_ASSISTANT)[2]
+    text = query[len(prompt) :] if query.startswith(prompt) else query.rpartition(_ASSISTANT)[2]
+    return f"<think>{text}" if prompt.rstrip().endswith("<think>") else text
 
 
 def visible(text: str) -> str:
-    """The text after the thinking; all of it where nothing comes after the thinking."""
-    thought, end, rest = text.rpartition(_THOUGHT_END)
-    return rest if end and rest.strip() else thought if end else text
+    """The text without its thinking. A thinking that was not closed reaches to the end."""
+    text = _THOUGHT_ENDS.split(_THOUGHT.sub("", text))[-1]  # a template may have opened the thinking
+    return _THOUGHT_BEGINS.split(text)[0]
+
+
+def last_boxes(text: str) -> list[str]:
+    """The contents of the last ``\\boxed{...}`` and of those joined to it by a comma, "and" or "or".
+
+    Braces are balanced; ``\\boxed 3`` gives ``3``. Where the last box was cut off before its end, its content is empty:
+    an earlier one is not what the text settles on. No boxes give no contents.
+    """
+    contents: list[str] = []
+    begin = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        content, end = _content(text, box.end())
+        if contents and not _BETWEEN_BOXES.fullmatch(text[end:begin]):
+            break
+        contents.insert(0, content)
+        begin = box.start()
+    return contents
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{...}``, braces balanced; ``\\boxed 3`` gives ``3``.
+    """The last of :func:`last_boxes`; None where there is none."""
+    contents = last_boxes(text)
+    return contents[-1] if contents else None
 
-    Empty where the last one was cut off before its end: an earlier one is not what the text settles on.
-    """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    rest = text[boxes[-1].end() :]
+
+def _content(text: str, start: int) -> tuple[str, int]:
+    """What a box holds, and where it ends."""
+    rest = text[start:]
     if not rest.lstrip(" ").startswith("{"):
         word = re.match(r" +([^\s$]+)", rest)
-        return word[1] if word else ""
+        return (word[1], start + word.end()) if word else ("", start)
     depth = 0
     for index, character in enumerate(rest):
         # An escaped brace, as in \{1, 2\}, opens and closes nothing.
         if character in "{}" and rest[index - 1] != "\\":
             depth += 1 if character == "{" else -1
             if depth == 0:
-                return rest[:index].strip().removeprefix("{").strip()
-    return ""
+                return rest[:index].strip().removeprefix("{").strip(), start + index + 1
+    return "", len(text)
 
 
 def stated(text: str) -> str | None:

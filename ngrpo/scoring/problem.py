@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -40,23 +40,40 @@ def digest(problems: Sequence[Problem]) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
+RIGHT, WRONG, UNREADABLE, TIMED_OUT = "right", "wrong", "unreadable", "timed_out"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a scorer says of one answer.
 
     Attributes:
+        verdict: ``right``, ``wrong``, ``unreadable`` (no final answer was found) or ``timed_out``.
         reward: in [0, 1] for the built-in scorers; a user's file may give any number.
-        correct: whether the answer counts as right in Mean@n and Pass@k.
         extracted: the final answer in canonical form: equal answers give equal strings (1/2, 0.5 and \\frac{1}{2});
             None where none was found.
-        parsed: whether a final answer was found.
     """
 
-    reward: float
-    correct: bool
-    extracted: str | None
-    parsed: bool
+    verdict: str
+    reward: float = 0.0
+    extracted: str | None = None
 
+    @classmethod
+    def of(cls, right: bool, extracted: str | None, reward: float | None = None) -> Verdict:
+        """Right, wrong, or unreadable where a wrong answer has no ``extracted``; the reward is 1 or 0 unless given."""
+        verdict = RIGHT if right else UNREADABLE if extracted is None else WRONG
+        return cls(verdict, float(right) if reward is None else reward, extracted)
 
-UNREADABLE = Verdict(0.0, False, None, False)
-"""The verdict on a text without a final answer."""
+    @property
+    def correct(self) -> bool:
+        """Whether the answer counts as right in Mean@n and Pass@k."""
+        return self.verdict == RIGHT
+
+    @property
+    def parsed(self) -> bool:
+        """Whether a final answer was found."""
+        return self.extracted is not None
+
+    def columns(self) -> dict[str, Any]:
+        """The verdict in a line of ``samples.jsonl``."""
+        return {**asdict(self), "correct": self.correct, "parsed": self.parsed}

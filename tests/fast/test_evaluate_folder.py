@@ -99,6 +99,7 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
         "correct": True,
         "extracted": "2",
         "parsed": True,
+        "verdict": "right",
     }
 
 

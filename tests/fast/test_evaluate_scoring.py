@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from ngrpo.evaluate import Problem, load_task, score
-from ngrpo.scoring.answers import last_boxed, last_statement, stated, visible
+from ngrpo.scoring.answers import generated, last_boxed, last_boxes, last_statement, stated, visible
 from ngrpo.scoring.choices import extract
 from perturbations.errors import UsageError
+from tests.fast.scorer_pairs import CHOICE
 
 
 def problem(answer: str, scorer: str, **meta: object) -> Problem:
@@ -48,7 +49,7 @@ def problem(answer: str, scorer: str, **meta: object) -> Problem:
         ("Let me see.\nC", "C"),
         ("A gas is noble if it is inert.", None),
         ("I think the answer is about right", None),
-        ("The answer is Neon", None),
+        ("The answer is Neon", "B"),
         ("The answer is E.", None),
         ("", None),
     ],
@@ -57,11 +58,17 @@ def test_letter(text: str, letter: str | None) -> None:
     assert extract(text, ["Oxygen", "Neon", "Nitrogen", "Chlorine"]) == letter
 
 
+def test_pairs() -> None:
+    """No wrong response is accepted, and no right one is refused."""
+    wrong = [pair for pair in CHOICE if (extract(pair.response, pair.options) == pair.gold) != pair.right]
+    assert wrong == []
+
+
 def test_choice_verdict() -> None:
     right = score(problem("B", "choice"), "Answer: B")
     assert (right.reward, right.correct, right.extracted, right.parsed) == (1.0, True, "B", True)
-    wrong = score(problem("B", "choice"), "Answer: Z")
-    assert (wrong.reward, wrong.correct, wrong.extracted) == (0.0, False, "Z")
+    wrong = score(problem("B", "choice"), "Answer: C")
+    assert (wrong.reward, wrong.correct, wrong.extracted) == (0.0, False, "C")
     unread = score(problem("B", "choice"), "who knows")
     assert (unread.correct, unread.extracted, unread.parsed) == (False, None, False)
 
@@ -91,7 +98,10 @@ def test_statements() -> None:
     assert last_statement("It is\n  Paris. ") == "paris"
     assert last_statement(" ") is None
     assert visible("<think>a</think> b") == " b"
-    assert visible("<think>only this") == "<think>only this"
+    assert visible("<think>only this") == visible("only this</think>") == ""
+    assert visible("b<think>a</think>c<think>d") == "bc"
+    assert generated("<|im_start|>assistant\n<think>\n12", "<|im_start|>assistant\n<think>\n") == "<think>12"
+    assert last_boxes(r"\boxed{1}, so $\boxed{2}$ and $\boxed{3}$") == ["2", "3"]
 
 
 @pytest.mark.parametrize("text", ["12", "7 + 5 = 12", "It is 12.<|im_end|>", "13", "twelve", "12, not 13", "12.0", ""])
