@@ -14,7 +14,6 @@ import pytest
 from ngrpo.config import batch_check
 from ngrpo.upstream import openrlhf_parser
 from tests.own_process import RESULT
-from tests.stack.ppo_ranks import arguments
 from tests.tiny_folder import tiny_folder
 from tests.two_ranks import run_two_ranks
 
