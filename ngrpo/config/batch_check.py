@@ -46,7 +46,7 @@ def check(args: Args) -> None:
                 f" --train.micro_batch_size {micro}. Fix: --train.batch_size {below}{ceil(batch / unit) * unit}."
             )
     prompts, answers = _step(args)
-    if not _works(args, prompts):
+    if not trains_on_all_ranks(args, prompts):
         raise UsageError(
             f"{prompts * answers} answers of a step (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt"
             f" {answers}) do not divide over {_groups(args)['actor']} ranks in micro-batches of"
@@ -65,7 +65,7 @@ def _step(args: Args) -> tuple[int, int]:
     return prompts, args["rollout.n_samples_per_prompt"]
 
 
-def _works(args: Args, prompts: int) -> bool:
+def trains_on_all_ranks(args: Args, prompts: int) -> bool:
     """Whether all ranks train the same number of micro-batches in a step of so many prompts, and none has none.
 
     OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
@@ -88,7 +88,7 @@ def _works(args: Args, prompts: int) -> bool:
 def _rows(flags: Flags, args: Args) -> int | None:
     """Rows that a pass goes through; None where they are not known, or do not matter."""
     whole, _ = _step(args)
-    if all(_works(args, prompts) for prompts in range(1, whole)):
+    if all(trains_on_all_ranks(args, prompts) for prompts in range(1, whole)):
         return None
     counted = rows_of("--data.prompt_dataset", flags.value("--data.prompt_dataset") or "")
     if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
@@ -100,7 +100,9 @@ def _rows(flags: Flags, args: Args) -> int | None:
 def _fitting(args: Args, rows: int) -> int:
     """The largest number of rows, up to so many, of which no step hangs."""
     whole, _ = _step(args)
-    return next(number for number in range(rows, -1, -1) if number % whole == 0 or _works(args, number % whole))
+    return next(
+        number for number in range(rows, -1, -1) if number % whole == 0 or trains_on_all_ranks(args, number % whole)
+    )
 
 
 def with_rows(flags: Flags) -> Flags:
@@ -119,7 +121,7 @@ def check_rows(flags: Flags) -> str | None:
     """Raises ``UsageError`` for rows whose last step would hang; returns why it could not look, or None."""
     args = openrlhf_parser.resolved(flags.argv)
     whole, answers = _step(args)
-    if all(_works(args, prompts) for prompts in range(1, whole)):
+    if all(trains_on_all_ranks(args, prompts) for prompts in range(1, whole)):
         return None
     rows = _rows(flags, args)
     if rows is None:
@@ -151,7 +153,9 @@ def notes(flags: Flags) -> list[str]:
             f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with answers that do not"
             f" divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
         )
-    if args["algo.dynamic_filtering_enable"] and not all(_works(args, n) for n in range(1, _step(args)[0])):
+    if args["algo.dynamic_filtering_enable"] and not all(
+        trains_on_all_ranks(args, n) for n in range(1, _step(args)[0])
+    ):
         told.append(
             "--algo.dynamic_filtering_enable: the last step has as many prompts as are left, and hangs where their"
             " answers do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on"

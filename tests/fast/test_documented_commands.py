@@ -36,6 +36,7 @@ ENGINE, NETWORK, GPU = "needs an engine", "needs the network", "needs a GPU"
 # What is not run here: a pattern of the whole command, and who runs it, or why nobody can.
 ELSEWHERE = {
     r"make demo": (ENGINE, "tests/pipeline/test_training.py"),
+    r"make test": ("is what runs this", ".ci/run"),
     r"make test-fast": ("is what runs this", ".github/workflows/ci.yml"),
     r"make study": ("takes hours", "tests/fast/test_study.py"),
     r"(nohup )?bash examples/study/run\.sh.*": ("takes hours", "tests/fast/test_study.py"),

@@ -200,7 +200,7 @@ class TestRows:
         """40,315 = 629 × 64 + 59 prompts: on 8 ranks 59 × 4 answers are 30 × 7 + 26, and 58 × 4 are 29 × 8."""
         words = f"{SIZES}{MODEL} --rollout.batch_size 64 --train.batch_size 256"
         args = openrlhf_parser.resolved(completed("", sizes=words).argv)
-        assert not batch_check._works(args, 59) and batch_check._works(args, 58)
+        assert not batch_check.trains_on_all_ranks(args, 59) and batch_check.trains_on_all_ranks(args, 58)
         assert batch_check._fitting(args, 40_315) == 40_314
 
     def test_one_rank_takes_any_number(self, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
-from benchmarks.cuda_without_gpu.simulated import HIDDEN, VOCABULARY, Plan, each_alone
+from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.credits import registry as credits
 from ngrpo.credits.base import StepTokens
@@ -61,7 +61,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.embedding, self.head = nn.Embedding(PLAN.vocabulary, HIDDEN), nn.Linear(HIDDEN, PLAN.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.embedding(tokens).cumsum(dim=1).tanh())

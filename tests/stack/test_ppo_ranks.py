@@ -14,6 +14,7 @@ import pytest
 from ngrpo.config import batch_check
 from ngrpo.upstream import openrlhf_parser
 from tests.own_process import RESULT
+from tests.stack.ppo_ranks import arguments
 from tests.tiny_folder import tiny_folder
 from tests.two_ranks import run_two_ranks
 
@@ -33,13 +34,15 @@ def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[
 
     A list of its micro batches, each with its answers and its updates; or how it ended. Batches of 8 make an update.
     """
-    arguments = (str(ranks), folder, "8", str(micro), *cases)
-    outputs = run_two_ranks("tests.stack.ppo_ranks", *arguments, ranks=ranks)
+    words = (str(ranks), folder, "8", str(micro), *cases)
+    outputs = run_two_ranks("tests.stack.ppo_ranks", *words, ranks=ranks)
     lines = [next(line for line in output.splitlines() if line.startswith(RESULT)) for output in outputs]
     steps = zip(*(json.loads(line.removeprefix(RESULT)) for line in lines))
     flags = (arguments(folder, ranks, 8, micro, int(case.partition(":")[2])) for case in cases)
     counts = (int(case.partition(":")[0]) for case in cases)
-    rule = [batch_check._works(openrlhf_parser.resolved(each), count) for each, count in zip(flags, counts)]
+    rule = [
+        batch_check.trains_on_all_ranks(openrlhf_parser.resolved(each), count) for each, count in zip(flags, counts)
+    ]
     steps = list(steps)
     assert rule == [not any(rank["end"] for rank in step) for step in steps]
     ends = ([rank["end"] or rank["trained"] for rank in step] for step in steps)
