@@ -12,7 +12,7 @@
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
 # make study  the study of docs/study.md, hours on a CPU: it goes on where it was stopped
 # make study2 the study of docs/study2.md, likewise
-# PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=4 shortens the demo.
+# PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=12 lengthens the demo.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -46,6 +46,7 @@ ifndef AT_ONCE
 endif
 
 demo: $(READY)
+	@$(BIN)/python -m benchmarks.demo_time $(or $(DEMO_STEPS),4)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
 test: $(READY) test-fast

@@ -9,7 +9,7 @@ set -euo pipefail
 
 run=${1:-runs/neighbor}
 shift || true
-steps=${DEMO_STEPS:-12}
+steps=${DEMO_STEPS:-4}
 prompts=8   # per step
 samples=4   # per prompt: the group
 
