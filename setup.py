@@ -93,7 +93,12 @@ setup(
         "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
-        "test": ["pytest", "pytest-xdist", "hypothesis", "pre-commit", "matplotlib", "pyarrow", *LINT, *HNSW],
+        # Triton is that of PyTorch 2.13 for CUDA: kernels are compiled and interpreted with it.
+        "test": [
+            *("pytest", "pytest-xdist", "hypothesis", "pre-commit", "matplotlib", "pyarrow", "triton==3.7.1"),
+            *LINT,
+            *HNSW,
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -131,7 +131,7 @@ def _interpreter() -> Iterator[None]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     names = ("log1p", "exp", "log", "sqrt", "sin", "cos", "expm1", "tanh", "exp2")
-    library = SimpleNamespace(**{name: _numpy(getattr(np, name)) for name in names})
+    library = SimpleNamespace(isnan=lambda x: x != x, **{name: _numpy(getattr(np, name)) for name in names})
     replaced = {
         "libdevice": library,
         "max2": lambda a, dim: _made(np.max(a.handle.data, axis=dim), a),
