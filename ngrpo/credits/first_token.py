@@ -28,7 +28,8 @@ class FirstToken(Credit):
             return tokens.advantages
         first, answer = tokens.first.nonzero().flatten(), tokens.first.cumsum(0) - 1
         mean = tokens.log_probs.new_zeros(len(first)).index_add(0, answer, tokens.log_probs) / torch.bincount(answer)
-        advantages, groups, number = tokens.advantages[first], tokens.groups[first], torch.arange(len(first)).to(first)
+        advantages, number = tokens.advantages[first], torch.arange(len(first)).to(first)
+        groups = tokens.groups[first].unique(return_inverse=True)[1]  # without those that have no token
         positive = advantages > 0.0
         highest = mean.new_full((len(first),), -torch.inf)
         highest = highest.scatter_reduce(0, groups, torch.where(positive, mean, -torch.inf), "amax")

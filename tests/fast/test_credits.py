@@ -91,6 +91,10 @@ def test_first_token() -> None:
     both = step(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, [-1.0, -1.0, -1.0, -2.0], [0, 1, 2, 3], [1, 0, 1, 0])
     assert credits.create("first_token").formula(both).tolist() == [1.0, 2.0, 0.0, 0.0]
     assert credits.create("first_token").formula(step(torch.zeros(0))).tolist() == []
+    # Answers and groups without a token have a number too.
+    one = torch.ones(2)
+    gaps = StepTokens(one, one, -one, torch.tensor([0, 2]), torch.tensor([0, 2]))
+    assert credits.create("first_token").formula(gaps).tolist() == [1.0, 1.0]
 
 
 def test_the_command_line() -> None:
