@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from ngrpo.scoring.answers import outcome
 from ngrpo.trainers.openrlhf.advantage_seams import measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.visits import Visits
+from ngrpo.trainers.verl.advantage_estimators import estimator
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
 from tests.fast.run import run_with
@@ -306,3 +308,17 @@ def test_measures() -> None:
     assert found["advantage/max"] == pytest.approx(0.6 / math.sqrt(0.3), abs=1e-5)
     mixed = measures(REWARDS[:1], compute("psr", REWARDS[:1]), torch.tensor([[1.0, 3.0, 0.0, 0.0]]))
     assert "advantage/uniform_mean" not in mixed and mixed["advantage/count_mean"] == 1.0
+
+
+def test_a_reward_of_verl_stands_at_any_token() -> None:
+    """verl puts it at the last token of an answer, which is seldom the last column; half of ±1 over √½ is ±.7071."""
+    rewards, mask = torch.tensor([[0.0, 1.0, 0.0], [0.0] * 3]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    found, _ = estimator(create("group_norm"))(rewards, mask, np.array(["a", "a"]))
+    close(found, [[math.sqrt(0.5), math.sqrt(0.5), 0.0], [-math.sqrt(0.5)] * 3])
+
+
+def test_padding_of_verl_is_in_no_group() -> None:
+    """A row of padding has an index of its own: k = 2 would not fit a group of one."""
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 1], [0, 0]])
+    found, _ = estimator(create("pkpo", k=2, variant="s"))(rewards, mask, np.array(["a", "a", "padding"]))
+    close(found, [[2.0, 2.0], [2.0, 2.0], [0.0, 0.0]])

@@ -152,14 +152,14 @@ def test_k_must_fit_the_group() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [8, 8, 8, 8]),
-        ({"k_end": 1, "k_steps": 10}, [8, 8, 1, 1]),
-        ({"k_end": 2, "k_steps": 10, "k_change": "linear"}, [8, 5, 2, 2]),
+        ({}, [8, 8, 8, 8, 8]),
+        ({"k_end": 1, "k_steps": 10}, [8, 8, 8, 1, 1]),
+        ({"k_end": 2, "k_steps": 10, "k_change": "linear"}, [8, 6, 5, 2, 2]),  # 5.6 is rounded
     ],
 )
 def test_k_over_the_run(options: dict[str, object], expected: list[int]) -> None:
     made = advantages.create("pkpo", k=8, **options)
-    assert [made.at_step(step).k for step in (0, 5, 10, 500)] == expected
+    assert [made.at_step(step).k for step in (0, 4, 5, 10, 500)] == expected
 
 
 def test_the_trainer_tells_its_step() -> None:

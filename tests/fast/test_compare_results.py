@@ -240,3 +240,17 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
 def test_full_disk(tmp_path: Path) -> None:
     with pytest.raises(CannotWrite, match=r"GiB are free.*make room"):
         ComparisonFolder(tmp_path).need(1 << 60)
+
+
+def test_a_pair_that_lacks_a_run_is_no_difference() -> None:
+    one = {"mean_at_n": {"p": 0.5}}
+    assert results._judged([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
+
+
+def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
+    def run(memory: int, *speeds: float) -> dict[str, Any]:
+        return {"peak_memory_bytes": memory, "steps": [{"tokens_per_second": speed} for speed in speeds]}
+
+    found = results._cost({1: run(30, 10.0, 90.0, 100.0)}, {0: run(10), 1: run(20)}, [1])
+    assert found["memory_bytes"] == {"value": 30.0, "ratio": 1.5}
+    assert found["tokens_per_second"] == {"value": 95.0, "ratio": None}

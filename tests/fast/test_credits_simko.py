@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ngrpo import credits
 from ngrpo.config import parse, rules
+from ngrpo.credits import base
 from ngrpo.credits.base import LossTokens, StepTokens
 from ngrpo.credits.simko import quantiles
 from ngrpo.trainers.openrlhf import credit_loss
@@ -231,3 +232,13 @@ WORDS += ["--credit", "simko"]
 def test_what_it_cannot_go_with(words: list[str], message: str, tmp_path: Any) -> None:
     with pytest.raises(UsageError, match=message):
         rules.checked(parse.run_config([*WORDS, *words]))
+
+
+def test_entropies_are_taken_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the logits of a long batch are never there a second time."""
+    sizes: list[int] = []
+    entropy = base.row_blocks.entropy
+    monkeypatch.setattr(base, "_BLOCK_ELEMENTS", 4 * 4)
+    monkeypatch.setattr(base.row_blocks, "entropy", lambda block: sizes.append(len(block)) or entropy(block))
+    tokens, logits = one_answer([WAVERING] * 30, [0] * 30, 1.0)
+    assert torch.equal(tokens.entropies(), entropy(logits.detach())) and sizes == [4] * 7 + [2]

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from perturbations import streams
+from perturbations import density, streams
 from perturbations.registry import create
 from perturbations.testing.density_check import replayed
 from tests.fast.density_steps import a_step, likely
@@ -54,3 +54,11 @@ def test_latent() -> None:
         want.append(total)
     assert kept_smaller > 10
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float32), rtol=2e-3, atol=2e-3)
+
+
+def test_noise_far_beyond_every_draw_has_a_density_and_a_gradient() -> None:
+    noise = torch.tensor([[-200.0, 300.0]], requires_grad=True)
+    above = torch.tensor([[False, True]])
+    value = density.censored_gumbel(noise, torch.zeros_like(above), above, torch.ones_like(above))
+    value.sum().backward()
+    assert value.isfinite().all() and noise.grad.isfinite().all()

@@ -230,6 +230,21 @@ def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
     assert state.opened(row, torch.zeros(1, 10))
 
 
+def test_a_token_that_is_not_kept_is_not_seen() -> None:
+    state, row, at = conditions([7, 8]), torch.tensor([0]), torch.tensor([4])
+    for token, kept in ((7, T), (3, F)):
+        state.gate.observe(row, at, torch.tensor([token]), state.gate.ending(row, at), torch.tensor([kept]))
+    assert state.gate.ending(row, at + 1).tolist() == [8]
+
+
+def test_the_position_that_ended_thinking_is_drawn_again() -> None:
+    state, row, at = conditions([4]), torch.tensor([0]), torch.tensor([5])
+    state.gate.observe(row, at, torch.tensor([4]), state.gate.ending(row, at))
+    for position, is_open in ((5, T), (6, F)):
+        state.next[0] = position
+        assert bool(state.opened(row, torch.zeros(1, 10))) == is_open
+
+
 # --- entropy and protected tokens -----------------------------------------------------------------
 
 

@@ -140,8 +140,11 @@ def test_replay_equals_rollout_with_the_same_parameters() -> None:
 
 def test_a_scaled_embedding() -> None:
     """Gemma multiplies its embeddings by s: the gate is for the bare ones, e' = s · gate(e, r)."""
-    model = Embedder()
+    model, generator = Embedder(), torch.Generator().manual_seed(0)
+    model.embedding.weight.data.mul_(0.1)
     module = parameters.attach(model, create("hrpo"))
+    for parameter in module.parameters():  # at W = 0 the gate is linear
+        parameter.data.normal_(generator=generator)
     with replaying(model, [small([1])]):
         bare = model(torch.tensor([[0, 5, 6]]))
     model.embedding.register_forward_hook(lambda m, i, o: 3.0 * o)

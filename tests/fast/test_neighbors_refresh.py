@@ -90,6 +90,11 @@ def test_every_second_sync() -> None:
         embeddings.refresh()
         seen.append(ask(embeddings, [0], "2"))
     assert seen == [[[1]], [[1]], [[2]], [[2]], [[1]]]
+    embedding, embeddings = line()
+    ask(embeddings, [0], "2")
+    embedding[1] = AWAY
+    embeddings.refresh()
+    assert ask(embeddings, [2], "2") == [[1]], "not asked before, and with the set of the old weights"
 
 
 def test_several_loads_with_nothing_asked_between_are_one_sync() -> None:

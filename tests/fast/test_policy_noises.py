@@ -158,6 +158,11 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
     args.actor.policy_loss_type = "ppo"
     correction.is_correction_mode = "mask"  # OpenRLHF's default: a token beyond the bounds is dropped
     assert importance_measures([experience], args)["importance/weight"] == pytest.approx(math.e / 2)
+    correction.is_correction_threshold = [0.5, 5.0]
+    experience.rollout_log_probs = torch.tensor([[0.0, -1.0]])  # of weights e^-1 and 1, the first is too small
+    found = importance_measures([experience], args)
+    assert (found["importance/weight"], found["importance/cut"]) == (0.5, 0.5)
+    experience.rollout_log_probs = torch.tensor([[-3.5, -2.0]])
     correction.is_correction_level = "seq"
     assert importance_measures([experience], args) == {"importance/divergence": pytest.approx(-1.75)}
     correction.is_correction_level = "off"

@@ -276,3 +276,11 @@ def test_records_and_batch_must_fit() -> None:
     with pytest.raises(ValueError, match="1 records for a batch of 2"), replaying(model, [small([1])]):
         model(torch.tensor([[0, 5, 6], [7, 8, 9]]))
     assert model(torch.tensor([[5]])).tolist() == [[[10, 11]]], "a failed forward leaves no hook behind"
+
+
+def test_a_narrow_record_beside_a_wide_one() -> None:
+    """Row 2 alone is (4, 5), as the half of rows 1 and 3 is."""
+    model = Embedder()
+    narrow = dataclasses.replace(small([1]), ids=np.array([[2]], np.int32), weights=np.ones((1, 1), np.float32))
+    with replaying(model, [narrow, small([1])]):
+        assert model(torch.tensor([[0, 5, 6], [7, 8, 9]]))[:, 1].tolist() == [[4, 5], [4, 5]]

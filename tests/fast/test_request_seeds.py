@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import create
+from perturbations import seeds as all_seeds
 from perturbations.registry import buffers
 
 
@@ -32,3 +33,7 @@ def test_a_rank_draws_as_before() -> None:
 
 def test_a_seed_is_the_same_trajectory_on_every_rank() -> None:
     assert len({seed for rank in range(3) for seed in seeds(rank, seed=11)}) == 1
+
+
+def test_engines_have_seeds_of_their_own() -> None:
+    assert len({all_seeds.of_engine(3, engine) for engine in range(4)}) == 4

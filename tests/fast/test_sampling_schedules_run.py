@@ -15,7 +15,7 @@ import torch
 from ngrpo import sampling_schedules
 from ngrpo.config import parse, preflight, rules
 from ngrpo.console import catalogue
-from ngrpo.rollout import settings
+from ngrpo.rollout import runner_v1, settings
 from ngrpo.rollout.request_check import checked
 from ngrpo.sampling_schedules.base import Run
 from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
@@ -82,6 +82,25 @@ def test_an_engine_reads_its_schedule() -> None:
             settings.read({"sampling_schedule": spec})
     with pytest.raises(UsageError, match="unknown sampling schedule 'eadd'"):
         settings.read({"sampling_schedule": {"name": "eadd"}})
+
+
+def test_the_perturber_is_told_the_temperature_that_was_drawn_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.8 asked, factor 2: logits 3.2 / 1.6, and 1.6 for the record."""
+    told: list[list[float]] = []
+
+    def finish(scaled: torch.Tensor, temperature: torch.Tensor, *_: Any) -> None:
+        told.append([*scaled[0].tolist(), *temperature.tolist()])
+
+    monkeypatch.setattr(runner_v1, "_filtered", lambda scaled, metadata: scaled)
+    perturber = SimpleNamespace(busy=True, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish)
+    sample = runner_v1._sample(
+        lambda *_: None, SimpleNamespace(logprobs_mode="raw_logprobs"), SimpleNamespace(perturber=perturber)
+    )
+    metadata = SimpleNamespace(
+        all_random=True, all_greedy=False, temperature=torch.tensor([0.8]), max_num_logprobs=None
+    )
+    sample(torch.tensor([[3.2, 0.0]]), metadata)
+    assert told == [pytest.approx([2.0, 0.0, 1.6])]
 
 
 # --- in OpenRLHF ------------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
     assert max(map(len, drawn)) > 37
     assert method.prompt("What?", Tokenizer(), Random(1)) == method.prompt("What?", Tokenizer(), Random(1))
     assert len(set(WORDS)) == len(WORDS) == 63
+    only = second_rounds.create("lope", least=20, most=20)
+    asked = [only.prompt("", SimpleNamespace(encode=Tokenizer().encode), Random(seed)) for seed in range(300)]
+    assert max(map(len, asked)) == 20 + len("\n")
 
 
 def test_one_word_that_is_longer_than_allowed_is_still_asked() -> None:

@@ -203,6 +203,11 @@ def test_moi_entropy_of_all_or_of_the_likeliest() -> None:
         assert ids == [2, 0, 1] and weights == approximately(1 - h / 2, 0.625 * h / 2, 0.375 * h / 2)
 
 
+def test_moi_of_equal_tokens_has_no_weight_below_0() -> None:
+    """At β = 0 the token's own weight is 1 − H, and H of 21 equal ones rounds to more than 1."""
+    assert create("moi", beta=0.0).propose(step_of([1 / 21] * 21)).edit.weights.min() >= 0.0
+
+
 # --- SeLaR ------------------------------------------------------------------------------------------
 
 
@@ -338,3 +343,10 @@ def test_latent_refuses_what_it_could_not_replay() -> None:
         create("latent", density="latent", tau=0.1)
     with pytest.raises(UsageError, match="pool=5: must be at least k=10"):
         create("latent", pool=5)
+
+
+def test_latent_records_no_weight_that_float32_holds_coarsely() -> None:
+    """w_2 = exp(−48 / 0.5) = 2.0e-42 is below float32's smallest normal number: the first token stands in its place."""
+    perturbation = create("latent", k=2, pool=2, tau=0.5, top_p=1.0)
+    step = step_of([1.0, math.exp(-48.0), 0.0, 0.0], noise=[-2.0] * 4)
+    assert only_proposal(perturbation.propose(step))[:2] == ([0, 0], [1.0, 0.0])

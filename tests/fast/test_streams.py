@@ -182,3 +182,16 @@ def test_shapes_broadcast_and_rows_are_alone() -> None:
     assert streams.normal(keys, 5).shape == (2, 3, 5)
     assert torch.equal(streams.normal(keys, 5)[1, 2], streams.normal(keys[1, 2], 5))
     assert streams.uniform(keys, 2).dtype == torch.float32
+
+
+def test_exponential_at_the_ends_of_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest 40 bits are cut to a share of 1 − 2^-24; of the smallest, all 40 count."""
+    for bits, expected in ((-1, -math.log(2.0**-24)), (1 << 24, 1.5 * 2.0**-40), (0, 0.5 * 2.0**-40)):
+        monkeypatch.setattr(streams, "_bits", lambda keys, n, bits=bits: torch.full((1, n), bits))
+        assert streams.exponential(torch.zeros(1), 1).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_draw_is_not_below_itself() -> None:
+    keys = streams.keys(torch.tensor(5), torch.arange(50), Stream.GATE)
+    for key, draw in zip(keys.numpy(), streams.uniform(keys, 1)[:, 0].tolist()):
+        assert not streams.below(key[None], draw).any() and streams.below(key[None], draw + 2.0**-23).all()

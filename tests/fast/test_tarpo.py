@@ -113,6 +113,10 @@ def test_how_the_router_starts() -> None:
     assert torch.equal(first.to(torch.bfloat16).head(hidden), second.head(hidden)), "the bias has no coarse steps"
     states = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0))
     assert first.head(states.bfloat16()).dtype == torch.float32
+    router = create("tarpo").module(64)
+    router.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    logits = states[:, :64].bfloat16().double() @ router.head.weight.double().T + torch.tensor([4.6, 0.0]).double()
+    torch.testing.assert_close(router.head(states[:, :64].bfloat16()).double(), logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"bias": -3.0, "k": 2}, {"density": "token"}], ids=str)

@@ -22,10 +22,11 @@ from tests.mutations.of_gradients import GRADIENTS
 from tests.mutations.of_inputs import DENSITIES, MIXTURES, SAMPLING
 from tests.mutations.of_schedules import SCHEDULES
 from tests.mutations.of_second_rounds import SECOND_ROUNDS
+from tests.mutations.of_values import VALUES
 
 MUTATIONS = [
     *DENSITIES, *ADVANTAGES, *BEST_OF_K, *AT_THE_BOUND, *RISK, *OVERLONG, *CREDITS, *NOISES, *SAMPLING, *MIXTURES,
-    *SCHEDULES, *GRADIENTS, *SECOND_ROUNDS,
+    *SCHEDULES, *GRADIENTS, *SECOND_ROUNDS, *VALUES,
 ]  # fmt: skip
 
 __all__ = ["MUTATIONS", "Mutation", "problem", "survives"]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens a step of a rollout draws, and what the gate hears of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.decode_step import Decoding
+from ngrpo.rollout.sample_tokens import sample_tokens
+from perturbations import create, streams
+
+BATCH, PROMPT = 4, 20
+FLAT = torch.zeros(BATCH, 1024)
+
+
+def a_step(decoding: Decoding, drawable: Tensor = FLAT, greedy: list[int] | None = None, discard: bool = False) -> Any:
+    """The first token of each answer, at temperature 1 and with equal logits."""
+    ones = np.ones(BATCH, dtype=np.int64)
+    decoding.perturber.begin(decoding.requests, (PROMPT - 1) * ones, ones, np.full(BATCH, discard))
+    likeliest = None if greedy is None else torch.tensor(greedy)
+    return decoding.perturber.finish(FLAT, torch.ones(BATCH), drawable, likeliest).tolist()
+
+
+def test_a_token_is_drawn_from_its_own_stream_at_its_own_position() -> None:
+    found = a_step(Decoding(create("none"), BATCH))
+    keys = streams.keys(1000 + torch.arange(BATCH), torch.tensor(PROMPT), streams.Stream.TOKEN)
+    assert found == sample_tokens(FLAT, None, keys)[0].tolist()
+
+
+def test_the_likeliest_token_may_be_token_0() -> None:
+    assert a_step(Decoding(create("none"), BATCH), greedy=[0, 7, 0, 0]) == [0, 7, 0, 0]
+
+
+def test_what_a_filter_cut_is_never_proposed() -> None:
+    """A perturbation proposes among all tokens; where the request allows one alone, that one stands."""
+    only = torch.full_like(FLAT, -torch.inf)
+    only[:, 5] = 0.0
+    assert a_step(Decoding(create("gumbel", burn_in=0), BATCH), only) == [5] * BATCH
+
+
+def test_the_gate_hears_nothing_of_a_token_that_is_thrown_away() -> None:
+    """Of a prompt in chunks, whose sample is discarded: 1 is the first token of the end 1 2 3."""
+    decoding = Decoding(create("gumbel", until="x", rate=0.5), BATCH)
+    for discard in (True, False):
+        a_step(decoding, greedy=[1] * BATCH, discard=discard)
+        assert (decoding.perturber._gate.state[1] == 1).any().item() is not discard
