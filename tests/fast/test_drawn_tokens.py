@@ -17,18 +17,25 @@ BATCH, PROMPT = 4, 20
 FLAT = torch.zeros(BATCH, 1024)
 
 
-def a_step(decoding: Decoding, drawable: Tensor = FLAT, greedy: list[int] | None = None, discard: bool = False) -> Any:
-    """The first token of each answer, at temperature 1 and with equal logits."""
+def a_step(
+    decoding: Decoding,
+    drawable: Tensor = FLAT,
+    greedy: list[int] | None = None,
+    discard: bool = False,
+    position: int = PROMPT,
+) -> Any:
+    """The token of each answer at a position, at temperature 1 and with equal logits."""
     ones = np.ones(BATCH, dtype=np.int64)
-    decoding.perturber.begin(decoding.requests, (PROMPT - 1) * ones, ones, np.full(BATCH, discard))
+    decoding.perturber.begin(decoding.requests, (position - 1) * ones, ones, np.full(BATCH, discard))
     likeliest = None if greedy is None else torch.tensor(greedy)
     return decoding.perturber.finish(FLAT, torch.ones(BATCH), drawable, likeliest).tolist()
 
 
 def test_a_token_is_drawn_from_its_own_stream_at_its_own_position() -> None:
-    found = a_step(Decoding(create("none"), BATCH))
-    keys = streams.keys(1000 + torch.arange(BATCH), torch.tensor(PROMPT), streams.Stream.TOKEN)
-    assert found == sample_tokens(FLAT, None, keys)[0].tolist()
+    decoding = Decoding(create("none"), BATCH)
+    for position in (PROMPT, PROMPT + 1):
+        keys = streams.keys(1000 + torch.arange(BATCH), torch.tensor(position), streams.Stream.TOKEN)
+        assert a_step(decoding, position=position) == sample_tokens(FLAT, None, keys)[0].tolist()
 
 
 def test_the_likeliest_token_may_be_token_0() -> None:

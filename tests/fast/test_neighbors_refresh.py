@@ -90,11 +90,16 @@ def test_every_second_sync() -> None:
         embeddings.refresh()
         seen.append(ask(embeddings, [0], "2"))
     assert seen == [[[1]], [[1]], [[2]], [[2]], [[1]]]
+
+
+@pytest.mark.parametrize("refresh", ["never", "2"])
+def test_a_set_first_asked_for_after_a_sync_is_of_the_weights_before(refresh: str) -> None:
+    """By L1, which keeps no norms of the old weights that would hide it."""
     embedding, embeddings = line()
-    ask(embeddings, [0], "2")
+    index = embeddings.index("l1", refresh=refresh)
     embedding[1] = AWAY
     embeddings.refresh()
-    assert ask(embeddings, [2], "2") == [[1]], "not asked before, and with the set of the old weights"
+    assert index.query(torch.tensor([2]), 1)[0].tolist() == [[1]]
 
 
 def test_several_loads_with_nothing_asked_between_are_one_sync() -> None:
