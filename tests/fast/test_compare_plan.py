@@ -10,7 +10,7 @@ import pytest
 
 from ngrpo.commands import compare as command
 from ngrpo.compare import arguments
-from ngrpo.compare.plan import Plan
+from ngrpo.compare.plan import Plan, _file_name
 from ngrpo.compare.runs import eval_argv, identity, run_config
 from ngrpo.config import parse
 from ngrpo.upstream import versions as releases
@@ -366,3 +366,9 @@ def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], 
     with pytest.raises(UsageError, match=message):
         command._check(arguments.parse(["--perturbations", "none", *shared, *given])[0], Path("out"))
     command._check(arguments.parse(["--perturbations", "none", *shared])[0], Path("out"))
+
+
+def test_a_folder_of_a_long_label_has_a_short_name() -> None:
+    """File systems take 255 bytes; two labels of the same beginning stay apart."""
+    names = {_file_name("x" * length) for length in (80, 300, 301)}
+    assert len(names) == 3 and max(map(len, names)) == 87

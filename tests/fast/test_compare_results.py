@@ -247,6 +247,11 @@ def test_a_pair_that_lacks_a_run_is_no_difference() -> None:
     assert results._judged([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
 
 
+def test_a_difference_is_of_the_problems_that_all_runs_have() -> None:
+    found = results._judged([{"mean_at_n": {"p0": 1.0, "p1": 0.0}}], [{"mean_at_n": {"p0": 0.5}}])
+    assert found["mean_at_n"]["value"] == 0.5
+
+
 def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
     def run(memory: int, *speeds: float) -> dict[str, Any]:
         return {"peak_memory_bytes": memory, "steps": [{"tokens_per_second": speed} for speed in speeds]}

@@ -156,6 +156,11 @@ def problems(value: float, low: float) -> dict[str, Any]:
         (of(0.09, 0.01, seeds=2), 2, "2 seeds are too few to tell a method from luck"),
         (problems(0.09, 0.04), 1, "Mean@8 +0.090 [+0.040, +0.120] over problems against none, the problems agree, but"),
         (problems(0.01, -0.04), 1, "one seed gives no interval over seeds"),
+        (
+            {"value": 0.5, "low": None, "high": None, "over": None, "p": None, "seeds": 1, "within_noise": True},
+            1,
+            "Mean@8 +0.500 against none, within noise",  # a single problem
+        ),
         (None, 0, "could not be compared with none"),
         (None, 3, "was not compared with none: there is no evaluation, and rewards are of rollouts drawn otherwise"),
     ],
