@@ -235,6 +235,7 @@ def test_rows_by_hand() -> None:
         rows, inside = flat_rows(sample, position, shape, mask)
         assert inside.tolist() == [True, True, False]  # the last position was cut off
         assert rows[:2].tolist() == want
+    assert flat_rows(sample, position, (1, 3), None)[1].tolist() == [True, False, False], "a batch of the first sample"
     with pytest.raises(ValueError, match="ring attention"):
         flat_rows(sample, position, (1, 3), right)
 
@@ -269,6 +270,17 @@ def test_noise_is_drawn_again_from_the_seed() -> None:
         output = model(torch.tensor([[0, 5, 6]]))
     noise = normal(keys(torch.tensor([9]), torch.tensor([1]), Stream.NOISE), 2)
     assert torch.equal(output[0, 1], torch.tensor([4.0, 5.0]) + 0.5 * noise[0])
+    with replaying(model, [small([1], sigma=0.5), small([1])]):
+        both = model(torch.tensor([[0, 5, 6], [0, 5, 6]]))[:, 1]
+    assert torch.equal(both[0], output[0, 1]) and both[1].tolist() == [4, 5], (
+        "a record without noise beside one with it"
+    )
+
+
+def test_the_last_token_of_a_vocabulary_is_one_and_the_next_is_none() -> None:
+    small([1]).check_tokens(4)  # its candidates are 1 and 3
+    with pytest.raises(ValueError, match="token id 3 is none of the model's: 0 to 2"):
+        small([1]).check_tokens(3)
 
 
 def test_records_and_batch_must_fit() -> None:

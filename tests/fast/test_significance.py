@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ngrpo.compare import verdicts
-from ngrpo.statistics import significance
-from ngrpo.statistics.estimators import pass_at_k
+from ngrpo.statistics import bootstrap, significance
+from ngrpo.statistics.estimators import cover_at, pass_at_k
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:
@@ -172,6 +172,12 @@ def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
 def test_pass_at_k_of_counts() -> None:
     """n = 4: Pass@2 of c = 0, 1, 2 is 0, 1 - C(3,2)/C(4,2) = 1/2, 1 - C(2,2)/C(4,2) = 5/6."""
     assert [pass_at_k(4, c, 2) for c in range(3)] == pytest.approx([0.0, 0.5, 5 / 6])
+    assert [cover_at(4, c, 0.5) for c in range(1, 4)] == [False, True, True], "at least half"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (-0.2, 0.0)])
+def test_an_interval_that_ends_at_0_holds_it(low: float, high: float) -> None:
+    assert bootstrap.judged({"low": low, "high": high})["within_noise"]
 
 
 def test_quarters_of_a_learning_curve() -> None:

@@ -153,4 +153,48 @@ VALUES = [
             "n-th: sets of the live matrix",
         ),
     ),
+    *of_file(
+        "ngrpo/compare/results.py",
+        "test_compare_results.py",
+        (
+            "for problem in having[0][0] if all(problem in run for side in having for run in side)",
+            "for problem in having[0][0]",
+            "a problem that a run lacks",
+        ),
+    ),
+    *of_file(
+        "ngrpo/compare/verdicts.py",
+        "test_significance.py",
+        ("value == 0.0 and", "value >= 0.0 and", "verdict: a difference without an interval is none"),
+    ),
+    *of_file(
+        "ngrpo/compare/plan.py",
+        "test_compare_plan.py",
+        ("len(plain) <= 80:", "len(plain) <= 800:", "plan: a folder's name is too long for a file system"),
+    ),
+    *of_file(
+        "ngrpo/statistics/bootstrap.py",
+        "test_significance.py",
+        ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
+    ),
+    *of_file(
+        "ngrpo/statistics/estimators.py",
+        "test_significance.py",
+        ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
+    ),
+    *of_file(
+        "perturbations/replay/flat_records.py",
+        "test_replay.py",
+        ("(position < shape[1]) & (sample < shape[0])", "position < shape[1]", "a sample beyond the batch"),
+        (
+            "np.zeros((len(r), *shape)) if part is None",
+            "np.ones((len(r), *shape)) if part is None",
+            "a record without noise beside one with it has noise",
+        ),
+    ),
+    *of_file(
+        "perturbations/replay/record.py",
+        "test_replay.py",
+        ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
+    ),
 ]
