@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
 def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
     """log π of each label: (…, V) and (…,) to (…,)."""
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)

@@ -42,13 +42,21 @@ def asynchronous() -> AbstractContextManager[None]:
 
 
 def in_pieces() -> AbstractContextManager[None]:
-    """Engines that are built inside are compiled by vLLM's own backend, split at the attention, and cached by it."""
+    """Engines that are built inside are compiled by vLLM's own backend, split at the attention, and cached by it.
+
+    For a process of its own. Linear layers are PyTorch's, as on CUDA: at the custom operator that a CPU may have for
+    them vLLM's pass looks for operators that only CUDA has.
+    """
+    from vllm import _custom_ops
     from vllm.config import CompilationMode, CUDAGraphMode
+
+    _custom_ops._supports_onednn = False
 
     def change(config: Any) -> None:
         compilation = config.compilation_config
         compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
         compilation.ir_enable_torch_wrap, compilation.cudagraph_mode = True, CUDAGraphMode.NONE
+        compilation.compile_sizes = []
 
     return _configured(change)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.own_process import result_of
 
-SPEC = {"name": "neighbor", "rate": 0.5}
+SPEC = {"name": "gaussian", "rate": 0.5}
 
 
 def engine_of(folder: str, spec: dict[str, Any] | None) -> dict[str, Any]:
