@@ -122,7 +122,7 @@ browser:
 # A folder of its own: in .venv/ it would break the import of transformers' image code for all that does not need it.
 vision: $(READY)
 	@test -e $(VISION)/sitecustomize.py || { echo "== installing torchvision into $(VISION)"; \
-	  $(BIN)/python -m ngrpo.hardware.torchvision_operators $(VISION); }
+	  $(BIN)/python -m ngrpo.machine.hardware.torchvision_operators $(VISION); }
 
 lint: $(READY)
 	@$(BIN)/ruff check .

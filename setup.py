@@ -73,9 +73,9 @@ setup(
     python_requires=">=3.10,<3.13",  # openrlhf 0.11.2 has wheels for 3.10 to 3.12 and no source
     packages=find_packages(include=["perturbations", "perturbations.*", "ngrpo", "ngrpo.*"]),
     package_data={
-        "ngrpo.report": ["*.css", "*.js", "templates/*.html"],
+        "ngrpo.workbench.report": ["*.css", "*.js", "templates/*.html"],
         "ngrpo.commands": ["templates/*.txt"],
-        "ngrpo.models": ["measured_models.json", "models.json"],
+        "ngrpo.machine.models": ["measured_models.json", "models.json"],
     },
     install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2", "jaxtyping>=0.3,<0.4"],
     extras_require={

@@ -171,7 +171,7 @@ def main() -> None:
     import torch
 
     from benchmarks.machine import describe
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
 
     model, here = resolve(options.model), Path(__file__).resolve().parents[1]
     clock = "wall" if options.wall or torch.cuda.is_available() else "cpu"

@@ -15,8 +15,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 from benchmarks.machine import describe
-from ngrpo.evaluate import load_problems
-from ngrpo.scoring.math_answers import check
+from ngrpo.workbench.evaluate import load_problems
+from ngrpo.workbench.scoring.math_answers import check
 
 _FRACTION = re.compile(r"(-?)\\frac\{(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"-?\d+|-?\d{1,3}(,\d{3})+")

@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks import pooled
 from benchmarks.machine import describe
-from ngrpo.statistics import significance
-from ngrpo.statistics.bootstrap import LEVEL, bounds
+from ngrpo.workbench.statistics import significance
+from ngrpo.workbench.statistics.bootstrap import LEVEL, bounds
 
 PROBLEMS, ANSWERS, GAIN = 16, 32, 0.3
 SEEDS = (3, 5, 10)

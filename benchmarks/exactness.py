@@ -19,7 +19,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from benchmarks.machine import describe
-from ngrpo.models.packaged import resolve
+from ngrpo.machine.models.packaged import resolve
 from ngrpo.rollout import set_perturbation
 from perturbations import available, create, parameters
 from tests.stack.harness import build_engine, chat_prompts, gaps, sample

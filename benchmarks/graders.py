@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.machine import describe
-from ngrpo.scoring import choices, math_answers
-from ngrpo.scoring.answers import last_boxed
+from ngrpo.workbench.scoring import choices, math_answers
+from ngrpo.workbench.scoring.answers import last_boxed
 from tests.fast.scorer_pairs import CHOICE, MATH, Pair
 
 Grader = Callable[[Pair], bool]

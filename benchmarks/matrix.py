@@ -23,7 +23,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
-from ngrpo.upstream.versions import OPENRLHF, VLLM_LAST
+from ngrpo.machine.upstream.versions import OPENRLHF, VLLM_LAST
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "matrix.json"

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from ngrpo.models.packaged import resolve
+from ngrpo.machine.models.packaged import resolve
 from perturbations.neighbors import ExactIndex, HnswIndex, OtherWords, TableIndex, word_numbers
 
 EXAMPLES = [" apple", " therefore", " run", " city", " Paris", " because", " small", " idea", " walked", " Berlin"]

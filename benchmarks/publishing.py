@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.compare import results
-from ngrpo.report import write_report
-from ngrpo.storage.result_folder import read_json, write_text
+from ngrpo.machine.storage.result_folder import read_json, write_text
+from ngrpo.workbench.compare import results
+from ngrpo.workbench.report import write_report
 
 Results = Mapping[str, Any]
 _PACKED = "results.json.gz"

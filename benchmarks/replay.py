@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.pairs import summary
-from ngrpo.models.packaged import resolve
+from ngrpo.machine.models.packaged import resolve
 from perturbations import ReplayRecord, replaying
 
 RECORDS = {"neighbor 0.1, k 3": (0.1, 3, False), "gumbel 1, k 5": (1.0, 5, False), "gaussian 1": (1.0, 1, True)}

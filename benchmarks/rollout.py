@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.machine import describe
 from benchmarks.pairs import summary
-from ngrpo.models.packaged import resolve
+from ngrpo.machine.models.packaged import resolve
 from ngrpo.rollout import set_perturbation, take_records
 from perturbations import available
 

@@ -91,7 +91,7 @@ def measured(model_type: str, dtype: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     from benchmarks.models import tiny
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
 
     with tempfile.TemporaryDirectory() as scratch:
         folder, target = Path(scratch) / model_type, Path(scratch) / "rollouts"

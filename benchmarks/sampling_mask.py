@@ -32,7 +32,7 @@ import numpy as np
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from benchmarks.machine import describe
-from ngrpo.models.packaged import resolve
+from ngrpo.machine.models.packaged import resolve
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.tokens_left import TokensLeft
 from perturbations import ReplayRecord

@@ -30,8 +30,8 @@ from perturbations import create, density
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
+from perturbations.methods.gaussian import Gaussian
 from perturbations.step import Step
-from perturbations.strategies.gaussian import Gaussian
 from perturbations.testing.density_check import replayed
 
 POSITIONS, VOCABULARY, HIDDEN = 256, 4000, 16
@@ -170,7 +170,7 @@ def real_step(name: str, tokens: int) -> None:
     """Prints the signal to noise of one bfloat16 step's gradient."""
     from transformers import AutoModelForCausalLM
 
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
     from tests.stack.harness import build_engine, chat_prompts, sample
 
     options = {"base": "soft", "density": "gaussian"}

@@ -115,7 +115,7 @@ def main() -> None:
         return
 
     from benchmarks.machine import describe
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
 
     clock = "wall" if options.wall or _cuda() else "cpu"
     model, here = resolve(options.model), Path(__file__).resolve().parents[1]

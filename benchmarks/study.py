@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks import pooled
 from benchmarks.publishing import Results, comparisons, markdown_table, publish
-from ngrpo.statistics import significance
-from ngrpo.statistics.estimators import pass_at_k
-from ngrpo.storage import yaml_file
+from ngrpo.machine.storage import yaml_file
+from ngrpo.workbench.statistics import significance
+from ngrpo.workbench.statistics.estimators import pass_at_k
 
 _DRIFT = "neighbors_changed_since_start"
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ngrpo import advantages
-from ngrpo.sandbox import peaks
-from ngrpo.statistics import significance
+from ngrpo.methods import advantages
+from ngrpo.workbench.sandbox import peaks
+from ngrpo.workbench.statistics import significance
 
 PROMPTS, ANSWERS = 8, 8
 EASY, COUNTED, SKILL = 0.6, 0.2, 0.1

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from ngrpo.hardware import processes
+from ngrpo.machine.hardware import processes
 from perturbations import user_files
 from perturbations.errors import UsageError
 from perturbations.options import nearest

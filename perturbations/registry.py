@@ -290,9 +290,7 @@ def _same(one: type, two: type) -> bool:
     return names[0] == names[1]
 
 
-perturbations = Registry(
-    "perturbation", "perturbations:Perturbation", "perturbations.strategies", "ngrpo.perturbations"
-)
+perturbations = Registry("perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations")
 gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates")
 buffers = Registry(
     "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"

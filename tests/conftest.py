@@ -23,7 +23,7 @@ shapes.check()
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The packaged SmolLM2-135M-Instruct as a Hugging Face folder; made on first use, then kept."""
-    from ngrpo.models import packaged
+    from ngrpo.machine.models import packaged
 
     return packaged.resolve("smollm2-135m")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.report import write_report
+from ngrpo.workbench.report import write_report
 
 VOID = {"meta", "link", "br", "input", "img", "hr"}
 

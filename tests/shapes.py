@@ -26,7 +26,7 @@ DATACLASSES = (
     "perturbations.edit:InputEdit",
     "perturbations.base:Proposal",
     "perturbations.base:Replayed",
-    "ngrpo.credits.base:LossTokens",
+    "ngrpo.methods.credits.base:LossTokens",
 )
 METHODS = (
     "ngrpo.trainers.openrlhf.density_loss:Densities.replace",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.stages import SMOLLM2
-from ngrpo.models.packaged import cache_dir, resolve
+from ngrpo.machine.models.packaged import cache_dir, resolve
 from perturbations.errors import UsageError
 
 SHAPES: dict[str, dict[str, Any]] = {

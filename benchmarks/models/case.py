@@ -108,7 +108,7 @@ def _measured(case: Case, engines: Engines, limit: float, log: Path | None) -> d
     import torch
 
     from benchmarks.models import tiny
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
 
     began = time.perf_counter()
     torch.set_num_threads(1)

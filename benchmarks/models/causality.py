@@ -38,7 +38,7 @@ def main() -> None:
     import torch
 
     from benchmarks.models import tiny
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
 
     print(f"{describe()}; {options.type}, {options.dtype}, stock vLLM{', unpacked' * options.unpacked}")
     with tempfile.TemporaryDirectory() as scratch:

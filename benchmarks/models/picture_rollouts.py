@@ -99,7 +99,7 @@ def measured(model_type: str) -> dict[str, Any]:
     from transformers import AutoModelForImageTextToText
 
     from benchmarks.models import pictures
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
 
     dtype = "bfloat16" if model_type in _HALF else "float32"
     with tempfile.TemporaryDirectory() as scratch:

@@ -26,7 +26,7 @@ def main() -> None:
     from benchmarks.machine import describe
     from benchmarks.models import tiny
     from benchmarks.models.case import Case, Engines
-    from ngrpo.models.packaged import resolve
+    from ngrpo.machine.models.packaged import resolve
     from tests.stack.harness import replay_log_probs
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from ngrpo.config.kinds import FLAGS, of_registry
-from ngrpo.console import catalogue
+from ngrpo.machine.console import catalogue
 from perturbations import registry
 from perturbations.registry import Registry
 

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 if TYPE_CHECKING:
-    from ngrpo.evaluate import Problem
+    from ngrpo.workbench.evaluate import Problem
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -88,7 +88,7 @@ def checked_model(args: argparse.Namespace) -> str:
     Raises:
         UsageError: where no model is given, or the name cannot be one.
     """
-    from ngrpo.models import packaged
+    from ngrpo.machine.models import packaged
 
     if not args.model:
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
@@ -103,7 +103,7 @@ def problems_of(
     Raises:
         UsageError: for bad input: an empty dataset, a problem without an answer.
     """
-    from ngrpo.evaluate import load_problems, load_task
+    from ngrpo.workbench.evaluate import load_problems, load_task
 
     if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")

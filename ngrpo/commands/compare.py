@@ -76,13 +76,13 @@ from ngrpo.commands import diagnose as diagnosis
 from ngrpo.commands import eval as evaluation
 from ngrpo.commands.command_parser import telling_what_is_kept
 from ngrpo.commands.train import dry_run
-from ngrpo.compare import arguments, results, runs, screen
-from ngrpo.compare.comparison_folder import ComparisonFolder
-from ngrpo.compare.plan import Plan, Run
 from ngrpo.config import parse, rules
-from ngrpo.models import packaged
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.models import packaged
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
+from ngrpo.workbench.compare import arguments, results, runs, screen
+from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
+from ngrpo.workbench.compare.plan import Plan, Run
 from perturbations.errors import UsageError
 
 _SPARE = 1 << 29

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngrpo.commands.command_parser import CommandParser
-from ngrpo.storage.result_folder import json_lines, write_text, writing
+from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from perturbations.errors import UsageError
 
 _WHAT = """\
@@ -47,7 +47,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         print(parser.format_help(), end="")
         return 0 if argv else 2
     args = parser.read(argv)
-    from ngrpo.evaluate import load_problems
+    from ngrpo.workbench.evaluate import load_problems
 
     source = args.source or args.name
     stem = Path(args.name).stem.lower().replace("-", "_")

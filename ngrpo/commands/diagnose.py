@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.diagnose.policies import policy_of, without_repeats
-from ngrpo.storage.result_folder import folder_for
+from ngrpo.machine.storage.result_folder import folder_for
+from ngrpo.workbench.diagnose.policies import policy_of, without_repeats
 from perturbations import registry
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.diagnose.sample import GroupSampling
+    from ngrpo.workbench.diagnose.sample import GroupSampling
 
 State = Literal["finished", "unfinished", "other"]
 
@@ -59,7 +59,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo.config.preflight import check_model
-    from ngrpo.models import packaged
+    from ngrpo.machine.models import packaged
 
     args, sampling, strategies = _read(argv)
     if args.model:
@@ -72,9 +72,9 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         if strategy.spec is not None:
             check_model(path, registry.create(**strategy.spec))
 
-    from ngrpo.diagnose.diagnosis import diagnose
-    from ngrpo.diagnose.diagnosis_folder import REPORT
-    from ngrpo.diagnose.screen_table import differences, table
+    from ngrpo.workbench.diagnose.diagnosis import diagnose
+    from ngrpo.workbench.diagnose.diagnosis_folder import REPORT
+    from ngrpo.workbench.diagnose.screen_table import differences, table
 
     if len(problems) < args.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
@@ -122,7 +122,7 @@ def state(argv: Sequence[str], path: Path) -> State:
     Raises:
         UsageError: for bad input, or a damaged file.
     """
-    from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder, map_settings_of, settings_of
+    from ngrpo.workbench.diagnose.diagnosis_folder import DiagnosisFolder, map_settings_of, settings_of
 
     args, sampling, strategies = _read(argv)
     problems, dataset = problems_of(args, args.prompts, lambda line: None)
@@ -137,8 +137,8 @@ def state(argv: Sequence[str], path: Path) -> State:
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
     """The options, how to sample, and the strategies, all checked."""
-    from ngrpo.diagnose.sample import GroupSampling
-    from ngrpo.hardware import profile_for
+    from ngrpo.machine.hardware import profile_for
+    from ngrpo.workbench.diagnose.sample import GroupSampling
 
     args = _parser().read(argv)
     if args.tokens and not args.embedding_map:

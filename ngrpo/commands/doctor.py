@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.hardware import attention, placing, profile_for
-from ngrpo.models import model_size, model_support, packaged
-from ngrpo.upstream import machine, openrlhf_parser, versions
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.hardware import attention, placing, profile_for
+from ngrpo.machine.models import model_size, model_support, packaged
+from ngrpo.machine.upstream import machine, openrlhf_parser, versions
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _device(hardware: str) -> Finding:
 
     driver, built = _driver(), torch.version.cuda
     if hardware == "cuda":
-        from ngrpo.hardware.cuda import toolkit
+        from ngrpo.machine.hardware.cuda import toolkit
 
         home, release = toolkit()
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))

@@ -10,13 +10,13 @@ from typing import Any
 
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
-from ngrpo.console.text_table import aligned
-from ngrpo.hardware import memory_estimate, profile_of_run
-from ngrpo.hardware.memory_estimate import Part
-from ngrpo.models import model_size
-from ngrpo.upstream import openrlhf_parser, placement
-from ngrpo.upstream.machine import GIB, Machine
-from ngrpo.upstream.placement import Args
+from ngrpo.machine.console.text_table import aligned
+from ngrpo.machine.hardware import memory_estimate, profile_of_run
+from ngrpo.machine.hardware.memory_estimate import Part
+from ngrpo.machine.models import model_size
+from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream.machine import GIB, Machine
+from ngrpo.machine.upstream.placement import Args
 from perturbations.errors import UsageError
 
 Check = tuple[str, Callable[[], str | None]]

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
-from ngrpo.storage.result_folder import SETTINGS, folder_for, read_json
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.config.run import RunConfig
-    from ngrpo.evaluate.engine import Sampling
-    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+    from ngrpo.workbench.evaluate.engine import Sampling
+    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
 _EXAMPLES = """\
   --perturbation NAME   perturb the rollouts; off unless asked for
@@ -59,8 +59,8 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_parser().format_help(), end="")
         return 0
-    from ngrpo.evaluate.evaluation import rescore
-    from ngrpo.evaluate.outcome import table
+    from ngrpo.workbench.evaluate.evaluation import rescore
+    from ngrpo.workbench.evaluate.outcome import table
 
     args, command, engine_options = _read(argv)
     for note in command.notes:
@@ -95,7 +95,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]
     """Our own options, the perturbation's, and the engine's."""
     from ngrpo.config import parse
     from ngrpo.config.kinds import KINDS
-    from ngrpo.hardware import profile_for
+    from ngrpo.machine.hardware import profile_for
 
     command = parse.run_config(argv)
     rest, engine_options = _engine_options(command.openrlhf)
@@ -122,9 +122,9 @@ def _check_rescore(
     argv: Sequence[str], args: argparse.Namespace, command: RunConfig, engine_options: dict[str, object], folder: Path
 ) -> None:
     """Refuses what would only change how samples are drawn; a folder without an evaluation is for `rescore` to tell."""
-    from ngrpo.evaluate import rescore_flags
-    from ngrpo.evaluate.evaluation import PROBLEMS
-    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+    from ngrpo.workbench.evaluate import rescore_flags
+    from ngrpo.workbench.evaluate.evaluation import PROBLEMS
+    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     settings = read_json(folder / SETTINGS)
     if isinstance(settings, dict) and (folder / PROBLEMS).is_file():
@@ -139,8 +139,8 @@ def _evaluate(
     engine_options: dict[str, Any],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    from ngrpo.evaluate.evaluation import evaluate
-    from ngrpo.models import packaged
+    from ngrpo.machine.models import packaged
+    from ngrpo.workbench.evaluate.evaluation import evaluate
 
     sampling, policy = _sampling(args), _policy(args, command)
     for note in policy.notes:
@@ -170,8 +170,8 @@ def _evaluate(
 
 def _sampling(args: argparse.Namespace) -> Sampling:
     """How to draw, with every setting checked, and the model's name with it."""
-    from ngrpo.evaluate.engine import Sampling
-    from ngrpo.evaluate.outcome import checked_ks
+    from ngrpo.workbench.evaluate.engine import Sampling
+    from ngrpo.workbench.evaluate.outcome import checked_ks
 
     checked_model(args)
     checked_ks(args.k, args.n)
@@ -179,7 +179,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 
 
 def _policy(args: argparse.Namespace, command: RunConfig) -> RolloutPolicy:
-    from ngrpo.evaluate.rollout_policy import RolloutPolicy
+    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     policy = RolloutPolicy.of(command, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)

@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from ngrpo.console.catalogue import described, listing
+from ngrpo.machine.console.catalogue import described, listing
 from perturbations.errors import UsageError
 
 

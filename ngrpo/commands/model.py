@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ngrpo.models import packaged
+from ngrpo.machine.models import packaged
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 

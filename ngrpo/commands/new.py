@@ -22,8 +22,8 @@ from pathlib import Path
 from string import Template
 
 from ngrpo.config.kinds import KINDS
-from ngrpo.console.text_table import defined
-from ngrpo.storage.result_folder import writing
+from ngrpo.machine.console.text_table import defined
+from ngrpo.machine.storage.result_folder import writing
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 from perturbations.registry import Registry

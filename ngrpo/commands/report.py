@@ -59,7 +59,7 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
     of_samples = {name: value for name in ("metric", "filter", "k", "tau") if (value := getattr(args, name))}
     only = Path(args.results[0]).expanduser()
     if len(args.results) > 1 or only.suffix == ".jsonl" or (only / "evaluation.json").is_file():
-        from ngrpo.report import of_samples as samples
+        from ngrpo.workbench.report import of_samples as samples
 
         if args.out:
             raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
@@ -67,8 +67,8 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
         return 0
     if of_samples:
         raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")
-    from ngrpo.report.load import load
-    from ngrpo.report.page import write_diagnosis, write_report, write_training
+    from ngrpo.workbench.report.load import load
+    from ngrpo.workbench.report.page import write_diagnosis, write_report, write_training
 
     kind, data, file = load(Path(args.results[0]).expanduser())
     target = Path(args.out).expanduser() if args.out else file.parent / "report.html"

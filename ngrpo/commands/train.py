@@ -102,19 +102,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ngrpo import tasks
 from ngrpo.config import checkpoint_check, entry_check, parse, preflight, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.console import catalogue, progress
-from ngrpo.hardware import profile_of_run
-from ngrpo.models import packaged
-from ngrpo.report import summary
-from ngrpo.report.page import write_training
+from ngrpo.machine.console import catalogue, progress
+from ngrpo.machine.hardware import profile_of_run
+from ngrpo.machine.models import packaged
+from ngrpo.machine.storage.result_folder import read_json, reserved_folder
+from ngrpo.machine.upstream import machine, openrlhf_parser
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
-from ngrpo.storage.result_folder import read_json, reserved_folder
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.upstream import machine, openrlhf_parser
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.workbench import tasks
+from ngrpo.workbench.report import summary
+from ngrpo.workbench.report.page import write_training
 from perturbations.errors import UsageError
 
 
@@ -188,7 +188,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
 
     Args:
         run: what is asked for.
-        shape: the GPUs that it is for (:func:`ngrpo.upstream.machine.planned`), or ``true`` for what is at hand.
+        shape: the GPUs that it is for (`ngrpo.machine.upstream.machine.planned`), or ``true`` for what is at hand.
         checks_only: leave out all but the checks.
 
     Returns:

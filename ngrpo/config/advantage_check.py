@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does an advantage keep the contract of `ngrpo.advantages.Advantage`? The checks of ``ngrpo check advantage``."""
+"""``ngrpo check advantage``: does an advantage keep the contract of `ngrpo.methods.advantages.Advantage`?"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ngrpo import advantages
-from ngrpo.advantages.base import Advantage
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import advantages
+from ngrpo.methods.advantages.base import Advantage
 from perturbations.errors import UsageError
 from perturbations.testing import PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_tensor, require

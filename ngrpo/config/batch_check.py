@@ -7,9 +7,9 @@ from contextlib import suppress
 from math import ceil
 
 from ngrpo.config.dataset_check import rows_of
-from ngrpo.upstream import openrlhf_parser, placement
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.placement import Args
+from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.placement import Args
 from perturbations.errors import UsageError
 
 _ROWS = "--data.max_samples"

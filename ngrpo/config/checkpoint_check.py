@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ngrpo.config.run import RunConfig
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 LOAD = "--ckpt.load_enable"

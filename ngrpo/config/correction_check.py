@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from typing import NoReturn
 
 from ngrpo.config.run import RunConfig
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ngrpo.storage.datafiles import ENDINGS, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from ngrpo.config.run import RunConfig
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 
 _CORRECTION = "--algo.advantage.is_correction_level"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import advantages, credits, policy_noises, sampling_schedules, second_rounds
+from ngrpo.methods import advantages, credits, policy_noises, sampling_schedules, second_rounds
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.registry import Registry
@@ -97,7 +97,7 @@ class Kind:
 
 
 _SUITE = "perturbations.testing:inspect"
-_PICTURES = "ngrpo.console.pictures:of_"
+_PICTURES = "ngrpo.machine.console.pictures:of_"
 
 ROWS = (
     Kind(

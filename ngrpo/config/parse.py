@@ -13,8 +13,8 @@ from ngrpo.config.arms import option_fields
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, beside_perturbation
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import create
-from ngrpo.storage import yaml_file
-from ngrpo.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.options import nearest

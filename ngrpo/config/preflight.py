@@ -13,10 +13,10 @@ from typing import NoReturn
 from ngrpo.config import correction_check, entry_check
 from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.config.run import RunConfig
-from ngrpo.models import config_file, parameter_names
-from ngrpo.upstream import versions
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.models import config_file, parameter_names
+from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.gates.default import protected_ids

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ngrpo.upstream.openrlhf_flags import Default, Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 if TYPE_CHECKING:
-    from ngrpo.advantages.base import Advantage
+    from ngrpo.methods.advantages.base import Advantage
 
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}

@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ngrpo import tasks
 from ngrpo.config import (
     batch_check,
     checkpoint_check,
@@ -25,14 +24,15 @@ from ngrpo.config import (
 from ngrpo.config.dataset_check import is_checked
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
-from ngrpo.hardware import attention, placing, profile_of_run
-from ngrpo.models import model_support, packaged
-from ngrpo.scoring import reward_files
+from ngrpo.machine.hardware import attention, placing, profile_of_run
+from ngrpo.machine.models import model_support, packaged
+from ngrpo.machine.upstream import openrlhf_parser, placement, versions
+from ngrpo.machine.upstream.machine import Machine, here
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.trainers.openrlhf import seams
 from ngrpo.trainers.openrlhf.launch import conditions_for
-from ngrpo.upstream import openrlhf_parser, placement, versions
-from ngrpo.upstream.machine import Machine, here
-from ngrpo.upstream.openrlhf_flags import Default, Flags
+from ngrpo.workbench import tasks
+from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
 
 Stage = Literal["given", "complete", "start", "data", "model"]

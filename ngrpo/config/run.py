@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.config.sampling import Sampling
-from ngrpo.storage.result_folder import write_text, writing
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.storage.result_folder import write_text, writing
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 
 if TYPE_CHECKING:
-    from ngrpo.advantages.base import Advantage
-    from ngrpo.credits.base import Credit
-    from ngrpo.policy_noises.base import PolicyNoise
-    from ngrpo.sampling_schedules.base import SamplingSchedule
-    from ngrpo.second_rounds.base import SecondRound
-    from ngrpo.upstream.machine import Machine
+    from ngrpo.machine.upstream.machine import Machine
+    from ngrpo.methods.advantages.base import Advantage
+    from ngrpo.methods.credits.base import Credit
+    from ngrpo.methods.policy_noises.base import PolicyNoise
+    from ngrpo.methods.sampling_schedules.base import SamplingSchedule
+    from ngrpo.methods.second_rounds.base import SecondRound
     from perturbations.base import Perturbation
 
 FILE = "run.yaml"
@@ -62,7 +62,7 @@ class RunConfig:
         max_num_seqs: how many answers an engine draws at once; None: vLLM's default for OpenRLHF's engines.
         max_num_batched_tokens: how many tokens a step of it reads; None likewise.
         preset: a name of :mod:`ngrpo.config.presets`, or None.
-        task: a name of :mod:`ngrpo.tasks`, or None.
+        task: a name of :mod:`ngrpo.workbench.tasks`, or None.
         hardware: ``auto``, ``cpu`` or ``cuda``.
         openrlhf: OpenRLHF's flags, in their order.
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from ngrpo.config.run import RunConfig
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
 from perturbations.errors import UsageError
 
 _ANSWERS = "--rollout.n_samples_per_prompt"

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from ngrpo.config import entry_check
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import SETTINGS, RunConfig
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
 from perturbations import registry
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.advantages.base import Advantage
+    from ngrpo.methods.advantages.base import Advantage
 
 MODE = "perturbed"
 """Name of our trainer among verl's (trainer.v1.trainer_mode)."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ngrpo.machine.storage.parameters_file import load_saved
 from ngrpo.rollout import new_weights, output_layer, runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
@@ -27,7 +28,6 @@ from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.storage.parameters_file import load_saved
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError

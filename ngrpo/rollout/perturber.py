@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
 from ngrpo.rollout.tokens_left import TokensLeft
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from ngrpo.sampling_schedules.base import NextTokens, SamplingSchedule
 from perturbations import streams
 from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise

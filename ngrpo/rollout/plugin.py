@@ -37,10 +37,10 @@ def register() -> None:
     """
     import vllm
 
-    from ngrpo.hardware import processes
+    from ngrpo.machine.hardware import processes
+    from ngrpo.machine.upstream import versions
     from ngrpo.rollout import new_weights
     from ngrpo.rollout.async_scheduling import keep_length
-    from ngrpo.upstream import versions
 
     processes.end_with_owner()
     if not versions.has_rollouts(vllm.__version__):
@@ -116,8 +116,8 @@ def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
         import vllm
 
+        from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
         from ngrpo.rollout import settings
-        from ngrpo.upstream.versions import VLLM_OF_ROLLOUTS
 
         if settings.read(self.additional_config) is not None:
             needed = f"perturbations need vLLM {VLLM_OF_ROLLOUTS}"

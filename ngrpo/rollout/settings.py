@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ngrpo import sampling_schedules
-from ngrpo.sampling_schedules.base import SamplingSchedule
+from ngrpo.methods import sampling_schedules
+from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from ngrpo.compare import arguments
-from ngrpo.compare.plan import Plan
+from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.plan import Plan
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]
 

@@ -70,8 +70,8 @@ def main() -> None:
     kinds.ROWS += (row,)
     kinds.KINDS[row.name], kinds.FLAGS[row.registry] = row, row.flag
     from ngrpo import cli
-    from ngrpo.compare import arguments, runs
     from ngrpo.config import parse
+    from ngrpo.workbench.compare import arguments, runs
 
     def said(*words: str) -> list[Any]:
         out = io.StringIO()

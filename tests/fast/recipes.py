@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ngrpo.storage import yaml_file
+from ngrpo.machine.storage import yaml_file
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 METHODS = sorted(path.stem for path in (RECIPES / "methods").glob("*.yaml"))

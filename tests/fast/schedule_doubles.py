@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.decode_step import Decoding
-from ngrpo import sampling_schedules
+from ngrpo.methods import sampling_schedules
 from ngrpo.rollout.requests import RunningRequests
 from perturbations import create, registry
 

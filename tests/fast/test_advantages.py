@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.advantages import available, compute, create, registry
 from ngrpo.config import parse
 from ngrpo.config.run import current_run
-from ngrpo.console import catalogue
-from ngrpo.scoring.answers import outcome
+from ngrpo.machine.console import catalogue
+from ngrpo.methods.advantages import available, compute, create, registry
 from ngrpo.trainers.openrlhf.advantage_seams import measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.visits import Visits
 from ngrpo.trainers.verl.advantage_estimators import estimator
+from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
 from tests.fast.run import run_with
@@ -190,7 +190,7 @@ class TestRegistry:
 
     def test_another_class_is_refused(self) -> None:
         with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.advantages\.Advantage"):
-            create("perturbations.strategies.neighbor:Neighbor")
+            create("perturbations.methods.neighbor:Neighbor")
 
     def test_they_are_listed(self) -> None:
         listed = catalogue.listing()

@@ -9,9 +9,9 @@ from statistics import mean, pstdev
 import pytest
 import torch
 
-from ngrpo import advantages
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf.metrics import reporting_trainer
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 

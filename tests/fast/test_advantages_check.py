@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo import advantages, cli
-from ngrpo.advantages import Advantage
+from ngrpo import cli
 from ngrpo.config import kinds, parse
 from ngrpo.config.advantage_check import inspect
+from ngrpo.methods import advantages
+from ngrpo.methods.advantages import Advantage
 from perturbations import option
 from perturbations.errors import UsageError
 

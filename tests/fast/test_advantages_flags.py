@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.advantages import create
 from ngrpo.config import parse, presets, run, sampling
 from ngrpo.config.run import current_run
-from ngrpo.hardware.cpu import PROFILE as CPU
+from ngrpo.machine.hardware.cpu import PROFILE as CPU
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods.advantages import create
 from ngrpo.trainers.openrlhf import install, launch
 from ngrpo.trainers.openrlhf.seams import active
-from ngrpo.upstream.openrlhf_flags import Flags
 from tests.fast.run import run_of
 
 

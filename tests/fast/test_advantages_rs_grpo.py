@@ -10,8 +10,8 @@ from math import factorial, prod
 import pytest
 import torch
 
-from ngrpo import advantages
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import advantages
 
 
 def advantage(rewards: list[float], **options: float) -> list[float]:

@@ -13,7 +13,7 @@ from perturbations.errors import UsageError
 
 DAMP = """
 from dataclasses import dataclass
-from perturbations.strategies.gaussian import Gaussian
+from perturbations.methods.gaussian import Gaussian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def test_options_after_colons_and_blanks() -> None:
 
 
 def test_a_perturbation_of_another_package_keeps_its_colon() -> None:
-    (strategy,) = parse_arms("perturbations.strategies.gaussian:Gaussian:sigma=0.5")
+    (strategy,) = parse_arms("perturbations.methods.gaussian:Gaussian:sigma=0.5")
     assert strategy.spec is not None and strategy.spec["sigma"] == 0.5
 
 
@@ -156,7 +156,7 @@ def test_a_perturbation_that_breaks_its_contract_is_refused_at_once(tmp_path: Pa
     (tmp_path / "x.py").write_text(DAMP + "    def propose(self):\n        return None\n")
     with pytest.raises(UsageError, match=r"'x.py:Damp' breaks its contract: .*takes 1 positional argument but 2"):
         parse_arms(f"{tmp_path}/x.py:Damp")
-    gate = DAMP.replace("perturbations.strategies.gaussian import Gaussian", "perturbations import Gate")
+    gate = DAMP.replace("perturbations.methods.gaussian import Gaussian", "perturbations import Gate")
     (tmp_path / "gate.py").write_text(gate.replace("(Gaussian)", "(Gate)") + "    def open(self):\n        return 1\n")
     with pytest.raises(UsageError, match=r"gate 'gate.py:Damp' breaks its contract"):
         parse_arms(None, [], [f"neighbor gate={tmp_path}/gate.py:Damp"])

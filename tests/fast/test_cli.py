@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli, tasks
+from ngrpo import cli
 from ngrpo.commands import train
 from ngrpo.config import parse, preflight, presets
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import RunConfig
-from ngrpo.models import packaged
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.models import packaged
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench import tasks
 from perturbations import create, registry
 from perturbations.errors import UsageError
 
@@ -241,7 +242,7 @@ class TestMain:
     def test_a_narrow_terminal_has_the_same_list_within_its_columns(self) -> None:
         """In a process of its own: other tests register names and sources of any length."""
         calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
-        program = f"import json; from ngrpo.console.catalogue import listing; {calls}"
+        program = f"import json; from ngrpo.machine.console.catalogue import listing; {calls}"
         done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
         wide, narrow, huge = json.loads(done.stdout)
         assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))

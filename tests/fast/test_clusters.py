@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ngrpo.config import parse
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 PLACEMENTS = FOLDER.parent / "recipes" / "placements"
@@ -108,7 +108,7 @@ def test_the_rayjob_is_whole() -> None:
         pod = group["template"]["spec"]
         mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
-    from ngrpo.upstream.versions import versions
+    from ngrpo.machine.upstream.versions import versions
 
     assert cluster["rayVersion"] == versions(None)["ray"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from ngrpo.commands import compare as command
-from ngrpo.compare import arguments
-from ngrpo.compare.plan import Plan, _file_name
-from ngrpo.compare.runs import eval_argv, identity, run_config
 from ngrpo.config import parse
-from ngrpo.upstream import versions as releases
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream import versions as releases
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.plan import Plan, _file_name
+from ngrpo.workbench.compare.runs import eval_argv, identity, run_config
 from perturbations import create
 from perturbations.errors import UsageError
 
@@ -23,7 +23,7 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic"]
 
 DAMP = """
 from dataclasses import dataclass
-from perturbations.strategies.gaussian import Gaussian
+from perturbations.methods.gaussian import Gaussian
 
 @dataclass(frozen=True, kw_only=True)
 class Damp(Gaussian):
@@ -246,7 +246,7 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
 READING = """
 from dataclasses import dataclass
 from perturbations.options import option
-from perturbations.strategies.gaussian import Gaussian
+from perturbations.methods.gaussian import Gaussian
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Gaussian):

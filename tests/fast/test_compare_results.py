@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ngrpo.commands import compare as command
-from ngrpo.compare import results, runs, screen
-from ngrpo.compare.comparison_folder import ComparisonFolder
-from ngrpo.compare.plan import Plan
-from ngrpo.compare.runs import identity
-from ngrpo.storage.result_folder import CannotWrite, write_json
+from ngrpo.machine.storage.result_folder import CannotWrite, write_json
+from ngrpo.workbench.compare import results, runs, screen
+from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
+from ngrpo.workbench.compare.plan import Plan
+from ngrpo.workbench.compare.runs import identity
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ngrpo.compare.screen import Screen
-from ngrpo.console.progress import StepLine
+from ngrpo.machine.console.progress import StepLine
+from ngrpo.workbench.compare.screen import Screen
 
 RUN = SimpleNamespace(arm=SimpleNamespace(id="none"), seed=3)
 

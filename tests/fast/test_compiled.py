@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo.config import run
-from ngrpo.hardware.compiled import ready_to_compile, remove_stale_locks
+from ngrpo.machine.hardware.compiled import ready_to_compile, remove_stale_locks
 from ngrpo.trainers.openrlhf import install
 from tests.fast.run import run_of
 

@@ -15,8 +15,8 @@ import torch
 from perturbations import registry
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.edit import InputEdit
+from perturbations.methods.soft import Soft
 from perturbations.options import option
-from perturbations.strategies.soft import Soft
 from perturbations.testing import PerturbationError, check_perturbation
 from tests import shapes
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import credits
 from ngrpo.config import parse, rules
-from ngrpo.console import catalogue
-from ngrpo.credits.base import StepTokens
-from ngrpo.report import summary
+from ngrpo.machine.console import catalogue
+from ngrpo.methods import credits
+from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf import credit_seams
 from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.workbench.report import summary
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ngrpo import credits
 from ngrpo.config import parse, rules
-from ngrpo.credits import base
-from ngrpo.credits.base import LossTokens, StepTokens
-from ngrpo.credits.simko import quantiles
+from ngrpo.methods import credits
+from ngrpo.methods.credits import base
+from ngrpo.methods.credits.base import LossTokens, StepTokens
+from ngrpo.methods.credits.simko import quantiles
 from ngrpo.trainers.openrlhf import credit_loss
 from ngrpo.trainers.openrlhf.loss import with_replacements
 from ngrpo.trainers.openrlhf.seams import active
@@ -147,7 +147,7 @@ def test_the_gradient_is_that_of_the_papers_ratio(packed: bool, monkeypatch: pyt
 
 def test_it_makes_nothing_of_the_logits_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward with the credit allocate as often as much as without: its gradient is sparse."""
-    monkeypatch.setattr("ngrpo.credits.base._BLOCK_ELEMENTS", 4 * V)
+    monkeypatch.setattr("ngrpo.methods.credits.base._BLOCK_ELEMENTS", 4 * V)
     run_with(monkeypatch, credit={"name": "simko", "quantile": 0.0})
     counts = []
     for step in (Trainer.training_step, credit_loss.training_step_with_credit(Trainer.training_step)):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.hardware import cuda, profile_for
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.hardware import cuda, profile_for
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 PLAIN, OFFLOAD = Flags(["--train.seed", "1"]), Flags(["--ds.adam_offload"])

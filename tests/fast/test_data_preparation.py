@@ -11,9 +11,9 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import preflight
-from ngrpo.evaluate import load_problems
-from ngrpo.scoring.layouts import BOXED, LETTER
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.evaluate import load_problems
+from ngrpo.workbench.scoring.layouts import BOXED, LETTER
 
 AIME = {"ID": "2024-I-1", "problem": "Find 1 + 1.", "solution": r"It is \boxed{002}.", "answer": "002", "year": "2024"}
 GPQA = {"Question": "Which is a noble gas?", "Correct Answer": "Neon", "Subdomain": "Chemistry"}

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_reference, replaying_training_step
 from perturbations.base import Perturbation, Replayed
+from perturbations.methods.gumbel import Gumbel
 from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
-from perturbations.strategies.gumbel import Gumbel
 from tests.fast.density_model import batch, perturbed, run
 from tests.fast.density_steps import generator
 from tests.fast.policy_actor import TEMPERATURE, Actor, Language, PolicyModelActor

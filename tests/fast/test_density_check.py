@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
+from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.normal import Normal
 from perturbations.registry import get
 from perturbations.step import Step
-from perturbations.strategies.gumbel import Gumbel
-from perturbations.strategies.normal import Normal
 from perturbations.testing import PerturbationError, check_perturbation
 from tests.fast.recipes import METHODS, words_of
 from tests.fast.run import check_flags, run_of, run_with
@@ -140,7 +140,7 @@ def test_each_recipe_names_a_perturbation_and_its_options() -> None:
             check_flags(["--actor.model_name_or_path", "m", *words], run_of(perturbation=made[-1].spec()))
         if made[-1].score_only:
             assert flags["--algo.kl.init_coef"] == "0", "KL of unbounded densities"
-    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.methods")}
     assert {o.name for o in made} == in_tree - {"none", "neighbor", "hrpo"}  # which have recipes of their own
     with_density = {o.name for o in made if o.has_density}
     assert with_density == {n for n in in_tree if any(f.name == "density" for f in fields(get(n)))}

@@ -15,10 +15,10 @@ from ngrpo.trainers.openrlhf.density_loss import densities
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit
+from perturbations.methods.gumbel import Gumbel
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
-from perturbations.strategies.gumbel import Gumbel
 from tests.fast.density_model import EVERY, Model, batch, hooked, name_of, perturbed, record_of, run
 from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 from tests.fast.run import check_flags, run_of

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.diagnose import axes, inputs, screen_table, strategy_row
-from ngrpo.diagnose.axes import PromptStatistics
-from ngrpo.diagnose.same_inputs import fed_the_same
-from ngrpo.diagnose.sample import Sample
-from ngrpo.evaluate import Problem
-from ngrpo.statistics import bootstrap
+from ngrpo.workbench.diagnose import axes, inputs, screen_table, strategy_row
+from ngrpo.workbench.diagnose.axes import PromptStatistics
+from ngrpo.workbench.diagnose.same_inputs import fed_the_same
+from ngrpo.workbench.diagnose.sample import Sample
+from ngrpo.workbench.evaluate import Problem
+from ngrpo.workbench.statistics import bootstrap
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.nearest import nearest_tokens

@@ -15,10 +15,10 @@ import pytest
 
 from ngrpo.cli import main
 from ngrpo.commands import diagnose
-from ngrpo.compare import arguments
-from ngrpo.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
-from ngrpo.diagnose.sample import Sample
-from ngrpo.storage.result_folder import CannotWrite
+from ngrpo.machine.storage.result_folder import CannotWrite
+from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
+from ngrpo.workbench.diagnose.sample import Sample
 from perturbations.errors import UsageError
 
 

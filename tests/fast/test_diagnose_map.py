@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.config.arms import parse_arms
-from ngrpo.diagnose import embedding_map, probe
+from ngrpo.workbench.diagnose import embedding_map, probe
 from perturbations import Step, create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from ngrpo.diagnose import measures
-from ngrpo.scoring.answers import numbers
+from ngrpo.workbench.diagnose import measures
+from ngrpo.workbench.scoring.answers import numbers
 
 
 def test_edit_distance_of_known_pairs() -> None:

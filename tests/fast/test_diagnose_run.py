@@ -12,14 +12,14 @@ import pytest
 
 from ngrpo.commands import compare
 from ngrpo.commands import diagnose as command
-from ngrpo.compare import runs
-from ngrpo.compare.comparison_folder import ComparisonFolder
 from ngrpo.config.arms import parse_arms
-from ngrpo.diagnose import diagnosis, measuring
-from ngrpo.diagnose.policies import policy_of
-from ngrpo.diagnose.sample import GroupSampling, Sample
-from ngrpo.evaluate import load_task
-from ngrpo.storage.result_folder import read_json
+from ngrpo.machine.storage.result_folder import read_json
+from ngrpo.workbench.compare import runs
+from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
+from ngrpo.workbench.diagnose import diagnosis, measuring
+from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
+from ngrpo.workbench.evaluate import load_task
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ngrpo.config.kinds import FLAGS
-from ngrpo.console import catalogue
+from ngrpo.machine.console import catalogue
 from perturbations import registry
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import doctor
+from ngrpo.machine.upstream import versions
 from ngrpo.trainers.openrlhf import seams
-from ngrpo.upstream import versions
 
 GOOD = {"runner": "V1", "edits": 16, "tokens": 32, "gap": 2e-5, "unreplayed": 3.0, "plain": 1e-5}
 

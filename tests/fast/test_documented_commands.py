@@ -25,8 +25,8 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config.kinds import FLAGS
-from ngrpo.upstream import openrlhf_parser
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import registry
 from tests.conftest import ROOT
 from tests.fast.documented import PAGES, Command, blocks, commands

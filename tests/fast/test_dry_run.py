@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.hardware import memory_estimate
-from ngrpo.models import model_size
-from ngrpo.models.model_size import ModelSize
-from ngrpo.upstream import openrlhf_parser, placement
+from ngrpo.machine.hardware import memory_estimate
+from ngrpo.machine.models import model_size
+from ngrpo.machine.models.model_size import ModelSize
+from ngrpo.machine.upstream import openrlhf_parser, placement
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
 BASE += " --reward.remote_url r.py --data.prompt_dataset p.jsonl --vllm.num_engines 2 --train.batch_size 8"

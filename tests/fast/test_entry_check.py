@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo import advantages, credits, policy_noises
 from ngrpo.config import entry_check, preflight
 from ngrpo.config.run import RunConfig
-from ngrpo.console.catalogue import described
+from ngrpo.machine.console.catalogue import described
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import advantages, credits, policy_noises
 from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_training_step
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.parameters import freeze

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ngrpo import environments, tasks
-from ngrpo.environments import process
-from ngrpo.report import summary
-from ngrpo.tasks import verifiers
+from ngrpo.workbench import environments, tasks
+from ngrpo.workbench.environments import process
+from ngrpo.workbench.report import summary
+from ngrpo.workbench.tasks import verifiers
 from perturbations.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

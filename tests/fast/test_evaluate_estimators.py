@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from ngrpo.evaluate import mean_at_n, pass_at_k
+from ngrpo.workbench.evaluate import mean_at_n, pass_at_k
 from tests.fast.import_probe import HEAVY, probe
 
 
@@ -75,5 +75,5 @@ def test_mean_checks_too() -> None:
 
 def test_import_is_light() -> None:
     names = "Problem, Verdict, load_problems, load_task, mean_at_n, pass_at_k, score"
-    _, modules = probe(f"from ngrpo.evaluate import {names}")
+    _, modules = probe(f"from ngrpo.workbench.evaluate import {names}")
     assert not modules & {*HEAVY, "datasets", "pyarrow", "sympy", "math_verify", "reasoning_gym"}

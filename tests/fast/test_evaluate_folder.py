@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
-from ngrpo.evaluate import Problem, Sampling, evaluate, rescore
-from ngrpo.evaluate import engine as engines
-from ngrpo.evaluate.engine import Generated
-from ngrpo.models import packaged
-from ngrpo.storage.result_folder import ResultFolder, read_json
+from ngrpo.machine.models import packaged
+from ngrpo.machine.storage.result_folder import ResultFolder, read_json
+from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
+from ngrpo.workbench.evaluate import engine as engines
+from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
 from perturbations.streams import trajectory_seed
 

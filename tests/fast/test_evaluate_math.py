@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.evaluate import Verdict
-from ngrpo.scoring import math_answers
-from ngrpo.scoring.math_answers import check
+from ngrpo.workbench.evaluate import Verdict
+from ngrpo.workbench.scoring import math_answers
+from ngrpo.workbench.scoring.math_answers import check
 from tests.fast.scorer_pairs import MATH
 
 pytest.importorskip("math_verify")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ngrpo.evaluate import load_problems, load_task
-from ngrpo.scoring.layouts import BOXED, LETTER
-from ngrpo.scoring.problems import BENCHMARKS
+from ngrpo.workbench.evaluate import load_problems, load_task
+from ngrpo.workbench.scoring.layouts import BOXED, LETTER
+from ngrpo.workbench.scoring.problems import BENCHMARKS
 from perturbations.errors import UsageError
 
 GPQA = {
@@ -176,7 +176,7 @@ def test_letters_listed_in_the_question(tmp_path: Path) -> None:
 
 def test_raw_reasoning_gym_rows(tmp_path: Path) -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
-    from ngrpo.evaluate import score
+    from ngrpo.workbench.evaluate import score
 
     entries = list(reasoning_gym.create_dataset("chain_sum", seed=3, size=2))
     for problem in load_problems(jsonl(tmp_path / "a.jsonl", *entries)):
@@ -327,13 +327,13 @@ def test_a_hub_out_of_reach_is_one_message_within_seconds(
 @pytest.mark.parametrize("command", ["eval", "diagnose"])
 def test_the_model_is_looked_for_before_the_problems(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ngrpo import cli
-    from ngrpo.models import packaged
+    from ngrpo.machine.models import packaged
 
     def missing(name: str) -> None:
         raise UsageError(f"model {name!r}: there is no such folder")
 
     monkeypatch.setattr(packaged, "check_on_hub", missing)
-    monkeypatch.setattr("ngrpo.scoring.problems._hub_rows", lambda *_: pytest.fail("the problems came first"))
+    monkeypatch.setattr("ngrpo.workbench.scoring.problems._hub_rows", lambda *_: pytest.fail("the problems came first"))
     assert cli.main([command, "--model", "no-such", "--data", "aime2025"]) == 2
 
 

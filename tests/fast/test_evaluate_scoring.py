@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.evaluate import Problem, load_task, score
-from ngrpo.scoring.answers import generated, last_boxed, last_boxes, last_statement, stated, visible
-from ngrpo.scoring.choices import extract
+from ngrpo.workbench.evaluate import Problem, load_task, score
+from ngrpo.workbench.scoring.answers import generated, last_boxed, last_boxes, last_statement, stated, visible
+from ngrpo.workbench.scoring.choices import extract
 from perturbations.errors import UsageError
 from tests.fast.scorer_pairs import CHOICE
 
@@ -106,7 +106,7 @@ def test_statements() -> None:
 
 @pytest.mark.parametrize("text", ["12", "7 + 5 = 12", "It is 12.<|im_end|>", "13", "twelve", "12, not 13", "12.0", ""])
 def test_arithmetic_has_its_rewards_verdict(text: str) -> None:
-    from ngrpo.tasks import arithmetic
+    from ngrpo.workbench.tasks import arithmetic
 
     for p in load_task("arithmetic"):
         verdict = score(p, text)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from ngrpo import cli
-from ngrpo.compare import arguments
-from ngrpo.compare.runs import run_config
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
-from ngrpo.hardware import memory_estimate
-from ngrpo.upstream import machine, openrlhf_parser
-from ngrpo.upstream.placement import groups
+from ngrpo.machine.hardware import memory_estimate
+from ngrpo.machine.upstream import machine, openrlhf_parser
+from ngrpo.machine.upstream.placement import groups
+from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.runs import run_config
 from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 

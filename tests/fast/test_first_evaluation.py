@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from ngrpo.config import parse, preflight
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.first_evaluation import evaluating_first
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo import sampling_schedules
 from ngrpo.config import preflight
+from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.openrlhf import metrics, unperturbed
 from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
 from ngrpo.trainers.openrlhf.side_inputs import unpack

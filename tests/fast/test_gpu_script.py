@@ -20,7 +20,7 @@ import pytest
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.machine.upstream import openrlhf_parser
 from perturbations.errors import UsageError
 
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}

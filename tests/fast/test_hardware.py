@@ -16,14 +16,14 @@ import pytest
 
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
-from ngrpo.hardware import attention, profile_for
-from ngrpo.hardware.cpu import engine_on_cpu
+from ngrpo.machine.hardware import attention, profile_for
+from ngrpo.machine.hardware.cpu import engine_on_cpu
+from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import plugin
 from ngrpo.trainers.openrlhf import install, launch, nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
-from ngrpo.upstream import openrlhf_parser
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
@@ -195,7 +195,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
-        "from ngrpo.hardware import attention; attention.has_flash_attn = lambda: False\n"
+        "from ngrpo.machine.hardware import attention; attention.has_flash_attn = lambda: False\n"
         "from ngrpo.trainers.openrlhf.launch import launch, RunConfig\n"
         "launch(RunConfig(openrlhf=('--help',), hardware='cuda'))"
     )
@@ -349,7 +349,7 @@ def test_every_path_that_another_node_opens_is_asked_for(tmp_path: Path, monkeyp
 
 def test_importing_is_light() -> None:
     program = (
-        "import sys, ngrpo.hardware, ngrpo.trainers.openrlhf.launch;"
+        "import sys, ngrpo.machine.hardware, ngrpo.trainers.openrlhf.launch;"
         "heavy = {'torch', 'vllm', 'openrlhf', 'ray', 'deepspeed', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
@@ -360,7 +360,7 @@ def test_importing_is_light() -> None:
 def test_flash_attention_stand_in_round_trip() -> None:
     import torch
 
-    from ngrpo.hardware.flash_attn_stand_in import during_import, pad_input, unpad_input
+    from ngrpo.machine.hardware.flash_attn_stand_in import during_import, pad_input, unpad_input
 
     values = torch.arange(8.0).reshape(2, 4, 1)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ngrpo import cli
-from ngrpo.compare import arguments
 from ngrpo.config import parse, preflight
-from ngrpo.models import packaged
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.machine.models import packaged
+from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.workbench.compare import arguments
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -95,7 +95,11 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         raise UsageError("stopped before anything is loaded")
 
     monkeypatch.chdir(tmp_path)
-    for name in ("ngrpo.trainers.openrlhf.launch.launch", "ngrpo.evaluate.engine.build", "ngrpo.compare.runs.command"):
+    for name in (
+        "ngrpo.trainers.openrlhf.launch.launch",
+        "ngrpo.workbench.evaluate.engine.build",
+        "ngrpo.workbench.compare.runs.command",
+    ):
         monkeypatch.setattr(name, started)
     monkeypatch.setattr(preflight, "check_stack", lambda: None)
     # The last step before an engine: whatever is right until there ends there.

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from ngrpo.config import parse
-from ngrpo.storage import parameters_file
+from ngrpo.machine.storage import parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.strategies.hrpo import HybridGate
+from perturbations.methods.hrpo import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.recipes import words_of
 from tests.fast.replay_examples import Embedder, small
@@ -260,7 +260,7 @@ def module_of(kind: str) -> Any:
     ],
 )
 def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
-    from perturbations.strategies.hrpo import HRPO
+    from perturbations.methods.hrpo import HRPO
 
     check_perturbation("hrpo")
     monkeypatch.setattr(HRPO, "module", lambda self, size: module_of(kind)(size))

@@ -23,21 +23,38 @@ MODULES = {
 # From the ground up; a module stands where the longest part of its name stands.
 FLOORS = (
     ("perturbations",),
-    ("ngrpo", "ngrpo.upstream", "ngrpo.storage", "ngrpo.statistics", "ngrpo.sandbox"),
-    ("ngrpo.models",),
-    ("ngrpo.advantages", "ngrpo.credits", "ngrpo.policy_noises", "ngrpo.sampling_schedules", "ngrpo.second_rounds"),
+    (
+        "ngrpo",
+        "ngrpo.machine.upstream",
+        "ngrpo.machine.storage",
+        "ngrpo.workbench.statistics",
+        "ngrpo.workbench.sandbox",
+    ),
+    ("ngrpo.machine.models",),
+    (
+        "ngrpo.methods.advantages",
+        "ngrpo.methods.credits",
+        "ngrpo.methods.policy_noises",
+        "ngrpo.methods.sampling_schedules",
+        "ngrpo.methods.second_rounds",
+    ),
     ("ngrpo.config",),
-    ("ngrpo.hardware", "ngrpo.rollout", "ngrpo.environments", "ngrpo.scoring"),
-    ("ngrpo.console",),
-    ("ngrpo.trainers", "ngrpo.tasks"),
+    ("ngrpo.machine.hardware", "ngrpo.rollout", "ngrpo.workbench.environments", "ngrpo.workbench.scoring"),
+    ("ngrpo.machine.console",),
+    ("ngrpo.trainers", "ngrpo.workbench.tasks"),
     ("ngrpo.config.rules",),  # of OpenRLHF, of the hardware and of tasks
-    ("ngrpo.evaluate", "ngrpo.report"),
-    ("ngrpo.diagnose",),
-    ("ngrpo.compare",),
+    ("ngrpo.workbench.evaluate", "ngrpo.workbench.report"),
+    ("ngrpo.workbench.diagnose",),
+    ("ngrpo.workbench.compare",),
     ("ngrpo.commands",),
     ("ngrpo.cli",),
 )
-WORKBENCH = ("ngrpo.compare", "ngrpo.evaluate", "ngrpo.diagnose", "ngrpo.report")
+WORKBENCH = (
+    "ngrpo.workbench.compare",
+    "ngrpo.workbench.evaluate",
+    "ngrpo.workbench.diagnose",
+    "ngrpo.workbench.report",
+)
 # Names that say what a file is in its folder: the contract, its default, the package itself.
 SAME_MEANING = {"__init__.py", "base.py", "default.py"}
 
@@ -77,8 +94,8 @@ GRAPH = {module: imports(module) for module in MODULES}
 
 
 def test_deferred_and_typed_imports_are_seen() -> None:
-    assert "ngrpo.models.packaged" in GRAPH["ngrpo.commands.eval"][0], "an import inside a function"
-    runs, typed = GRAPH["ngrpo.diagnose.screen_table"]
+    assert "ngrpo.machine.models.packaged" in GRAPH["ngrpo.commands.eval"][0], "an import inside a function"
+    runs, typed = GRAPH["ngrpo.workbench.diagnose.screen_table"]
     assert "ngrpo.config.arms" in typed and "ngrpo.config.arms" not in runs, "for type checkers only"
 
 

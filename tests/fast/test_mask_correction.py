@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ngrpo.config import parse, sampling
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.density_loss import densities
 from ngrpo.trainers.openrlhf.loss import with_replacements
 from ngrpo.trainers.openrlhf.mask_correction import corrected
 from ngrpo.trainers.openrlhf.side_inputs import unpack
 from ngrpo.trainers.openrlhf.turns import Conversation
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from benchmarks import matrix
-from ngrpo.upstream import versions
+from ngrpo.machine.upstream import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ngrpo.config import parse
-from ngrpo.console.progress import Reporter
+from ngrpo.machine.console.progress import Reporter
 from ngrpo.trainers.openrlhf.gap import ReplayGap, check_gap
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
 from ngrpo.trainers.openrlhf.side_inputs import records, unpack

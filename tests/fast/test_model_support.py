@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.models import model_support
+from ngrpo.machine.models import model_support
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.models import packaged
+from ngrpo.machine.models import packaged
 from perturbations.errors import UsageError
 
 NAME = "smollm2-135m"

@@ -21,7 +21,7 @@ def row(verdict: str, dtype: str = "bfloat16", under: str = "", means: tuple[flo
 
 def test_the_page_and_the_packaged_copy_are_those_of_the_measured_rows() -> None:
     rows = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
-    packaged = files("ngrpo.models").joinpath("measured_models.json").read_text(encoding="utf-8")
+    packaged = files("ngrpo.machine.models").joinpath("measured_models.json").read_text(encoding="utf-8")
     assert json.loads(packaged) == verdicts(rows)
     assert table(rows) in PAGE.read_text(encoding="utf-8")
 

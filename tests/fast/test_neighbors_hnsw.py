@@ -159,7 +159,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"pip install 'ngrpo\[hnsw\]'"):
         HnswIndex(matrix("random"), **SMALL).query(torch.tensor([0]), 2)
-    monkeypatch.setattr("perturbations.strategies.neighbor.find_spec", lambda name: None)
+    monkeypatch.setattr("perturbations.methods.neighbor.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"index='hnsw'.*pip install"):
         create("neighbor", index="hnsw").check_model(100)
     create("neighbor", index="hnsw", metric="l1").check_model(100)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 
 WORDS = ["stray", "--a", "1", "--b", "--c=x", "--a", "2", "0.5", "--e=", "--f", "-1", "--d"]
 
@@ -57,7 +57,7 @@ def test_replaced_in_both_spellings_and_in_what_was_added() -> None:
 
 
 def test_it_imports_nothing_of_the_project() -> None:
-    code = "import sys, ngrpo.upstream.openrlhf_flags as f; ours = ('ngrpo.', 'perturbations.')"
+    code = "import sys, ngrpo.machine.upstream.openrlhf_flags as f; ours = ('ngrpo.', 'perturbations.')"
     code += "; sys.exit([m for m in sys.modules if m.startswith(ours) and m not in (f.__name__, f.__package__)] or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.machine.upstream import openrlhf_parser
 from perturbations.errors import UsageError
 
 LEAST = ["--actor.model_name_or_path", "m", "--reward.remote_url", "reward.py"]
@@ -53,7 +53,7 @@ def test_help_is_openrlhfs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from ngrpo.upstream import openrlhf_parser as p; p.check("
+        "import sys; from ngrpo.machine.upstream import openrlhf_parser as p; p.check("
         f"{LEAST!r}); assert not {{'ray', 'torch', 'deepspeed', 'vllm', 'openrlhf'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

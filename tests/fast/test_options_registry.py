@@ -203,7 +203,7 @@ def test_plain_dataclass_fields_have_no_range() -> None:
 def test_available_lists_the_tree() -> None:
     assert {"none", "neighbor", "gaussian", "gumbel", "soft"} <= set(registry.available())
     for name, home in registry.available().items():
-        if home.startswith("perturbations.strategies."):
+        if home.startswith("perturbations.methods."):
             assert registry.get(name).name == name == home.rsplit(".", 1)[1]
 
 
@@ -254,7 +254,7 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
 def test_a_subclass_without_a_name_is_not_taken_for_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_subclass.py").write_text(
         "from dataclasses import dataclass\n"
-        "from perturbations.strategies.soft import Soft\n\n\n"
+        "from perturbations.methods.soft import Soft\n\n\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class Softer(Soft):\n"
         "    pass\n"

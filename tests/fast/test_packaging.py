@@ -62,7 +62,11 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
     wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
     assert inside == wanted
-    assert {"ngrpo/report/style.css", "ngrpo/report/script.js", "ngrpo/report/templates/page.html"} <= inside
+    assert {
+        "ngrpo/workbench/report/style.css",
+        "ngrpo/workbench/report/script.js",
+        "ngrpo/workbench/report/templates/page.html",
+    } <= inside
 
 
 @pytest.mark.more

@@ -102,7 +102,10 @@ def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -
     asks = "import torch\nfor name in ('nms', 'qnms'):\n"
     asks += "    torch.library.register_fake(f'torchvision::{name}')(lambda *args: None)\n"
     (package / "__init__.py").write_text(asks)
-    program = "from ngrpo.hardware.torchvision_operators import declare_on_import as d; d(); d(); import torchvision"
+    program = (
+        "from ngrpo.machine.hardware import torchvision_operators as t; t.declare_on_import(); t.declare_on_import()"
+        "; import torchvision"
+    )
     environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "PATH": ""}
     for words, works in ((program, True), ("import torchvision", False)):
         done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=False)

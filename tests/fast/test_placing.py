@@ -16,10 +16,10 @@ import pytest
 from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import batch_check, parse, rules
-from ngrpo.hardware import memory_estimate, placing, profile_of_run
-from ngrpo.upstream import machine, openrlhf_parser
-from ngrpo.upstream.openrlhf_flags import Flags
-from ngrpo.upstream.placement import groups
+from ngrpo.machine.hardware import memory_estimate, placing, profile_of_run
+from ngrpo.machine.upstream import machine, openrlhf_parser
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.placement import groups
 from perturbations.errors import UsageError
 
 BASE = "--hardware cuda --preset grpo --perturbation neighbor --task arithmetic --rollout.n_samples_per_prompt 4"

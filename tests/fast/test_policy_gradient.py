@@ -42,7 +42,7 @@ SLOW = ("hrpo-constant", "latent-exact-through", "tarpo", "tarpo-released")
 
 
 def test_every_perturbation_and_density_is_here() -> None:
-    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.methods")}
     assert {o.name for o in CASES.values()} == in_tree - {"none"}
     choices = {(o.name, getattr(o, "density", "token")) for o in CASES.values()}
     for name in in_tree - {"none"}:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import policy_noises
 from ngrpo.config import parse, preflight, rules
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf import policy_noise, weight_sync
 from ngrpo.trainers.openrlhf.importance import importance_measures
 from ngrpo.trainers.openrlhf.seams import active
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss

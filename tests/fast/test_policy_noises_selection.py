@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo import policy_noises
 from ngrpo.config import preflight, rules
-from ngrpo.models import parameter_names as names_of
+from ngrpo.machine.models import parameter_names as names_of
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf import weight_sync
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.hardware import ports
+from ngrpo.machine.hardware import ports
 
 
 class Actor:

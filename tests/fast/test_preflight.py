@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ngrpo.config import preflight, rules
-from ngrpo.scoring import reward_files
-from ngrpo.upstream import versions
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.scoring import reward_files
 from perturbations import available, create
 from perturbations.errors import UsageError
 from perturbations.registry import get

@@ -16,7 +16,7 @@ from ngrpo.rollout.async_scheduling import Notes
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import create, registry
-from perturbations.strategies.soft import Soft
+from perturbations.methods.soft import Soft
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
 from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
-from ngrpo.credits import registry as credits
-from ngrpo.credits.base import StepTokens
+from ngrpo.methods.credits import registry as credits
+from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.credit_loss import CreditInLoss
 from ngrpo.trainers.openrlhf.density_loss import densities
 from ngrpo.trainers.openrlhf.loss import replacing, with_replacements
@@ -29,9 +29,9 @@ from ngrpo.trainers.openrlhf.mask_correction import corrected
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
+from perturbations.methods.gumbel import Gumbel
 from perturbations.replay.last_hidden import LastHidden
 from perturbations.replay.scope import ReplayScope
-from perturbations.strategies.gumbel import Gumbel
 from tests.token_log_probs import log_probs_of
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")

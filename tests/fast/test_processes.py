@@ -20,9 +20,9 @@ COMMAND = """
 import subprocess, sys, time
 from ngrpo import cli
 from ngrpo.commands import train
-from ngrpo.hardware import processes
+from ngrpo.machine.hardware import processes
 
-ENGINE = "from ngrpo.hardware import processes; processes.end_with_owner(); print('ready', flush=True)"
+ENGINE = "from ngrpo.machine.hardware import processes; processes.end_with_owner(); print('ready', flush=True)"
 ENGINE += "; import time; time.sleep(60)"
 MIDDLE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ENGINE!r}])"
 

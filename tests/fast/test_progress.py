@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.console import progress
-from ngrpo.console.progress import Reporter, follow
+from ngrpo.machine.console import progress
+from ngrpo.machine.console.progress import Reporter, follow
 
 STEP = (
     "(PPOTrainer pid=1) INFO ✨ Global step 3: {'act_loss': -0.1, 'rollout/reward_mean': 0.21875,"
@@ -65,7 +65,7 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     code = f"""
 import os, subprocess
 from pathlib import Path
-from ngrpo.console.progress import into_file
+from ngrpo.machine.console.progress import into_file
 print("before", flush=True)
 with into_file(Path({str(folder / "a" / "train.log")!r})):
     print("python line")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.upstream import versions
+from ngrpo.machine.upstream import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("perturbations", "ngrpo", "tests", "benchmarks", "examples", "docker")

@@ -9,7 +9,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import parse
-from ngrpo.report import summary
+from ngrpo.workbench.report import summary
 from perturbations import create, create_gate
 from tests.fast.own_files import GATE, clean, message, write
 

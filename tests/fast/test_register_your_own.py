@@ -63,7 +63,7 @@ def test_the_files_second_class_may_be_a_helper() -> None:
 
 
 def test_a_perturbation_that_the_file_only_imports_is_itself() -> None:
-    write("mine.py", more="\nfrom perturbations.strategies.soft import Soft\n")
+    write("mine.py", more="\nfrom perturbations.methods.soft import Soft\n")
     assert create("mine.py:Soft").spec() == create("soft").spec()
     assert registry.get("mine.py").__name__ == "Mine"
 

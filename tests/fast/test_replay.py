@@ -189,9 +189,9 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
-    from ngrpo.compare import arguments, runs
     from ngrpo.rollout.settings import read_buffer
     from ngrpo.trainers.openrlhf.rollout_actor import perturbed_engine
+    from ngrpo.workbench.compare import arguments, runs
 
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
     (tmp_path / "mine.py").write_text(BUFFER)

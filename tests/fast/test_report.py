@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.report import write_diagnosis, write_report, write_training
+from ngrpo.workbench.report import write_diagnosis, write_report, write_training
 from perturbations.errors import UsageError
 from tests.report_example import STRATEGIES, diagnosis, example
 from tests.report_page import Page, check_numbers, written
@@ -234,7 +234,7 @@ def without_each(data: Any) -> list[tuple[str, Any]]:
 def test_missing_or_odd_parts_never_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only format, strategies and runs are needed; everything else may be absent or of another kind."""
     # A thousand pages are rendered whole; each one safe on the disk would take most of the time.
-    monkeypatch.setattr("ngrpo.report.page.write_text", Path.write_text)
+    monkeypatch.setattr("ngrpo.workbench.report.page.write_text", Path.write_text)
     small = example(steps=2, seeds=2, strategies=("none", "neighbor rate=0.1"))
     small["diagnosis"]["samples"] = small["diagnosis"]["samples"][2:]
     for perturbation in small["diagnosis"]["embedding_map"]["perturbations"]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo.report import groups, write_training
-from ngrpo.report.marks import Series
+from ngrpo.workbench.report import groups, write_training
+from ngrpo.workbench.report.marks import Series
 from tests.report_example import example
 from tests.report_example import groups as kept_steps
 from tests.report_page import check_numbers, written

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.evaluate.sample_files import read
-from ngrpo.report.of_samples import lines
+from ngrpo.workbench.evaluate.sample_files import read
+from ngrpo.workbench.report.of_samples import lines
 from perturbations.errors import UsageError
 
 QUESTIONS = ("What is 1 + 1?", "Two\u2028lines\u0085and a third", "Encore\xa0: 2 + 2 ?", "What is 1 + 1?")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ngrpo.compare import verdicts
-from ngrpo.report import forest
-from ngrpo.report.marks import Series
+from ngrpo.workbench.compare import verdicts
+from ngrpo.workbench.report import forest
+from ngrpo.workbench.report.marks import Series
 from tests.report_example import example
 from tests.report_page import Page, check_numbers, written
 

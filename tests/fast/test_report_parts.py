@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import ngrpo.report
-from ngrpo.report.curves import _points
-from ngrpo.report.marks import Series
-from ngrpo.report.scale import counted, spread
-from ngrpo.report.values import between, duration, figure, shown, signed, size, token
+import ngrpo.workbench.report
+from ngrpo.workbench.report.curves import _points
+from ngrpo.workbench.report.marks import Series
+from ngrpo.workbench.report.scale import counted, spread
+from ngrpo.workbench.report.values import between, duration, figure, shown, signed, size, token
 
 
 def test_looks_of_twelve_strategies_differ_without_colour() -> None:
@@ -76,7 +76,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("dark", [False, True])
 def test_contrast(dark: bool) -> None:
     """WCAG 2.1: 3 to 1 for what is drawn, 4.5 to 1 for text."""
-    style = (Path(ngrpo.report.__file__).parent / "style.css").read_text(encoding="utf-8")
+    style = (Path(ngrpo.workbench.report.__file__).parent / "style.css").read_text(encoding="utf-8")
     light, _, rest = style.partition("@media (prefers-color-scheme: dark)")
     found = hues(rest.split("* {")[0] if dark else light)
     assert len(found) == 15

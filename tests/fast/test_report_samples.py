@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 from ngrpo import cli
-from ngrpo.evaluate.sample_files import read
-from ngrpo.report.of_samples import lines
-from ngrpo.statistics.estimators import cover_at
+from ngrpo.workbench.evaluate.sample_files import read
+from ngrpo.workbench.report.of_samples import lines
+from ngrpo.workbench.statistics.estimators import cover_at
 from perturbations.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.storage.result_folder import (
+from ngrpo.machine.storage.result_folder import (
     CannotWrite,
     ResultFolder,
     read_json,

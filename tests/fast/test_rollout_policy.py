@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import policy_noises
 from ngrpo.commands import eval as command
-from ngrpo.compare import arguments, results
 from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
-from ngrpo.diagnose.policies import policy_of
-from ngrpo.evaluate import engine, outcome
-from ngrpo.evaluate.engine import Sampling
-from ngrpo.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
+from ngrpo.methods import policy_noises
+from ngrpo.workbench.compare import arguments, results
+from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.evaluate import engine, outcome
+from ngrpo.workbench.evaluate.engine import Sampling
+from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
 from perturbations.errors import UsageError
 
 

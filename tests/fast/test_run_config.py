@@ -12,11 +12,11 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import train
-from ngrpo.compare import arguments, runs
 from ngrpo.config import parse, preflight, rules
 from ngrpo.config.kinds import FLAGS, KINDS
 from ngrpo.config.run import FILE, RunConfig, current_run
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.compare import arguments, runs
 from perturbations.errors import UsageError
 from tests.fast.own_files import clean
 from tests.fast.recipes import METHODS, PAPERS, words_of
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from perturbations import option
 from perturbations.gates.first import First
-from perturbations.strategies.gaussian import Gaussian
+from perturbations.methods.gaussian import Gaussian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     started: list[RunConfig] = []
     monkeypatch.setattr("ngrpo.trainers.openrlhf.launch.launch", started.append)
     monkeypatch.setattr(preflight, "check_stack", lambda: None)
-    monkeypatch.setattr("ngrpo.models.packaged.resolve", lambda name, report: name)
+    monkeypatch.setattr("ngrpo.machine.models.packaged.resolve", lambda name, report: name)
     return started
 
 
@@ -177,7 +177,7 @@ def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.Monke
     plan, _ = arguments.parse(words[:-1])
     started: list[list[str]] = []
     monkeypatch.setattr(runs, "command", lambda words, *rest: started.append(words))
-    from ngrpo.compare.comparison_folder import ComparisonFolder
+    from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
 
     with ComparisonFolder.opened(tmp_path / "out", print) as folder:
         for one in plan.runs():

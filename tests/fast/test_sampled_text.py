@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import sampling_schedules
 from ngrpo.config import preflight
-from ngrpo.sampling_schedules.base import NextTokens
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import sampling_schedules
+from ngrpo.methods.sampling_schedules.base import NextTokens
 from perturbations import InputEdit, Perturbation, Proposal, Step, available, check_perturbation, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
@@ -57,7 +57,7 @@ def made(spec: dict[str, Any]) -> Perturbation:
 
 
 def test_every_perturbation_is_here() -> None:
-    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.methods")}
     assert {spec["name"] for spec, _ in CASES} == in_tree
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import sampling_schedules, second_rounds
 from ngrpo.config import parse
-from ngrpo.evaluate import engine
-from ngrpo.evaluate.engine import Sampling
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import sampling_schedules, second_rounds
+from ngrpo.methods.sampling_schedules.base import NextTokens
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.settings import KEY
-from ngrpo.sampling_schedules.base import NextTokens
 from ngrpo.trainers.openrlhf import rollout_requests, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.evaluate import engine
+from ngrpo.workbench.evaluate.engine import Sampling
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
 from tests.fast.schedule_doubles import Generator, Step

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo import sampling_schedules
 from ngrpo.config import parse, preflight, rules
-from ngrpo.console import catalogue
+from ngrpo.machine.console import catalogue
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods import sampling_schedules
+from ngrpo.methods.sampling_schedules.base import Run
 from ngrpo.rollout import runner_v1, settings
 from ngrpo.rollout.request_check import checked
-from ngrpo.sampling_schedules.base import Run
 from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
 from ngrpo.trainers.openrlhf.seams import active
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import tasks
-from ngrpo.evaluate import scorers
-from ngrpo.models import packaged
-from ngrpo.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
-from ngrpo.scoring.answers import generated
-from ngrpo.scoring.problem import Problem
-from ngrpo.tasks import minimum_sum, shortcut, star_graph, two_peaks
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.models import packaged
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench import tasks
+from ngrpo.workbench.evaluate import scorers
+from ngrpo.workbench.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
+from ngrpo.workbench.scoring.answers import generated
+from ngrpo.workbench.scoring.problem import Problem
+from ngrpo.workbench.tasks import minimum_sum, shortcut, star_graph, two_peaks
 from perturbations.errors import UsageError
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
@@ -174,9 +174,9 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_settings_that_go_with_the_model() -> None:
     """Printed and given to every run, and nothing that was given is changed."""
-    from ngrpo.compare.arguments import parse
     from ngrpo.config import rules
     from ngrpo.config.parse import run_config
+    from ngrpo.workbench.compare.arguments import parse
 
     words = ["--perturbations", "none", "--model", "sandbox", "--task", "shortcut", "--actor.adam.lr", "1e-5"]
     plan, _ = parse(words)

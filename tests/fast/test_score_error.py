@@ -87,7 +87,7 @@ def cases() -> list[Any]:
     """Every perturbation of the tree with every density, and N-GRPO's and STHT's other texts."""
     made, others = [], [("neighbor", {"variant": "released", "space": "input"}), ("gaussian", {"base": "fuzzy"})]
     for name, source in available().items():
-        if source.startswith("perturbations.strategies") and name not in ("none", "hrpo"):
+        if source.startswith("perturbations.methods") and name not in ("none", "hrpo"):
             choices = next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ("token",))
             others += [(name, {} if density == "token" else {"density": density}) for density in choices]
     with warnings.catch_warnings():

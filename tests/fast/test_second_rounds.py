@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo import advantages, second_rounds
 from ngrpo.config.parse import run_config
 from ngrpo.config.rules import unstarted
 from ngrpo.config.run import RunConfig
-from ngrpo.second_rounds.base import opening
-from ngrpo.second_rounds.lope import WORDS
+from ngrpo.methods import advantages, second_rounds
+from ngrpo.methods.second_rounds.base import opening
+from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.openrlhf import second_round, second_round_loss
 from ngrpo.trainers.openrlhf.second_round import TwoRounds
 from perturbations.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ngrpo.compare import arguments, results, shares
+from ngrpo.workbench.compare import arguments, results, shares
 from perturbations.errors import UsageError
 
 

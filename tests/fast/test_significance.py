@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.compare import verdicts
-from ngrpo.statistics import bootstrap, significance
-from ngrpo.statistics.estimators import cover_at, pass_at_k
+from ngrpo.workbench.compare import verdicts
+from ngrpo.workbench.statistics import bootstrap, significance
+from ngrpo.workbench.statistics.estimators import cover_at, pass_at_k
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from benchmarks import pooled, study
-from ngrpo.compare import arguments
-from ngrpo.statistics import significance
-from ngrpo.storage import yaml_file
+from ngrpo.machine.storage import yaml_file
+from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.statistics import significance
 from tests.report_example import example
 
 PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.compare import arguments
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.compare import arguments
 from perturbations import registry
 
 FOLDER = Path(__file__).parents[2] / "examples" / "study2"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.report import summary
-from ngrpo.storage.result_folder import CannotWrite
+from ngrpo.machine.storage.result_folder import CannotWrite
+from ngrpo.workbench.report import summary
 from perturbations import create
 from tests.fast.file_limit import largest_file
 from tests.fast.run import run_of

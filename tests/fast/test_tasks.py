@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import tasks
-from ngrpo.scoring import answers, procedural
-from ngrpo.tasks import arithmetic, reasoning_gym
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench import tasks
+from ngrpo.workbench.scoring import answers, procedural
+from ngrpo.workbench.tasks import arithmetic, reasoning_gym
 from perturbations.errors import UsageError
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ngrpo.console.terminal_chart import columns
+from ngrpo.machine.console.terminal_chart import columns
 
 
 def test_bars_and_marks_stand_at_their_height() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import parse
 from ngrpo.config.run import RunConfig
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import publishing, trap_results
-from ngrpo.compare import results
+from ngrpo.workbench.compare import results
 
 DOCS = Path(__file__).parents[2] / "docs"
 DIAGNOSIS = {

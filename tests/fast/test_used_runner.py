@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.compare.runs import identity
-from ngrpo.report import summary
 from ngrpo.rollout import used_runner
+from ngrpo.workbench.compare.runs import identity
+from ngrpo.workbench.report import summary
 from tests.fast.compare_example import plan
 from tests.fast.run import run_of
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import advantages, cli
-from ngrpo.advantages import Advantage
+from ngrpo import cli
 from ngrpo.config.verl_lines import hydra
+from ngrpo.methods import advantages
+from ngrpo.methods.advantages import Advantage
 from ngrpo.trainers.verl import advantage_estimators
 from perturbations.errors import UsageError
 

@@ -11,7 +11,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import preflight
-from ngrpo.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import check_flags, run_of
 
@@ -148,7 +148,7 @@ def test_a_subclass_without_options_needs_no_decorator(tmp_path: Path) -> None:
     from perturbations import registry
 
     file = tmp_path / "inheriting.py"
-    text = "from typing import ClassVar\nfrom perturbations.strategies.soft import Soft\n"
+    text = "from typing import ClassVar\nfrom perturbations.methods.soft import Soft\n"
     file.write_text(f'{text}class Mine(Soft):\n    """Mine."""\n    note: ClassVar[str] = "x"\n')
     assert registry.create(str(file), k=3).k == 3
 

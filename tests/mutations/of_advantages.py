@@ -7,140 +7,140 @@ from tests.mutations.mutation import Mutation, of_file
 
 ADVANTAGES = [
     Mutation(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         "    apart = rewards - rewards[:, :1]",
         "    apart = rewards",
         "test_advantages.py",
         "group_norm: the float32 mean of equal rewards is not their value",
     ),
     Mutation(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         "correction=min(1, rewards.shape[1] - 1)",
         "correction=0",
         "test_advantages.py",
         "group_norm: the deviation of a population",
     ),
     Mutation(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         "(apart - apart.mean(-1, keepdim=True))",
         "apart",
         "test_advantages.py",
         "group_norm: the mean is not taken off",
     ),
     Mutation(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         " / (deviation + 1e-9)",
         "",
         "test_advantages.py",
         "group_norm: not divided by the deviation",
     ),
     Mutation(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         "(~rewards.isfinite()).nonzero()",
         "rewards.isnan().nonzero()",
         "test_advantages.py",
         "an infinite reward is let through",
     ),
     Mutation(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         "size = rewards.shape[1] + self.n",
         "size = rewards.shape[1]",
         "test_advantages.py",
         "ngrpo: virtual answers are missing in the mean",
     ),
     Mutation(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         " + self.n * mean.square()",
         "",
         "test_advantages.py",
         "ngrpo: virtual answers are missing in the deviation",
     ),
     Mutation(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         "(squares / (size - 1))",
         "(squares / size)",
         "test_advantages.py",
         "ngrpo: the deviation of a population",
     ),
     Mutation(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         ".sqrt() + 1e-6)",
         ".sqrt() + 1e-9)",
         "test_advantages.py",
         "ngrpo: another epsilon",
     ),
     Mutation(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         "below = rewards - self.max_reward",
         "below = rewards - 1.0",
         "test_advantages.py",
         "ngrpo: max_reward is ignored",
     ),
     Mutation(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         '("0.16", "0.24")',
         '("0.24", "0.16")',
         "test_advantages_flags.py",
         "ngrpo: the clip range the wrong way round",
     ),
     Mutation(
-        "ngrpo/advantages/psr.py",
+        "ngrpo/methods/advantages/psr.py",
         "return rewards.clone()",
         "return rewards - 1.0",
         "test_advantages.py",
         "psr: wrong answers count",
     ),
     Mutation(
-        "ngrpo/advantages/nsr.py",
+        "ngrpo/methods/advantages/nsr.py",
         "return rewards - 1.0",
         "return rewards.clone()",
         "test_advantages.py",
         "nsr: correct answers count",
     ),
     Mutation(
-        "ngrpo/advantages/w_reinforce.py",
+        "ngrpo/methods/advantages/w_reinforce.py",
         "self.lam * rewards, rewards - 1.0",
         "rewards, rewards - 1.0",
         "test_advantages.py",
         "w_reinforce: λ is ignored",
     ),
     Mutation(
-        "ngrpo/advantages/w_reinforce.py",
+        "ngrpo/methods/advantages/w_reinforce.py",
         "self.lam * rewards, rewards - 1.0",
         "self.lam * rewards, rewards",
         "test_advantages.py",
         "w_reinforce: wrong answers do not count",
     ),
     Mutation(
-        "ngrpo/advantages/w_reinforce.py",
+        "ngrpo/methods/advantages/w_reinforce.py",
         "rewards >= 1.0 - ROUNDING",
         "rewards > 0.0",
         "test_advantages.py",
         "w_reinforce: a partly correct answer counts as correct",
     ),
     Mutation(
-        "ngrpo/advantages/copo.py",
+        "ngrpo/methods/advantages/copo.py",
         "rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt()",
         "rewards + 1.0 / (1.0 + seen.to(rewards.dtype)).sqrt()",
         "test_advantages.py",
         "copo: β is ignored",
     ),
     Mutation(
-        "ngrpo/advantages/copo.py",
+        "ngrpo/methods/advantages/copo.py",
         "(1.0 + seen.to",
         "(2.0 + seen.to",
         "test_advantages.py",
         "copo: 2 + N in place of 1 + N",
     ),
     Mutation(
-        "ngrpo/advantages/copo.py",
+        "ngrpo/methods/advantages/copo.py",
         "(rewards.dtype)).sqrt()",
         "(rewards.dtype))",
         "test_advantages.py",
         "copo: no square root",
     ),
     Mutation(
-        "ngrpo/advantages/copo.py",
+        "ngrpo/methods/advantages/copo.py",
         "rewards + self.beta",
         "rewards - self.beta",
         "test_advantages.py",
@@ -166,7 +166,7 @@ _BEST = "test_advantages_best_of_k.py"
 
 BEST_OF_K = [
     *of_file(
-        "ngrpo/advantages/pass_at_k.py",
+        "ngrpo/methods/advantages/pass_at_k.py",
         _BEST,
         ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
         (
@@ -183,7 +183,7 @@ BEST_OF_K = [
         ),
     ),
     *of_file(
-        "ngrpo/advantages/pkpo.py",
+        "ngrpo/methods/advantages/pkpo.py",
         _BEST,
         ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
         ("rank = j - (j > i)", "rank = j", "pkpo: the answer itself is among the others"),
@@ -198,7 +198,7 @@ BEST_OF_K = [
         ("wide = wide - wide[:, :1]", "wide = wide * 1.0", "pkpo: equal rewards leave a rounding"),
     ),
     *of_file(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         _BEST,
         ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
         ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
@@ -210,7 +210,7 @@ _ORDER, _RISK = "test_advantages_order.py", "test_advantages_rs_grpo.py"
 
 AT_THE_BOUND = [
     *of_file(
-        "ngrpo/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/ngrpo.py",
         _ORDER,
         ("_plain(self.max_reward - self._rounding)", "_plain(self.max_reward)", "ngrpo: 0.7 is not 0.7 in float32"),
         ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
@@ -218,7 +218,7 @@ AT_THE_BOUND = [
         (r'f"{number:.7f}".rstrip("0").rstrip(".")', 'f"{number:.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ),
     *of_file(
-        "ngrpo/advantages/pkpo.py",
+        "ngrpo/methods/advantages/pkpo.py",
         _ORDER,
         ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
@@ -232,7 +232,7 @@ AT_THE_BOUND = [
 ]
 
 RISK = of_file(
-    "ngrpo/advantages/rs_grpo.py",
+    "ngrpo/methods/advantages/rs_grpo.py",
     _RISK,
     ("torch.expm1(self.beta * below)", "torch.expm1(below)", "rs_grpo: β is missing in the exponent"),
     ("(1.0 + mean) / self.beta", "(1.0 + mean)", "rs_grpo: not divided by β"),
@@ -244,7 +244,7 @@ RISK = of_file(
 )
 
 OVERLONG = of_file(
-    "ngrpo/advantages/base.py",
+    "ngrpo/methods/advantages/base.py",
     "test_advantages.py",
     (
         "result, complete = torch.zeros_like(rewards), ~overlong",
@@ -258,7 +258,7 @@ _IN_LOSS = "test_credits_simko.py"
 
 CREDITS = [
     *of_file(
-        "ngrpo/credits/simko.py",
+        "ngrpo/methods/credits/simko.py",
         _IN_LOSS,
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
         ("candidates.mean(dim=1) - tokens.log_probs[right]", "candidates.mean(dim=1)", "simko: the token keeps all"),
@@ -268,7 +268,7 @@ CREDITS = [
         ("torch.quantile(part, q)", "torch.quantile(values, q)", "simko: one quantile for all answers"),
     ),
     *of_file(
-        "ngrpo/credits/base.py",
+        "ngrpo/methods/credits/base.py",
         _IN_LOSS,
         (", sparse_grad=True", "", "a gradient of the logits' size"),
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
@@ -281,7 +281,7 @@ CREDITS = [
         ("return places[row], sample", "return row, sample", "packed rows are taken for padded ones"),
     ),
     *of_file(
-        "ngrpo/credits/top_entropy.py",
+        "ngrpo/methods/credits/top_entropy.py",
         "test_credits.py",
         ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
         ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
@@ -289,7 +289,7 @@ CREDITS = [
         ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
     ),
     *of_file(
-        "ngrpo/credits/entropy_bonus.py",
+        "ngrpo/methods/credits/entropy_bonus.py",
         "test_credits.py",
         (
             "torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)",
@@ -305,7 +305,7 @@ CREDITS = [
         ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
     ),
     *of_file(
-        "ngrpo/credits/first_token.py",
+        "ngrpo/methods/credits/first_token.py",
         "test_credits.py",
         ("/ torch.bincount(answer)", "", "first_token: the sum and not the mean"),
         ('torch.where(positive, mean, -torch.inf), "amax"', 'mean, "amax"', "first_token: a wrong answer is the best"),
@@ -326,7 +326,7 @@ CREDITS = [
 
 NOISES = [
     *of_file(
-        "ngrpo/policy_noises/aqn.py",
+        "ngrpo/methods/policy_noises/aqn.py",
         "test_policy_noises.py",
         ("(stage - 1) / last_exponent", "stage / last_exponent", "aqn: the first noisy stage is below σ_s"),
         ("self.end / self.start", "self.start / self.end", "aqn: σ rises"),
@@ -334,7 +334,7 @@ NOISES = [
         ("(self.steps or steps)", "steps", "aqn: its own number of steps is ignored"),
     ),
     *of_file(
-        "ngrpo/policy_noises/psn.py",
+        "ngrpo/methods/policy_noises/psn.py",
         "test_policy_noises.py",
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
         ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
@@ -342,7 +342,7 @@ NOISES = [
         ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
     ),
     *of_file(
-        "ngrpo/policy_noises/base.py",
+        "ngrpo/methods/policy_noises/base.py",
         "test_policy_noises.py",
         (
             "                parameter.data.copy_(clean[name])\n",

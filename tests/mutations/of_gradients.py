@@ -7,7 +7,7 @@ from tests.mutations.mutation import of_file
 
 GRADIENTS = [
     *of_file(
-        "perturbations/strategies/gaussian.py",
+        "perturbations/methods/gaussian.py",
         "test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
         (
             "densities.gaussian(noise, mean - mean.detach(), sigma)",
@@ -16,12 +16,12 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/gaussian.py",
+        "perturbations/methods/gaussian.py",
         "test_density.py",
         ("sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
     ),
     *of_file(
-        "perturbations/strategies/gumbel.py",
+        "perturbations/methods/gumbel.py",
         "test_score_error.py::test_no_density_is_drowned_and_differences_are",
         (
             "densities.gumbel(scores, probabilities, distinct, gumbels)",
@@ -30,13 +30,13 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/gumbel.py",
+        "perturbations/methods/gumbel.py",
         "test_density_exact.py",
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
         ("below = (gumbels <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
     ),
     *of_file(
-        "perturbations/strategies/normal.py",
+        "perturbations/methods/normal.py",
         "test_density.py",
         ("densities.NORMAL_SIGMA * replayed.normal", "replayed.normal", "normal: the noise without its scale"),
         ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
@@ -57,7 +57,7 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/latent.py",
+        "perturbations/methods/latent.py",
         "test_density_exact.py",
         ("/ self.scale + low", "/ self.scale", "latent, exact: the shift of the noise"),
         ("others & (beyond.detach() < high)", "others", "latent, exact: noise that no bound could hold is waited for"),

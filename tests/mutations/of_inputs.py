@@ -32,20 +32,20 @@ DENSITIES = [
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
     ),
     *of_file(
-        "perturbations/strategies/gumbel.py",
+        "perturbations/methods/gumbel.py",
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
         ("self.tau * edit.weights.clamp_min", "edit.weights.clamp_min", "gumbel: τ is missing where y comes back"),
         (".log() + normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
     ),
     *of_file(
-        "perturbations/strategies/dirichlet.py",
+        "perturbations/methods/dirichlet.py",
         "test_density.py",
         ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "dirichlet: ids that top-p cut take part"),
         (".log() + normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
     ),
     *of_file(
-        "perturbations/strategies/normal.py",
+        "perturbations/methods/normal.py",
         "test_density.py",
         (
             "densities.distinct(edit.ids) & (edit.weights != 0.0)",
@@ -54,13 +54,13 @@ DENSITIES = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/gaussian.py",
+        "perturbations/methods/gaussian.py",
         "test_density.py",
         ("(replayed.temperature / self.tau)", "(1.0 / self.tau)", "gaussian: the temperature is missing in τ"),
         ("ids = replayed.top(self.k)", "ids = edit.ids", "gaussian: the mean is over the recorded tokens"),
     ),
     *of_file(
-        "perturbations/strategies/gaussian.py",
+        "perturbations/methods/gaussian.py",
         f"{_GRADIENT}[gaussian-soft-density-bandit]",
         ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token"),
     ),
@@ -96,7 +96,7 @@ DENSITIES = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/tarpo.py",
+        "perturbations/methods/tarpo.py",
         "test_tarpo.py",
         ("[:, 1:].exp() > step", "[:, :1].exp() > step", "tarpo: the router's probabilities are exchanged"),
         ("self.decision_weight * router", "router", "tarpo: λ is missing"),
@@ -192,7 +192,7 @@ _MIXTURES, _SETS = "test_strategies_mixtures.py", "test_top_p_sets.py"
 
 MIXTURES = [
     *of_file(
-        "perturbations/strategies/multiplex.py",
+        "perturbations/methods/multiplex.py",
         _MIXTURES,
         ("step.logits.gather(-1, ids)", "0.0 * ids", "multiplex: the weights do not know the probabilities"),
         ("torch.zeros_like(scores)", "0.5 * scores", "multiplex: the average is weighted"),
@@ -225,7 +225,7 @@ MIXTURES = [
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *of_file(
-        "perturbations/strategies/moi.py",
+        "perturbations/methods/moi.py",
         _MIXTURES,
         ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
         ("/ math.log(step.logits.shape[-1])", "", "moi: the entropy is not normalised"),
@@ -233,7 +233,7 @@ MIXTURES = [
         ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
     ),
     *of_file(
-        "perturbations/strategies/cuts.py",
+        "perturbations/methods/cuts.py",
         "test_cuts.py",
         (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
         (
@@ -249,7 +249,7 @@ MIXTURES = [
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ),
     *of_file(
-        "perturbations/strategies/selar.py",
+        "perturbations/methods/selar.py",
         _MIXTURES,
         ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
         ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
@@ -257,7 +257,7 @@ MIXTURES = [
         ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
     ),
     *of_file(
-        "perturbations/strategies/lepo.py",
+        "perturbations/methods/lepo.py",
         _MIXTURES,
         ("scores / self.tau", "scores", "lepo: τ is missing"),
         (
@@ -269,7 +269,7 @@ MIXTURES = [
         ("step.gumbel(ids)", "step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
     ),
     *of_file(
-        "perturbations/strategies/latent.py",
+        "perturbations/methods/latent.py",
         _MIXTURES,
         (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
         (
@@ -299,7 +299,7 @@ MIXTURES = [
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
     ),
     *of_file(
-        "perturbations/strategies/selar.py",
+        "perturbations/methods/selar.py",
         _SETS,
         ("if self.filtered and", "if", "selar: filtered where the paper is not"),
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),

@@ -9,7 +9,7 @@ _LADDER = "test_sampling_schedules_ladder.py"
 
 SCHEDULES = [
     *of_file(
-        "ngrpo/sampling_schedules/ead.py",
+        "ngrpo/methods/sampling_schedules/ead.py",
         "test_sampling_schedules.py",
         ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
@@ -19,13 +19,13 @@ SCHEDULES = [
         ('"released": 1}', '"released": 0}', "ead: the release's first step is its step 0"),
     ),
     *of_file(
-        "ngrpo/sampling_schedules/edt.py",
+        "ngrpo/methods/sampling_schedules/edt.py",
         "test_sampling_schedules.py",
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
         ("self.t_0 * ", "", "edt: T_0 is missing"),
     ),
     *of_file(
-        "ngrpo/sampling_schedules/ladder.py",
+        "ngrpo/methods/sampling_schedules/ladder.py",
         _LADDER,
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
         ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
@@ -47,14 +47,14 @@ SCHEDULES = [
         ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot"),
     ),
     *of_file(
-        "ngrpo/sampling_schedules/base.py",
+        "ngrpo/methods/sampling_schedules/base.py",
         "test_sampling_schedules.py",
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
         ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
         (".sum(dim=-1).abs()", ".sum(dim=-1).neg()", "an entropy of -0, by which edt divides"),
     ),
     *of_file(
-        "ngrpo/sampling_schedules/e3.py",
+        "ngrpo/methods/sampling_schedules/e3.py",
         "test_sampling_schedules.py",
         ("math.log(target / last)", "math.log(last / target)", "e3: away from the target"),
         ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
@@ -83,7 +83,7 @@ SCHEDULES = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/neighbor.py",
+        "perturbations/methods/neighbor.py",
         "test_sampled_text.py",
         ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
     ),

@@ -9,7 +9,7 @@ _TESTS = "test_second_rounds.py"
 
 SECOND_ROUNDS = [
     *of_file(
-        "ngrpo/second_rounds/base.py",
+        "ngrpo/methods/second_rounds/base.py",
         _TESTS,
         ("max(rewards) <= self.wrong", "min(rewards) <= self.wrong", "one wrong answer is enough for a second round"),
         ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
@@ -18,7 +18,7 @@ SECOND_ROUNDS = [
         ("max((len(head)", "min((len(head)", "nonsense before the template's own system message"),
     ),
     *of_file(
-        "ngrpo/second_rounds/lope.py",
+        "ngrpo/methods/second_rounds/lope.py",
         _TESTS,
         ("random.randint(self.least, self.most)", "self.most", "lope: always the longest"),
         ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),

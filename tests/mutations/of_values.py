@@ -9,12 +9,12 @@ _DRAWN = "test_drawn_tokens.py"
 
 VALUES = [
     *of_file(
-        "ngrpo/credits/first_token.py",
+        "ngrpo/methods/credits/first_token.py",
         "test_credits.py",
         (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
     ),
     *of_file(
-        "ngrpo/credits/base.py",
+        "ngrpo/methods/credits/base.py",
         "test_credits_simko.py",
         ("rows.split(size)", "[rows]", "credits: the entropies of a batch in one block"),
     ),
@@ -30,17 +30,17 @@ VALUES = [
         ("(weight < low) | (weight > high)", "weight > high", "importance: the lower bound is ignored"),
     ),
     *of_file(
-        "ngrpo/advantages/base.py",
+        "ngrpo/methods/advantages/base.py",
         "test_advantages_best_of_k.py",
         ("k=round(self.k", "k=int(self.k", "a linear k is cut off, not rounded"),
     ),
     *of_file(
-        "ngrpo/second_rounds/lope.py",
+        "ngrpo/methods/second_rounds/lope.py",
         "test_second_rounds.py",
         ("add_special_tokens=False)) <= length", "add_special_tokens=False)) <= length + 1", "lope: a token too many"),
     ),
     *of_file(
-        "ngrpo/compare/results.py",
+        "ngrpo/workbench/compare/results.py",
         "test_compare_results.py",
         ("len(having[0] + having[1]) < len(runs)", "len(having[0]) != len(having[1])", "a pair that lacks a run"),
         (
@@ -121,7 +121,7 @@ VALUES = [
         (".clamp(*_REACH)", "", "censored noise has no bounds"),
     ),
     *of_file(
-        "perturbations/strategies/tarpo.py",
+        "perturbations/methods/tarpo.py",
         "test_tarpo.py",
         (
             "(hidden.float(), self.weight.float(), self.bias_shift.float())",
@@ -130,7 +130,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/latent.py",
+        "perturbations/methods/latent.py",
         "test_strategies_mixtures.py",
         (
             "torch.where(weights < torch.finfo(torch.float32).tiny, 0.0, weights)",
@@ -139,7 +139,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "perturbations/strategies/moi.py",
+        "perturbations/methods/moi.py",
         "test_strategies_mixtures.py",
         (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ),
@@ -154,7 +154,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "ngrpo/compare/results.py",
+        "ngrpo/workbench/compare/results.py",
         "test_compare_results.py",
         (
             "for problem in having[0][0] if all(problem in run for side in having for run in side)",
@@ -163,22 +163,22 @@ VALUES = [
         ),
     ),
     *of_file(
-        "ngrpo/compare/verdicts.py",
+        "ngrpo/workbench/compare/verdicts.py",
         "test_significance.py",
         ("value == 0.0 and", "value >= 0.0 and", "verdict: a difference without an interval is none"),
     ),
     *of_file(
-        "ngrpo/compare/plan.py",
+        "ngrpo/workbench/compare/plan.py",
         "test_compare_plan.py",
         ("len(plain) <= 80:", "len(plain) <= 800:", "plan: a folder's name is too long for a file system"),
     ),
     *of_file(
-        "ngrpo/statistics/bootstrap.py",
+        "ngrpo/workbench/statistics/bootstrap.py",
         "test_significance.py",
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
     ),
     *of_file(
-        "ngrpo/statistics/estimators.py",
+        "ngrpo/workbench/statistics/estimators.py",
         "test_significance.py",
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ),

@@ -50,7 +50,7 @@ _ROWS = (
 
 def begin() -> None:
     """Changes the table of this process, before its rows are put in place."""
-    from ngrpo.hardware import cpu
+    from ngrpo.machine.hardware import cpu
     from ngrpo.trainers.openrlhf import seams
 
     cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed

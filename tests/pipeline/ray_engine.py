@@ -12,10 +12,10 @@ import sys
 import ray
 
 from ngrpo.config.run import RunConfig
-from ngrpo.hardware import profile_for
+from ngrpo.machine.hardware import profile_for
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.trainers.openrlhf.install import install
-from ngrpo.upstream.openrlhf_flags import Flags
 from perturbations import create
 
 

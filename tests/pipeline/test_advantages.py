@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.advantages import compute, create
+from ngrpo.methods.advantages import compute, create
 from tests.own_process import run_module
 from tests.pipeline.harness import GAP, steps_of
 from tests.pipeline.openrlhf_experience import REWARDS, SIZE

@@ -151,7 +151,7 @@ def test_a_job(tmp_path: Path, smollm2: str) -> None:
 def test_variables_reach_a_cluster_that_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from ngrpo.hardware import profile_for
+    from ngrpo.machine.hardware import profile_for
     from ngrpo.trainers.openrlhf.launch import worker_env
 
     names = ("HF_TOKEN", "NGRPO_REWARD_SECONDS", "VLLM_USE_V2_MODEL_RUNNER", "WANDB_API_KEY", "NCCL_SOCKET_IFNAME")

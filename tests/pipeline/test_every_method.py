@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import credits, policy_noises, sampling_schedules
-from ngrpo.sampling_schedules.base import PastStep, Run
+from ngrpo.methods import credits, policy_noises, sampling_schedules
+from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from perturbations import registry
 from tests.pipeline.harness import GAP, LOUD, steps_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ngrpo.storage.parameters_file import FILE
+from ngrpo.machine.storage.parameters_file import FILE
 from tests.pipeline.harness import GAP, LOUD, steps_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.report import write_diagnosis, write_report
+from ngrpo.workbench.report import write_diagnosis, write_report
 from tests import chromium
 from tests.chromium import Chromium
 from tests.report_example import STRATEGIES, diagnosis, example, groups

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.second_rounds.lope import WORDS
+from ngrpo.methods.second_rounds.lope import WORDS
 from tests.pipeline.harness import LOUD, steps_of, train
 
 pytestmark = pytest.mark.slow

@@ -67,7 +67,7 @@ def in_ray(model: str) -> dict[str, Any]:
     import ray
 
     from ngrpo.config.run import RunConfig, begin
-    from ngrpo.hardware import profile_for
+    from ngrpo.machine.hardware import profile_for
     from ngrpo.trainers.openrlhf.install import setup_hook
     from ngrpo.trainers.openrlhf.launch import worker_env
     from ngrpo.trainers.openrlhf.rollout_actor import engine_spec

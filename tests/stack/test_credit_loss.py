@@ -22,7 +22,7 @@ pytestmark = pytest.mark.stack
 @pytest.fixture(scope="module")
 def openrlhf() -> Iterator[Any]:
     """Its modules, with the seam of the log-probabilities in place."""
-    from ngrpo.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
 
     model()  # transformers looks for flash-attn itself, and before the stand-in
     with during_import():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.hardware import cuda
+from ngrpo.machine.hardware import cuda
 
 pytestmark = pytest.mark.slow
 PARTS = "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart,cublas,cusparse,cusolver]==13.0.*"

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from ngrpo.config.arms import parse_arms
-from ngrpo.diagnose import diagnosis as diagnoses
-from ngrpo.diagnose import measuring
-from ngrpo.diagnose.diagnosis import diagnose
-from ngrpo.diagnose.diagnosis_folder import DiagnosisFolder
-from ngrpo.diagnose.measuring import prompt_tokens
-from ngrpo.diagnose.sample import GroupSampling, Sample
-from ngrpo.evaluate import load_task
+from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.rollout import set_perturbation
-from ngrpo.storage.result_folder import read_json
+from ngrpo.workbench.diagnose import diagnosis as diagnoses
+from ngrpo.workbench.diagnose import measuring
+from ngrpo.workbench.diagnose.diagnosis import diagnose
+from ngrpo.workbench.diagnose.diagnosis_folder import DiagnosisFolder
+from ngrpo.workbench.diagnose.measuring import prompt_tokens
+from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
+from ngrpo.workbench.evaluate import load_task
 
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
 WILD = "gaussian sigma=20"

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from ngrpo import evaluate, tasks
-from ngrpo.environments.process import EnvironmentProcess
-from ngrpo.evaluate import scorers
-from ngrpo.tasks import verifiers as task
 from ngrpo.trainers.openrlhf.rewards import CheckedReward, RewardFailed
+from ngrpo.workbench import evaluate, tasks
+from ngrpo.workbench.environments.process import EnvironmentProcess
+from ngrpo.workbench.evaluate import scorers
+from ngrpo.workbench.tasks import verifiers as task
 from perturbations.errors import UsageError
 from tests.environment_files import SUMS, TASKS
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
-from ngrpo.evaluate import Sampling, evaluate, load_task
+from ngrpo.workbench.evaluate import Sampling, evaluate, load_task
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
@@ -144,7 +144,7 @@ def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path) -
     def stop(line: str) -> None:
         raise Stop
 
-    from ngrpo.evaluate import evaluation
+    from ngrpo.workbench.evaluate import evaluation
 
     before, evaluation._REPORT_SECONDS = evaluation._REPORT_SECONDS, 0.0
     try:

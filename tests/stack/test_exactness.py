@@ -61,7 +61,7 @@ def model(smollm2: str) -> str:
 
 
 def test_every_perturbation_of_the_tree_is_here() -> None:
-    in_tree = {name for name, source in available().items() if source.startswith("perturbations.strategies")}
+    in_tree = {name for name, source in available().items() if source.startswith("perturbations.methods")}
     # With their parameters: test_hrpo.py, test_tarpo.py.
     assert in_tree - {"none", "hrpo", "tarpo"} == set(OPTIONS)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ngrpo.machine.storage import parameters_file
 from ngrpo.rollout import set_perturbation
-from ngrpo.storage import parameters_file
 from perturbations import create, parameters
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample, sync
 from tests.two_ranks import run_two_ranks

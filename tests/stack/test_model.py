@@ -37,7 +37,7 @@ def test_arithmetic_reward_reads_what_it_generates(loaded) -> None:
     """Sampled as in training, some answers are right and most are not: there is something to learn."""
     import torch
 
-    from ngrpo.tasks import arithmetic
+    from ngrpo.workbench.tasks import arithmetic
 
     model, tokenizer = loaded
     rows = arithmetic.problems(rows=16)[0]

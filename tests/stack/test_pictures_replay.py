@@ -27,7 +27,7 @@ def actor() -> Any:
     """OpenRLHF's own actor around a tiny Qwen3-VL."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from ngrpo.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
 
     pytest.importorskip("openrlhf")
     with during_import():

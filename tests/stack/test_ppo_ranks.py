@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ngrpo.config import batch_check
-from ngrpo.upstream import openrlhf_parser
+from ngrpo.machine.upstream import openrlhf_parser
 from tests.own_process import RESULT
 from tests.stack.ppo_ranks import arguments
 from tests.tiny_folder import tiny_folder

@@ -60,7 +60,7 @@ def test_a_position_whose_proposal_is_excluded_is_an_ordinary_one(limited: Any) 
 
 def test_the_sampling_correction_is_finite(limited: Any) -> None:
     """GSPO and truncated importance sampling weigh log π_trainer − log π_rollout: one −inf would make all of it NaN."""
-    from ngrpo.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
 
     with during_import():
         from openrlhf.models.loss import PolicyLoss

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo import sampling_schedules
+from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation
 from tests.stack.harness import build_engine, chat_prompts, sample
 from tests.stack.schedule_truth import scheduled_gaps

@@ -58,7 +58,7 @@ def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
 
 def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
     """At another temperature than 1, and with a filter that goes by the schedule's."""
-    from ngrpo import sampling_schedules
+    from ngrpo.methods import sampling_schedules
     from ngrpo.rollout import set_perturbation
 
     attached = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.perturbation

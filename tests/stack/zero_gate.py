@@ -21,7 +21,7 @@ def train(stage: int, rank: int, target: Path) -> None:
     from torch.optim.lr_scheduler import LambdaLR
     from transformers.integrations import HfDeepSpeedConfig
 
-    from ngrpo.storage import parameters_file
+    from ngrpo.machine.storage import parameters_file
     from ngrpo.trainers.openrlhf.model_actors import replay_scope, separate
     from perturbations import create, parameters
     from tests.fast.replay_examples import small

@@ -18,7 +18,7 @@ def rank_of_two(rank: int, port: str) -> Iterator[None]:
     os.environ.update(LOCAL_RANK="0", OMP_NUM_THREADS="1")
     import torch
 
-    from ngrpo.hardware.cpu import waited_for
+    from ngrpo.machine.hardware.cpu import waited_for
 
     # Compiling DeepSpeed's shared-memory all-reduce takes half a minute; gloo does without. The attribute
     # deepspeed.comm.torch is torch itself, so the module of that name is looked up.

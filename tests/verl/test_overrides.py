@@ -21,8 +21,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from ngrpo import advantages
 from ngrpo.config.verl_lines import of_perturbation
+from ngrpo.methods import advantages
 from ngrpo.trainers.verl import overrides, verl_seams
 from perturbations import registry
 from perturbations.errors import UsageError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ngrpo.advantages.base import Advantage
 from ngrpo.config.run import current_run
+from ngrpo.methods.advantages.base import Advantage
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.trainers.openrlhf.second_round_loss import advantages_of_all, in_order

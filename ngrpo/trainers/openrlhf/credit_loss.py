@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.config.run import current_run
-from ngrpo.credits.base import Credit, LossTokens
+from ngrpo.methods.credits.base import Credit, LossTokens
 from ngrpo.trainers.openrlhf.loss import policy_loss, replacing
 from perturbations.errors import present
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.config.run import current_run
-from ngrpo.credits.base import StepTokens
+from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.metrics import kept_by_actors, note_measures
 from perturbations.errors import present
 

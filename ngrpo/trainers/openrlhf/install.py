@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any
 
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
-from ngrpo.hardware.compiled import ready_to_compile
+from ngrpo.machine.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
+from ngrpo.machine.hardware.compiled import ready_to_compile
 from ngrpo.trainers.openrlhf.seams import IMPORT, Seam, active
 from perturbations.errors import present
 

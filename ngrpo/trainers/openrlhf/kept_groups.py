@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.config.run import RunConfig, current_run
-from ngrpo.console.token_texts import fed, pieces
-from ngrpo.storage.result_folder import CannotWrite, write_text
+from ngrpo.machine.console.token_texts import fed, pieces
+from ngrpo.machine.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.side_inputs import unpack
 from perturbations.errors import present

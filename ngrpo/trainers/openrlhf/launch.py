@@ -18,14 +18,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.hardware import Profile, attention, processes, profile_for
-from ngrpo.hardware.compiled import ready_to_compile
+from ngrpo.machine.hardware import Profile, attention, processes, profile_for
+from ngrpo.machine.hardware.compiled import ready_to_compile
+from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream.machine import started_here
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
 from ngrpo.trainers.openrlhf.install import install, setup_hook
-from ngrpo.upstream import openrlhf_parser, placement
-from ngrpo.upstream.machine import started_here
-from ngrpo.upstream.openrlhf_flags import Flags
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
-from ngrpo.storage.parameters_file import attach
+from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.trainers.openrlhf import side_inputs
 from ngrpo.trainers.openrlhf.density_loss import Densities, densities
 from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss

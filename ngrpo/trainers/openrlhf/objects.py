@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
     from ray.actor import ActorHandle
 
-    from ngrpo.sampling_schedules.base import PastStep
+    from ngrpo.methods.sampling_schedules.base import PastStep
     from ngrpo.trainers.openrlhf.gap import GapScale
     from ngrpo.trainers.openrlhf.kept_groups import KeptGroups
     from ngrpo.trainers.openrlhf.rollout_actor import EngineProof, PickUps

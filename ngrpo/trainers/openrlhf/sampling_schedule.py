@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
-from ngrpo.sampling_schedules.base import PastStep, Run
+from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 from ngrpo.trainers.openrlhf.policy_noise import steps_of_run
 from perturbations.errors import present

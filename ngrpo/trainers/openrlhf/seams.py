@@ -72,8 +72,8 @@ _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspee
 def _seam(
     module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
 ) -> Seam:
-    """A row; ``ours`` is of this folder where its module has no dot, else of ``ngrpo``."""
-    home = "ngrpo" if ours and "." in ours.partition(":")[0] else __package__
+    """A row; ``ours`` is of this folder where its module has no dot, else of ``ngrpo.machine``."""
+    home = "ngrpo.machine" if ours and "." in ours.partition(":")[0] else __package__
     return Seam(module, attribute, ours and f"{home}.{ours}", when, upstream, checked, why)
 
 
@@ -107,7 +107,7 @@ SEAMS: tuple[Seam, ...] = (
         "likewise: the dtype that models are loaded in"),
     _seam(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
-    # ---- without flash-attn (see ngrpo.hardware.attention) ----------------------------------------
+    # ---- without flash-attn (see ngrpo.machine.hardware.attention) ----------------------------------------
     _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
     _seam("openrlhf.utils", "get_strategy", "hardware.attention:attention_as_given", "without_flash_attn", "import",

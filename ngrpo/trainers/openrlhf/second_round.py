@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY as REQUEST
 from ngrpo.rollout.settings import request_arguments
-from ngrpo.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.engine_handles import StandIn, knowing_evaluations, stood_in
 from perturbations.errors import present
 from perturbations.replay import packing

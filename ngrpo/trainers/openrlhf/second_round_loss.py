@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ngrpo.advantages.base import Advantage
 from ngrpo.config.run import current_run
-from ngrpo.second_rounds.base import SecondRound
+from ngrpo.methods.advantages.base import Advantage
+from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.loss import policy_loss
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack

@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-from ngrpo.scoring.answers import outcome
+from ngrpo.workbench.scoring.answers import outcome
 
 
 class Visits:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo import advantages
-from ngrpo.advantages.base import Advantage
 from ngrpo.config.verl_lines import KL_IN_REWARD, check_advantage
+from ngrpo.methods import advantages
+from ngrpo.methods.advantages.base import Advantage
 from perturbations.errors import UsageError
 
 

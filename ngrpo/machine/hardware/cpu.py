@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU profile: unmodified OpenRLHF (Ray, DeepSpeed, vLLM) on a machine without CUDA.
+
+OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each stand-in below is one row of
+`ngrpo.trainers.openrlhf.seams`, takes the original and returns what stands in its place. All of them can go
+when OpenRLHF asks DeepSpeed's accelerator for its device, as its own SFT path already does in part.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.config.run import current_run
+from ngrpo.machine.hardware.profile import Profile
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+    from torch import nn
+
+_ROLES = ("actor", "ref", "reward", "critic")
+
+# (flag, whether its value is refused, the reason and what to do)
+_REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
+    ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
+    (
+        "--vllm.gpu_memory_utilization",
+        lambda v: True,
+        "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
+    ),
+    (
+        "--ds.lora.rank",
+        lambda v: v != "0",
+        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know; leave it out",
+    ),
+    ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
+    ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
+    ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
+    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; leave it out for float32"),
+)
+
+
+def check(flags: Flags) -> None:
+    """Refuses what would fail late, or be ignored, without CUDA.
+
+    Raises:
+        UsageError: With the flag, why it cannot work here, and what to do.
+    """
+    for name, refused, reason in _REFUSED:
+        value = flags.value(name)
+        if value is not None and refused(value):
+            raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
+            "Install one (Debian: apt-get install g++) or point CXX at it."
+        )
+    tensor = flags.value("--ds.tensor_parallel_size") or "1"
+    if tensor != "1" and flags.value("--ds.param_dtype") == "fp32":
+        raise UsageError(
+            f"--ds.tensor_parallel_size {tensor} needs --ds.param_dtype bf16 in OpenRLHF, and --hardware cpu trains in"
+            " float32 where none is given. Add it, or leave tensor parallelism out."
+        )
+
+
+def ray_init(flags: Flags) -> dict[str, Any]:
+    """Logical resources for a Ray on this machine: one "GPU" for every process of a model that OpenRLHF places.
+
+    The number is bookkeeping only; no device stands behind it. CPUs follow it because OpenRLHF asks
+    for one per "GPU", plus one for the trainer process, or three where rollouts are asynchronous.
+    """
+
+    def count(name: str, default: int) -> int:
+        return int(flags.value(name) or default)
+
+    units = count("--vllm.num_engines", 1) * count("--vllm.tensor_parallel_size", 1)
+    for role in _ROLES:
+        units += count(f"--{role}.num_nodes", 1) * count(f"--{role}.num_gpus_per_node", 1)
+    return {
+        "num_gpus": units,
+        "num_cpus": units + 3,
+        "include_dashboard": False,
+        # Token batches only (weights go through a file). Ray's default is 30% of the memory.
+        "object_store_memory": 512 * 2**20,
+    }
+
+
+def _env() -> dict[str, str]:
+    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return {
+        # DeepSpeed looks for CUDA first; where its guess is wrong it fails at init_distributed.
+        "DS_ACCELERATOR": "cpu",
+        # Ray 2.55 forces 1 thread per worker otherwise. Rollout, forward and training alternate, so
+        # each may use the whole machine.
+        "OMP_NUM_THREADS": cores,
+        # Threads that wait must not spin: the next phase runs in another process.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # "auto" of vLLM 0.29 keeps one core for itself, half of a two-core machine. Binding is off too:
+        # bound threads would fight with the trainer's for the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # An engine of one rank in one process. vLLM 0.29 on a CPU otherwise has three, a front end, a core and a
+        # worker: ten seconds of imports each, and messages between them at every token.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # GiB of KV cache: 23,000 tokens of SmolLM2-135M. A fraction of the memory (OpenRLHF's default is
+        # 0.95 of it) would take what the trainer, on the same machine, needs.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+
+
+PROFILE = Profile(
+    name="cpu",
+    env=_env(),
+    default_flags={
+        **{f"--{role}.num_gpus_per_node": "1" for role in _ROLES},
+        "--vllm.num_engines": "1",
+        # Compilation costs half a minute at start and gains little on a small model.
+        "--vllm.enforce_eager": None,
+        "--vllm.sync_backend": "gloo",
+        # Few processors multiply bfloat16 as fast, and rollout and trainer then agree to 1e-4.
+        "--ds.param_dtype": "fp32",
+    },
+    ray_init=ray_init,
+    check=check,
+    engine_options={"dtype": "float32"},
+)
+
+
+# ---- stand-ins: each takes the original and returns what takes its place (see ngrpo.trainers.openrlhf.seams) ----
+
+
+def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:
+    """`torch.cuda.current_device` answers with the CPU device, which `.to()` and `device=` both take."""
+
+    @wraps(original)
+    def current_device() -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    return current_device
+
+
+def cuda_do_nothing(original: Callable[..., None]) -> Callable[..., None]:
+    """`torch.cuda.set_device` and `torch.cuda.synchronize`: there is no device to choose or to wait for."""
+
+    @wraps(original)
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    return nothing
+
+
+def device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+    """OpenRLHF asks for a mesh on "cuda"; without CUDA the same mesh lies on "cpu" (gloo)."""
+
+    @wraps(original)
+    def init_device_mesh(device_type: str, *args: object, **kwargs: object) -> Any:
+        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return init_device_mesh
+
+
+def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """`NaiveReplayBuffer.__init__` spells its device ``cuda:{index}``, which cannot be said of a CPU."""
+
+    @wraps(original)
+    def __init__(self: NaiveReplayBuffer, *args: object, **kwargs: object) -> None:
+        import torch
+
+        current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            torch.cuda.current_device = current_device
+        self.target_device = torch.device("cpu")
+
+    return __init__
+
+
+def moving_average(original: Callable[..., None]) -> Callable[..., None]:
+    """`--train.enable_ema` averages on the device "cuda" by name."""
+
+    @wraps(original)
+    def average(
+        self: object, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: str | torch.device = "cpu"
+    ) -> None:
+        return original(self, model, model_ema, beta, "cpu")
+
+    return average
+
+
+def engine_on_cpu(plain: Any) -> type:
+    """`RolloutRayActor`: the trainer's dtype, and processes of its own as tensor-parallel ranks, as vLLM's on a CPU."""
+
+    class EngineOnCPU(plain):
+        async def __init__(self, *args: object, **kwargs: Any) -> None:
+            if Flags(current_run().openrlhf).value("--ds.param_dtype") == "fp32":
+                kwargs["dtype"] = "float32"
+            if kwargs.get("tensor_parallel_size", 1) > 1:
+                kwargs["distributed_executor_backend"] = "mp"
+            await plain.__init__(self, *args, **kwargs)
+
+    return EngineOnCPU
+
+
+def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    """`convert_to_torch_dtype`: the further choice of ``--ds.param_dtype``, fp32."""
+
+    @wraps(original)
+    def convert_to_torch_dtype(param_dtype: str) -> torch.dtype:
+        import torch
+
+        return torch.float32 if param_dtype == "fp32" else original(param_dtype)
+
+    return convert_to_torch_dtype
+
+
+def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`get_train_ds_config`: PyTorch's fused AdamW, by DeepSpeed's own switch for it."""
+
+    @wraps(original)
+    def get_train_ds_config(*args: object, **kwargs: object) -> dict[str, Any]:
+        config = original(*args, **kwargs)
+        if config.get("optimizer", {}).get("type") == "AdamW":
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+        return config
+
+    return get_train_ds_config
+
+
+def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of DeepSpeed's, finished when it returns, asked for asynchronously or not.
+
+    Of several that it starts, DeepSpeed 0.19.6 waits for the last, which on a CUDA stream is the end of all. gloo
+    finishes them in any order, so that a parameter of ZeRO-3 could be read before it was gathered.
+    """
+
+    @wraps(original)
+    def collective(*args: object, **kwargs: object) -> Any:
+        work = original(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    return collective
+
+
+def no_shared_memory_op(original: Callable[[], None]) -> Callable[[], None]:
+    """DeepSpeed's shared-memory all-reduce; without it, as off Linux, gloo reduces (DeepSpeed 0.19.6)."""
+
+    @wraps(original)
+    def build_shm_op() -> None:
+        return None
+
+    return build_shm_op

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's own parser and its own conditions on flags, asked before anything is loaded or started.
+
+OpenRLHF 0.11.2 has both in the ``if __name__ == "__main__":`` block of its program, below imports that take many
+seconds. That block alone is run here, up to the training that it ends with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import lru_cache, partial, wraps
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any, NoReturn
+
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+_PROGRAM, _CONFIG = "cli/train_ppo_ray.py", "utils/config.py"
+_HELP = "See: ngrpo train --openrlhf-help"
+_NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
+_OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--hardware", "--run-dir", "--log-file")
+_OURS += ("--config", "--dry-run")
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raises ``UsageError`` for flags that OpenRLHF's parser, or one of its assertions after it, would refuse.
+
+    Args:
+        argv: OpenRLHF's flags, complete.
+    """
+    try:
+        _resolved(tuple(argv))
+    except AssertionError as error:
+        raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"OpenRLHF fails over these flags ({type(error).__name__}: {error}). {_HELP}") from None
+
+
+@lru_cache(maxsize=1)
+def defaults() -> dict[str, str]:
+    """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
+    values = {flag: action.default for action in _actions() for flag in action.option_strings}
+    return {flag: str(value) for flag, value in values.items() if isinstance(value, str | int | float)}
+
+
+@lru_cache(maxsize=1)
+def default_values() -> dict[str, Any]:
+    """OpenRLHF's default of each argument, by its name without dashes."""
+    return {action.dest: action.default for action in _actions() if action.dest != "help"}
+
+
+def resolved(argv: Sequence[str]) -> dict[str, Any]:
+    """OpenRLHF's arguments as its training would get them, by their names without dashes.
+
+    Args:
+        argv: OpenRLHF's flags, complete; :func:`check` has accepted them.
+    """
+    return dict(_resolved(tuple(argv)))
+
+
+@lru_cache
+def _resolved(argv: tuple[str, ...]) -> dict[str, Any]:
+    """Kept, since every rule on a run asks for them."""
+
+    def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
+        settings: dict[str, Any] = {}
+        for name, value in vars(nested).items():
+            settings |= (
+                flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
+            )
+        return settings
+
+    return flat("", _run(argv)["args"])
+
+
+def print_help() -> None:
+    """Prints OpenRLHF's own help."""
+    try:
+        _run(["--help"])
+    except SystemExit:
+        return
+
+
+class _Made(Exception):
+    """Carries the parser out of the block, before it reads anything."""
+
+
+def with_float32(original: Callable[..., argparse.Action]) -> Callable[..., argparse.Action]:
+    """`add_argument` of argparse: OpenRLHF's ``--ds.param_dtype`` has the choice fp32 too, see `hardware/cpu.py`."""
+
+    @wraps(original)
+    def add_argument(self: argparse.ArgumentParser, *names: str, **settings: Any) -> argparse.Action:
+        if "--ds.param_dtype" in names:
+            settings["choices"] = [*settings["choices"], "fp32"]
+        return original(self, *names, **settings)
+
+    return add_argument
+
+
+class _Parser(argparse.ArgumentParser):
+    """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
+
+    add_argument = with_float32(argparse.ArgumentParser.add_argument)
+
+    def __init__(self, argv: Sequence[str] | None) -> None:
+        super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
+        self._argv = argv
+
+    def error(self, message: str) -> NoReturn:
+        number = _NUMBER.fullmatch(message)
+        if number:
+            kind = "whole number" if number["kind"] == "int" else "number"
+            raise UsageError(f"{number['flag']} {number['value']}: must be a {kind}. {_HELP}")
+        raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
+
+    def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
+        if self._argv is None:
+            raise _Made(self)
+        namespace, unknown = self.parse_known_args(self._argv)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            what = "flag" if unknown[0].startswith("-") else "word"
+            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*flags, *_OURS])} {_HELP}")
+        return namespace
+
+
+def _actions() -> list[argparse.Action]:
+    try:
+        _run(None)
+    except _Made as made:
+        return made.args[0]._actions
+    return []
+
+
+def _run(argv: Sequence[str] | None) -> dict[str, Any]:
+    """Runs the block; returns its variables."""
+    hierarchize, block = _compiled()
+    parser = SimpleNamespace(ArgumentParser=partial(_Parser, argv))
+    # It prints its warnings when the training starts.
+    variables = {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None}
+    exec(block, variables)
+    return variables
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
+    """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
+    spec = find_spec("openrlhf")
+    assert spec is not None and spec.origin is not None, "preflight.check_stack comes first"
+    folder = Path(spec.origin).parent
+    nesting: dict[str, Any] = {}
+    exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
+    module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
+    block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
+    nodes = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
+    return nesting["hierarchize"], compile(ast.Module(nodes, []), _PROGRAM, "exec")
+
+
+def _downloads(node: ast.stmt) -> bool:
+    """Whether this is ``if args.use_ms:``, which patches the hub's client for the whole process."""
+    return isinstance(node, ast.If) and any(isinstance(part, ast.ImportFrom) for part in ast.walk(node))

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages of a group of answers to one prompt, as pure functions: `ngrpo train --advantage NAME`.
+
+One file for each, named as the advantage is. NGRPO, negative-enhanced GRPO (Nan et al., arXiv 2509.18851), stands here
+under ``ngrpo``. It is not N-GRPO, the mixing of semantic neighbors (Zhu et al., arXiv 2606.10768), which is
+``--perturbation neighbor``. The names are nearly equal, the methods have nothing in common, and they can be combined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perturbations.errors import UsageError
+from perturbations.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ngrpo.methods.advantages.base import Advantage
+
+# What OpenRLHF 0.11.2 computes itself (--algo.advantage.estimator) and is not repeated here.
+OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo", "flash_reinforce")
+
+registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages")
+register, available = registry.register, registry.available
+
+
+def create(name: str, **options: object) -> Advantage:
+    """Makes an advantage, as :meth:`perturbations.registry.Registry.create`."""
+    if name.lower() in ("n-grpo", "n_grpo"):
+        raise UsageError(
+            f"unknown advantage {name!r}: two methods have nearly this name. N-GRPO, the mixing of neighbors, is"
+            " --perturbation neighbor; NGRPO, negative-enhanced GRPO, is --advantage ngrpo."
+        )
+    if name in OPENRLHF_ESTIMATORS:
+        raise UsageError(
+            f"unknown advantage {name!r}: OpenRLHF computes that one itself; leave --advantage out and give"
+            f" --algo.advantage.estimator {name}. Ours: {', '.join(available())}."
+        )
+    return registry.create(name, **options)
+
+
+def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: object) -> Tensor:
+    """The advantages of P groups of G answers.
+
+    Args:
+        name: as in :func:`create`.
+        rewards: (P, G), one row for each prompt.
+        counts: (P, G) how often each answer's outcome was seen before; ``copo`` needs it, others do not use it.
+        **options: of the advantage, such as ``n`` of ``ngrpo``.
+
+    Returns:
+        Advantages (P, G), float32 or wider.
+
+    Raises:
+        UsageError: for an unknown name or option, a bad value, a wrong shape, or rewards that are not finite.
+    """
+    return create(name, **options).compute(rewards, counts)
+
+
+__getattr__ = registry.base_of_package

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of an advantage, and what several of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
+from ngrpo.methods.advantages import registry as _registry
+from perturbations.errors import UsageError
+from perturbations.options import Options, option
+
+# Rewards are sums of float32; nearer to the maximum than this counts as the maximum.
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Options, ABC):
+    """An advantage with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+
+    kind: ClassVar[str] = "advantage"
+    registry: ClassVar[Any] = _registry
+    paper: ClassVar[str] = "none named"
+    counted: ClassVar[bool] = False
+    """Whether it needs to know how often each (prompt, answer) outcome was seen."""
+    sums_to_zero: ClassVar[bool] = False
+    """Whether the advantages of each group sum to 0, whatever its rewards."""
+    leaves_out_overlong: ClassVar[bool] = False
+    """Whether answers that were cut off at the length limit are no part of their groups, and get 0."""
+
+    @abstractmethod
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """The advantages of P groups.
+
+        Args:
+            rewards: (P, G) finite, float32 or wider.
+            counts: (P, G), how often each answer's outcome was seen before; None unless :attr:`counted`.
+
+        Returns:
+            (P, G). Each row is a function of its own row of the rewards and counts.
+        """
+
+    def at_step(self, step: int) -> Advantage:
+        """The advantage as it is at a training step, from 0 on: itself, unless an option changes over the run."""
+        return self
+
+    @property
+    def changes_over_run(self) -> bool:
+        """Whether :meth:`at_step` may give another advantage at a later step."""
+        return type(self).at_step is not Advantage.at_step
+
+    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
+        """As :meth:`formula`, with everything checked.
+
+        Args:
+            rewards: (P, G), one row for each prompt.
+            counts: (P, G); ignored unless :attr:`counted`.
+            overlong: which answers were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
+
+        Returns:
+            (P, G), float32 or wider.
+
+        Raises:
+            UsageError: for a wrong shape, or rewards that are not finite or that the formula is not made for.
+        """
+        if rewards.dim() != 2:
+            raise UsageError(
+                f"advantage {self.name}: rewards of shape {tuple(rewards.shape)}; (P, G) is needed, one row for each"
+                " prompt with its G answers."
+            )
+        if self.counted and (counts is None or counts.shape != rewards.shape):
+            shape = None if counts is None else tuple(counts.shape)
+            raise UsageError(
+                f"advantage {self.name}: counts={shape}; a tensor of the rewards' shape {tuple(rewards.shape)} is"
+                " needed: how often each answer was seen before."
+            )
+        for row, column in (~rewards.isfinite()).nonzero().tolist():
+            raise UsageError(
+                f"advantage {self.name}: the reward of prompt {row}, answer {column} is"
+                f" {rewards[row, column].item()}. Finite rewards are needed: repair the reward function."
+            )
+        rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+        self.check_rewards(rewards)
+        counts = counts if self.counted else None
+        if overlong is None or not self.leaves_out_overlong:
+            return self.formula(rewards, counts)
+        result, complete = torch.zeros_like(rewards), ~overlong
+        left = complete.sum(-1, keepdim=True)
+        for size in left[left > 0].unique().tolist():  # groups with as many answers left go together
+            here = complete & (left == size)
+            of_size = None if counts is None else counts[here].view(-1, size)
+            result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
+        return result
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Raises ``UsageError`` for rewards (P, G) that the formula is not made for."""
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
+        # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
+        return {"--algo.advantage.estimator": "group_norm"}
+
+    def notes(self, flags: Flags) -> list[str]:
+        """Warnings for the user about OpenRLHF's flags."""
+        return []
+
+
+def normalised(rewards: Tensor) -> Tensor:
+    """(r − mean) / (std + 1e-9) within each row of (P, G), with the sample standard deviation.
+
+    A row of equal values gives exactly 0 at any G: differences from its first value are exact zeros, whereas its
+    float32 mean may be off by one unit in the last place, which division by 1e-9 would blow up.
+    """
+    apart = rewards - rewards[:, :1]
+    deviation = apart.std(-1, correction=min(1, rewards.shape[1] - 1), keepdim=True)
+    return (apart - apart.mean(-1, keepdim=True)) / (deviation + 1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedAdvantage(Advantage):
+    """For rewards in [0, 1] where 1 is a correct answer; no group, no normalisation."""
+
+    paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Raises ``UsageError`` for rewards outside of [0, 1]."""
+        outside = rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)]
+        if len(outside):
+            raise UsageError(
+                f"advantage {self.name}: a reward of {float(outside[0]):g}; rewards in [0, 1] are needed, 1 for a"
+                " correct answer. Let the reward function give those, or use --advantage group_norm or ngrpo."
+            )
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Raises ``UsageError`` for penalties that would move the rewards out of [0, 1]."""
+        for flag in ("--reward.overlong_buffer_len", "--reward.stop_properly_penalty_coef"):
+            if flags.has(flag):
+                raise UsageError(
+                    f"{flag} cannot be used with --advantage {self.name}: it makes rewards that are not in [0, 1]."
+                    " Leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo."
+                )
+        return super().flags(flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnealedK(Advantage):
+    """For objectives of the best of k answers, with a k that may change over the run."""
+
+    k: int = option(4, "answers of which the best counts", low=1)
+    k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
+    k_steps: int = option(100, "training steps from k to k_end", low=1)
+    k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
+
+    def at_step(self, step: int) -> AnnealedK:
+        """With the k of the step."""
+        if self.k_end is None:
+            return self
+        share = min(step / self.k_steps, 1.0)
+        if self.k_change == "switch":
+            share = float(step >= self.k_steps)
+        return replace(self, k=round(self.k + share * (self.k_end - self.k)), k_end=None)
+
+    @property
+    def changes_over_run(self) -> bool:
+        """Where there is a k of the end."""
+        return self.k_end is not None
+
+    def check_group(self, size: int) -> None:
+        """Raises ``UsageError`` where k does not fit groups of so many answers."""
+        if self.k > size:
+            raise UsageError(
+                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the answers to each prompt"
+                " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
+            )
+
+    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
+        """As the base, where k fits the group."""
+        if rewards.dim() == 2:
+            self.check_group(rewards.shape[1])
+        return super().compute(rewards, counts, overlong)
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Raises ``UsageError`` where k does not fit the groups that the run will have."""
+        size = flags.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
+        for advantage in (self, self.at_step(self.k_steps)):
+            if size.isdecimal():
+                advantage.check_group(int(size))
+        return super().flags(flags)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a policy noise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.methods.policy_noises import registry as _registry
+from perturbations import seeds
+from perturbations.errors import UsageError
+from perturbations.options import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyNoise(Options, ABC):
+    """A policy noise with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+
+    kind: ClassVar[str] = "policy noise"
+    registry: ClassVar[Any] = _registry
+    paper: ClassVar[str] = "none named"
+    # For the error of a model that has none of them.
+    noised: ClassVar[str] = "the parameters that its method selects() names"
+
+    seed: int = option(0, "seed of the noise")
+
+    @abstractmethod
+    def selects(self, name: str) -> bool:
+        """Whether a parameter gets noise, by its name in the Hugging Face model."""
+
+    def selected(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The parameters of a model that get noise; what :meth:`selects` says of each, unless a noise compares them.
+
+        Args:
+            names: of all its parameters.
+
+        Raises:
+            UsageError: where there is none.
+        """
+        names = tuple(names)
+        chosen = tuple(name for name in names if self.selects(name))
+        if not chosen:
+            some = ", ".join(names[:4])
+            raise UsageError(
+                f"--policy_noise {self.name}: none of the model's parameters ({some}, …) is one that it is made for:"
+                f" {self.noised}. Use another --policy_noise ({', '.join(_registry.available())}, or a file of your"
+                " own), another model, or leave it out."
+            )
+        return chosen
+
+    @abstractmethod
+    def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
+        """σ of the weights that roll out for a training step.
+
+        Args:
+            step: from 0.
+            steps: training steps of the whole run.
+            last: σ of the rollouts before, None for the first.
+            divergence: mean of log π_rollout − log π_trainer over their tokens, an estimate of the KL divergence
+                between the two; None for the first, or where the rollouts' log-probabilities are not known.
+
+        Returns:
+            σ ≥ 0; at 0 the weights are clean.
+        """
+
+    @property
+    def follows_divergence(self) -> bool:
+        """Whether :meth:`scale` needs the divergence, and so the rollouts' log-probabilities."""
+        return False
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
+        return {}
+
+    @contextmanager
+    def added(self, parameters: Mapping[str, Tensor], scale: float, sync: int) -> Iterator[None]:
+        """Parameters with noise of N(0, scale²) in each element of the selected ones; the same bits as before after it.
+
+        The noise is a function of seed, sync and parameter name: the same on every rank and in every engine.
+
+        Args:
+            parameters: all of the model's, by name.
+            scale: σ.
+            sync: number of the weight sync.
+
+        Raises:
+            UsageError: as :meth:`selected`.
+        """
+        chosen = {name: parameters[name] for name in self.selected(parameters)}
+        if scale == 0.0:
+            yield
+            return
+        clean = {name: parameter.detach().clone() for name, parameter in chosen.items()}
+        try:
+            for name, parameter in chosen.items():
+                parameter.data.copy_(clean[name].float() + scale * self._noise(name, sync, parameter))
+            yield
+        finally:
+            for name, parameter in chosen.items():
+                parameter.data.copy_(clean[name])
+
+    def _noise(self, name: str, sync: int, like: Tensor) -> Tensor:
+        generator = torch.Generator(like.device).manual_seed(seeds.of_policy_noise(self.seed, sync, name))
+        return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

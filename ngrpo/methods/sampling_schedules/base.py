@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a sampling schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.methods.sampling_schedules import registry as _registry
+from perturbations.options import Options, option
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The B tokens that one step of the rollout is about to draw, as one batch on one device.
+
+    Attributes:
+        logits: z divided by the temperature that the request asks for, (B, V) float32.
+        temperature: that temperature, (B,) float32.
+        generated: tokens that each answer has so far, (B,) int64: 0 before its first one.
+        step: training step that each answer is for, (B,) int64, from 0.
+        answer: which answer to its prompt each token is of, (B,) int64, from 0; None where each is the only one.
+        answers: how many answers that prompt gets, (B,) int64, from 1; None likewise.
+    """
+
+    logits: Tensor
+    temperature: Tensor
+    generated: Tensor
+    step: Tensor
+    answer: Tensor | None = None
+    answers: Tensor | None = None
+
+    def entropies(self) -> Tensor:
+        """Of the model's own distribution, softmax(z), in nats: (B,) float32, 0 or above and never -0."""
+        log_p = torch.log_softmax(self.logits * self.temperature.unsqueeze(-1), dim=-1)
+        # abs() and not a minus: where one token is possible the sum is 0, and x / -0.0 would be -inf.
+        return (log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(dim=-1).abs()
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """The rollouts of one training step.
+
+    Attributes:
+        factor: of their temperature, as the schedule chose it for the step.
+        entropy: of the policy that drew them, at the temperature it drew with, in nats, mean over their tokens.
+    """
+
+    factor: float
+    entropy: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a whole run.
+
+    Attributes:
+        steps: training steps.
+        temperature: the one asked for, ``--rollout.temperature``.
+        vocabulary: V.
+    """
+
+    steps: int
+    temperature: float
+    vocabulary: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSchedule(Options):
+    """A sampling schedule with its options. Subclasses are frozen dataclasses whose fields come from ``option``.
+
+    It overrides :meth:`factor`, :meth:`factor_of_step`, or both: the temperature is the one asked for times both.
+    """
+
+    kind: ClassVar[str] = "sampling schedule"
+    registry: ClassVar[Any] = _registry
+    paper: ClassVar[str] = "none named"
+
+    evaluation: bool = option(False, "evaluations during the training follow it too")
+
+    def factor(self, at: NextTokens) -> Tensor | None:
+        """What the temperature is multiplied with at each position, in the rollout.
+
+        Each row is a function of its own row of ``at``, so that chunks, preemption and the rest of the batch change
+        nothing; it does not wait for the device.
+
+        Returns:
+            (B,) float32, greater than 0; None where nothing changes within an answer.
+        """
+        return None
+
+    def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
+        """What the temperature of the rollouts for training step ``len(past)`` is multiplied with.
+
+        Args:
+            past: the steps before it, the first one first.
+            run: the run.
+
+        Returns:
+            Greater than 0.
+        """
+        return 1.0
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether the rollouts of a step depend on those of the steps before."""
+        return type(self).factor_of_step is not SamplingSchedule.factor_of_step
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Defaults of OpenRLHF's flags that belong to the method: the loss is weighted by min(π / π_rollout, 10)."""
+        return {
+            "--algo.advantage.is_correction_level": "token",
+            "--algo.advantage.is_correction_mode": "clip",
+            "--algo.advantage.is_correction_threshold": ("0", "10"),
+        }

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a second round, and what follows from its answers: the group, the ratio, the advantages' rewards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.methods.second_rounds import registry as _registry
+from perturbations.options import Options, option
+
+_TEXT = "ngrpo-text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondRound(Options, ABC):
+    """A second round with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+
+    kind: ClassVar[str] = "second round"
+    registry: ClassVar[Any] = _registry
+    paper: ClassVar[str] = "none named"
+
+    prompts: int = option(6, "how many prompts are asked where all answers to one are wrong", low=1)
+    answers: int = option(4, "answers to each of them", low=1)
+    wrong: float = option(0.0, "the largest reward of a wrong answer")
+    shaping: float | None = option(0.1, "γ of the ratio ρ / (ρ + γ); none for PPO's, ρ clipped", above=0.0)
+    group: str = option("all", "whose rewards the advantages are of: of all answers, or kept", choices=("all", "kept"))
+    seed: int = option(0, "seed of the prompts and of the choice among right answers", low=0)
+
+    @abstractmethod
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+        """A prompt of the second round.
+
+        Args:
+            text: the prompt of the data, as the model reads it.
+            tokenizer: the model's, of transformers.
+            random: where all that is drawn comes from.
+
+        Returns:
+            What the model is asked in its place, at most :attr:`room` tokens longer.
+        """
+
+    @property
+    def room(self) -> int:
+        """Tokens by which a prompt may be longer than the given one; engines are started with so many more."""
+        return 0
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Defaults of OpenRLHF's flags that belong to the method: no KL term, in view of the others."""
+        return {"--algo.kl.init_coef": "0"}
+
+    def is_needed(self, rewards: Sequence[float]) -> bool:
+        """Whether all answers to a prompt are wrong, by their rewards."""
+        return max(rewards) <= self.wrong
+
+    def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:
+        """Which answers of the second round take the place of the group's first ones.
+
+        Args:
+            rewards: of the second round's answers.
+            size: of the group, G.
+            random: chooses where more answers are right than there is place for.
+
+        Returns:
+            Numbers of right answers, at most G − 1: a wrong one stays.
+        """
+        right = [number for number, reward in enumerate(rewards) if reward > self.wrong]
+        return right if len(right) < size else sorted(random.sample(right, size - 1))
+
+    def log_ratio(self, log_probs: Tensor, behavior: Tensor) -> Tensor:
+        """The logarithm of what an answer of the second round weighs its advantage with, token by token.
+
+        ρ = π_θ(o | p) / π_old(o | p′), the prompt of the data against the one that was asked; ρ / (ρ + γ) with shaping.
+
+        Args:
+            log_probs: log π_θ(o | p).
+            behavior: log π_old(o | p′), of the same shape.
+        """
+        ratio = log_probs - behavior
+        if self.shaping is None:
+            return ratio
+        return -torch.nn.functional.softplus(torch.tensor(self.shaping).log().to(ratio) - ratio)
+
+
+def opening(prompt: str, tokenizer: Any) -> int:
+    """The place at which the first message's own text begins.
+
+    Args:
+        prompt: as the model reads it, made by the tokenizer's chat template or not.
+        tokenizer: of transformers.
+
+    Returns:
+        Behind the head of the first message: the system's where the data has one, else the user's. 0 where the prompt
+        was not made by the template, or there is none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return 0
+    user = {"role": "user", "content": _TEXT}
+    # A template may put a system message of its own in front of the user's: that is its longer head, and no text.
+    heads = [_head([user], tokenizer), _head([{"role": "system", "content": _TEXT}, user], tokenizer)]
+    return max((len(head) for head in heads if head is not None and prompt.startswith(head)), default=0)
+
+
+def _head(messages: list[dict[str, str]], tokenizer: Any) -> str | None:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # a template raises Jinja's own errors for roles that it does not know
+        return None
+    return text.partition(_TEXT)[0] if _TEXT in text else None

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoPE, Lorem Perturbation for Exploration: nonsense before the prompt (arXiv 2605.05566)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from ngrpo.methods.second_rounds import register
+from ngrpo.methods.second_rounds.base import SecondRound, opening
+from perturbations.errors import UsageError
+from perturbations.options import option
+
+# The words of the printers' dummy text, which is cut out of Cicero's De finibus (45 BC).
+_TEXT = (
+    "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt ut labore et dolore magna"
+    " aliqua enim ad minim veniam quis nostrud exercitation ullamco laboris nisi aliquip ex ea commodo consequat duis"
+    " aute irure in reprehenderit voluptate velit esse cillum eu fugiat nulla pariatur excepteur sint occaecat"
+    " cupidatat non proident sunt culpa qui officia deserunt mollit anim id est laborum"
+)
+WORDS = tuple(_TEXT.split())
+# What the line's end and the seams to the text around it may add.
+_SEAMS = 8
+
+
+@register("lope")
+@dataclass(frozen=True, kw_only=True)
+class LoPE(SecondRound):
+    """LoPE: words of *lorem ipsum* in a random order, in front of the prompt's first message."""
+
+    paper = "LoPE, arXiv 2605.05566"
+
+    least: int = option(100, "the shortest nonsense, in tokens", low=1)
+    most: int = option(300, "the longest nonsense, in tokens", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least > self.most:
+            raise UsageError(f"second round lope: least={self.least}: must be at most most={self.most}.")
+
+    @property
+    def room(self) -> int:
+        """The longest nonsense, and what its line adds."""
+        return self.most + _SEAMS
+
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+        """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
+        length = random.randint(self.least, self.most)
+        words = [random.choice(WORDS) for _ in range(length)]
+        low, high = 1, length  # the most words of at most so many tokens, and at least one
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = len(tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)) <= length
+            low, high = (middle, high) if fits else (low, middle - 1)
+        at = opening(text, tokenizer)
+        return f"{text[:at]}{' '.join(words[:low])}\n{text[at:]}"

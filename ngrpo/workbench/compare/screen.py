@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live progress of a comparison: which run, which step, reward so far, time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ngrpo.machine.console.progress import StepLine, span
+from ngrpo.machine.console.text_table import aligned
+from ngrpo.workbench.compare.plan import Run
+
+
+class Screen:
+    """Prints one line per event; a comparison may run for hours in a log file, so nothing is overwritten."""
+
+    def __init__(self, total: int, batch: int, took: Sequence[float] = ()) -> None:
+        """
+        Args:
+            total: runs of the comparison, finished ones included.
+            batch: prompts of a training step.
+            took: seconds that each finished run took.
+        """
+        self._total, self._batch = total, batch
+        self._took = list(took)
+        self._began = time.monotonic()
+        self._head = ""
+
+    def begin(self, number: int, run: Run) -> None:
+        """A run starts; ``number`` counts from 1."""
+        self._began = time.monotonic()
+        self._head = f"[{number}/{self._total}] {run.arm.id}, seed {run.seed}"
+        self._say("starts")
+
+    def step(self, line: StepLine, prompts: int | None) -> None:
+        """A training step of the run at hand."""
+        steps = None if prompts is None else max(line.step, -(-prompts // self._batch))
+        of = f"/{steps}" if steps else ""
+        took = "" if line.seconds is None else f", {line.seconds:.0f} s"
+        rest = "" if steps is None else f", about {span(self._left(line, steps))} left"
+        self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{rest}")
+
+    def _left(self, line: StepLine, steps: int) -> float:
+        """Seconds until all runs have ended, as far as it can be told: as long for each as the finished ones took.
+
+        The first run has only its steps to go by, of which the first one waits for the engine.
+        """
+        passed = time.monotonic() - self._began
+        training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
+        if not self._took:
+            return training + (self._total - 1) * (passed + training)
+        run = sum(self._took) / len(self._took)
+        return max(training, run - passed) + (self._total - len(self._took) - 1) * run
+
+    def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
+        """The run at hand has ended."""
+        self._took.append(time.monotonic() - self._began)
+        if record["status"] == "failed":
+            first = str(record["error"]).splitlines()[0]
+            self._say(f"FAILED: {first} (log: {record['log']})")
+            return
+        score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
+        self._say(f"done in {span(record['seconds'])}{score}")
+
+    def note(self, text: str) -> None:
+        """A line that belongs to no run."""
+        print(text, flush=True)
+
+    def _say(self, text: str) -> None:
+        print(f"{self._head}: {text}", flush=True)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The outcome in a few lines."""
+    n = next((row["n"] for row in results["summary"] if row["n"]), None)
+    ks = list(next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {}))
+    further_ks = [k for k in ks if k != "1"]
+    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in further_ks[-1:])]
+    head = ["strategy", "seeds", *evaluated, "reward of own rollouts"]
+    rows = [[*head, "tokens/s", "s/step"]]
+    for row in results["summary"]:
+        cells = [row["strategy"], str(len(row["seeds"]))]
+        if n:
+            cells.append(_number(row["mean_at_n"]))
+        cells += [_number(row["pass_at_k"].get(k)) for k in further_ks[-1:]]
+        first, last = (_number(row[key], bounds=False) for key in ("reward_first", "reward_last"))
+        cells.append("–" if row["reward_last"] is None else f"{first} → {last}")
+        rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])
+    verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
+    return "\n".join([*aligned(rows, left=len(rows[0])), "", *verdicts])
+
+
+def _number(value: Mapping[str, Any] | None, *, bounds: bool = True) -> str:
+    if value is None:
+        return "–"
+    between = f" [{value['low']:.3f}, {value['high']:.3f}]" if bounds and value["low"] is not None else ""
+    return f"{value['value']:.3f}{between}"
+
+
+def _times(value: Mapping[str, Any]) -> str:
+    return "–" if value["ratio"] is None else f"×{value['ratio']:.2f}"

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: problems, answer checking, and Mean@n and Pass@k over samples from vLLM.
+
+Importing this loads nothing heavy; each name is imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Problem": "ngrpo.workbench.scoring.problem",
+    "Sampling": "ngrpo.workbench.evaluate.engine",
+    "Verdict": "ngrpo.workbench.scoring.problem",
+    "evaluate": "ngrpo.workbench.evaluate.evaluation",
+    "load_problems": "ngrpo.workbench.scoring.problems",
+    "load_task": "ngrpo.workbench.tasks",
+    "mean_at_n": "ngrpo.workbench.statistics.estimators",
+    "pass_at_k": "ngrpo.workbench.statistics.estimators",
+    "rescore": "ngrpo.workbench.evaluate.evaluation",
+    "score": "ngrpo.workbench.evaluate.scorers",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry for all scorers: an answer's text in, a verdict out."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngrpo.workbench import tasks
+from ngrpo.workbench.scoring import choices, math_answers, scorer_names
+from ngrpo.workbench.scoring.answers import generated, last_statement
+from ngrpo.workbench.scoring.problem import Problem, Verdict
+from ngrpo.workbench.scoring.scorer_names import OF_TASK
+from perturbations.errors import UsageError
+
+# A score such as a float32 0.99999994 is a full one.
+_FULL = 1.0 - 1e-6
+
+
+def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
+    """Checks one answer.
+
+    Args:
+        problem: the question, its reference and its scorer.
+        text: what the model said.
+        prompt: the prompt as the model saw it, for a reward file; the question's own text if None.
+
+    Returns:
+        The verdict. An answer that cannot be read is wrong, not an error.
+
+    Raises:
+        UsageError: for an unknown scorer, a missing package, or a reward file that fails.
+    """
+    prompt = problem.question if prompt is None else prompt
+    said = generated(prompt + text, prompt)
+    if problem.scorer == "math":
+        return math_answers.check(problem.answer, said)
+    if problem.scorer == "choice":
+        return choices.check(problem.answer, said, problem.meta.get("options"))
+    if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
+        return _by_task(problem, said)
+    check_scorer(problem.scorer)
+    return _by_file(problem, text, prompt)
+
+
+def check_problems(problems: Sequence[Problem]) -> None:
+    """Checks problems and their scorers before an hour of sampling, and not after it.
+
+    Raises:
+        UsageError: where there are none, two have one id, a package is missing, or a reward file fails.
+    """
+    if not problems:
+        raise UsageError("there are no problems: the dataset is empty.")
+    if len({problem.id for problem in problems}) < len(problems):
+        raise UsageError("two problems have the same id; ids must be distinct.")
+    for problem in {problem.scorer: problem for problem in problems}.values():
+        score(problem, problem.answer)
+
+
+def check_scorer(name: str) -> None:
+    """Checks that there is such a scorer.
+
+    Raises:
+        UsageError: for an unknown one, an unknown task's or a missing file, with the nearest match.
+    """
+    scorer_names.check_name(name)
+    if name.startswith(OF_TASK):
+        tasks.check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
+
+
+def _by_task(problem: Problem, text: str) -> Verdict:
+    """The task's own reward, so that evaluation and training agree on every answer."""
+    task = _task(problem.scorer)
+    label = problem.meta.get("label", problem.answer)
+    reward = float(task.score(text, label))
+    extracted = task.final_answer(text)
+    return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, reward)
+
+
+@lru_cache(maxsize=8)
+def _task(scorer: str) -> Any:
+    check_scorer(scorer)
+    return import_module(f"ngrpo.workbench.tasks.{scorer.removeprefix(OF_TASK).partition(':')[0]}")
+
+
+def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
+    label = problem.meta.get("label", problem.answer)
+    try:
+        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
+        outcome = result if isinstance(result, dict) else {"rewards": result}
+        reward, value = (_number(outcome.get(key, outcome["rewards"])) for key in ("rewards", "scores"))
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
+    extracted = last_statement(text)
+    return Verdict.of(value >= _FULL, extracted, reward)
+
+
+@lru_cache(maxsize=8)
+def _reward_func(path: str) -> Any:
+    return runpy.run_path(str(Path(path).expanduser()))["reward_func"]
+
+
+def _number(value: object) -> float:
+    """The first number of a tensor, an array, a list or a number."""
+    return float(np.asarray(value, dtype=np.float64).flat[0])

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run did: `summary.json` and a short table."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.run import RunConfig
+from ngrpo.config.sampling import described
+from ngrpo.machine.console.terminal_chart import columns
+from ngrpo.machine.console.text_table import aligned
+from ngrpo.machine.storage.events import Series, read_scalars
+from ngrpo.machine.storage.result_folder import write_json
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.rollout import used_runner
+from ngrpo.trainers.openrlhf import kept_groups
+from perturbations import registry
+
+RUNNERS = "model_runner"
+"""Folder beside the summary in which the engines leave which model runner they have."""
+FORMAT = 1
+_PREFIX = "train/"
+_PERTURBATION = "perturbation/"
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "rubric/", "sampling/", "second_round/", "task/")
+_ROWS = 14
+_BARS = "▁▂▃▄▅▆▇█"
+
+# Heading, key in a step, format.
+_COLUMNS = (
+    ("reward", "reward", ".3f"),
+    ("rate", "rate", ".3f"),
+    ("anchor≠sampled", "anchor_differs", ".3f"),
+    ("shift", "shift", ".3f"),
+    ("gap perturbed", "gap_perturbed_mean", ".1e"),
+    ("max", "gap_perturbed_max", ".1e"),
+    ("gap plain", "gap_plain_mean", ".1e"),
+    ("max", "gap_plain_max", ".1e"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+    ("s/step", "step_seconds", ".1f"),
+)
+
+
+def finish(folder: Path, run: RunConfig, *, began: float) -> str:
+    """Writes ``summary.json`` of a finished run.
+
+    Args:
+        folder: the run's folder.
+        run: as it was started.
+        began: Unix time of the start; older logs in the same folder are not this run's.
+
+    Returns:
+        The table for the screen.
+    """
+    flags = Flags(run.openrlhf)
+    log = Path(flags.value("--logger.tensorboard_dir") or folder / "tensorboard")
+    scalars = read_scalars(log, began) if log.is_dir() else {}
+    place = folder / "summary.json"
+    summary: dict[str, Any] = {
+        "format": FORMAT,
+        **run.methods,
+        "sampling": described(run.sampling, flags),
+        "reproducible": run.reproducible,
+        "steps": steps(scalars),
+        "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
+        "seconds": round(time.time() - began, 1),
+        "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
+        "hardware": run.hardware,
+        "machine": machine(),
+        "versions": versions(used_runner.read(folder / RUNNERS)),
+        "places": {
+            "checkpoint": flags.value("--ckpt.output_dir"),
+            "tensorboard": str(log),
+            "summary": str(place),
+            "report": str(folder / "report.html"),
+        },
+        "openrlhf_args": list(run.openrlhf),
+        "groups": kept_groups.read(folder) if run.report_groups else [],
+        "scalars": scalars,
+    }
+    write_json(place, summary)
+    return table(summary)
+
+
+def steps(scalars: Series) -> list[dict[str, float]]:
+    """One row per training step, with the keys that were logged for it.
+
+    ``tokens_per_second`` is generated tokens over the generation's time; ``anchor_differs`` is the share of
+    perturbed positions whose token is not the ordinarily sampled one.
+    """
+    train = {tag[len(_PREFIX) :]: values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
+    rows = []
+    for step, reward in train.get("rollout/reward_mean", {}).items():
+        row: dict[str, float] = {"step": step, "reward": reward}
+        for tag, values in train.items():
+            if tag.startswith(_PERTURBATION) and step in values:
+                row[tag[len(_PERTURBATION) :]] = values[step]
+            elif tag.startswith(_PARTS) and step in values:
+                row[tag.replace("/", "_")] = values[step]
+        if "anchor_agreement" in row:
+            row["anchor_differs"] = 1.0 - row["anchor_agreement"]
+        at = {tag: values[step] for tag, values in train.items() if step in values}
+        seconds = at.get("timing/generation", 0.0)
+        if seconds > 0.0 and "rollout/response_length_mean" in at and "rollout/num_samples" in at:
+            row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
+        if "group_reward_std" in at:  # OpenRLHF's mean over groups: 0 where none has anything to learn from
+            row["group_reward_std"] = at["group_reward_std"]
+        if "timing/step_total" in at:
+            row["step_seconds"] = at["timing/step_total"]
+        rows.append(row)
+    return rows
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary for people: one line per step (thinned where there are many), then where everything is."""
+    rows = summary["steps"]
+    places = summary["places"]
+    lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
+    for part in (kind.name for kind in beside_perturbation()):
+        if summary.get(part):
+            lines.append(f"{part:<13} " + " ".join(_words(summary[part])))
+    if rows:
+        lines += ["", *_grid(_thin(rows)), "", *_figures(rows, evaluations(summary["evaluation"]))]
+    else:
+        lines += ["", "no training step was logged: are there fewer prompts than --rollout.batch_size?"]
+    lines += [
+        f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}",
+        f"checkpoint    {places['checkpoint']}",
+        f"TensorBoard   {places['tensorboard']}",
+        f"summary       {places['summary']}",
+        f"report        {places['report']}",
+    ]
+    return "\n".join(lines)
+
+
+def evaluations(scalars: Series) -> tuple[str, dict[int, float]]:
+    """OpenRLHF's Pass@1 of the evaluation problems over steps, step 0 being before the training.
+
+    Args:
+        scalars: ``evaluation`` of a summary.
+
+    Returns:
+        The metric's name, and its values by step; empty where nothing was evaluated.
+    """
+    tag = next((tag for tag in sorted(scalars) if tag.endswith("_pass1")), "")
+    return tag.rpartition("/")[2], {int(step): value for step, value in scalars.get(tag, {}).items()}
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars, the lowest and the highest of them at the ends of the scale."""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _describe(spec: Mapping[str, Any] | None) -> str:
+    """Name, rate, the gate's options, and the options that are not at their defaults."""
+    if spec is None:
+        return "none (stock vLLM rollouts)"
+    cls = registry.get(spec["name"], spec.get("source"))
+    defaults = {"name": spec["name"], "source": spec.get("source"), "gate.source": spec.get("gate.source")}
+    defaults |= {field.name: field.default for field in dataclasses.fields(cls)}
+    options = {key: value for key, value in spec.items() if key == "rate" or defaults.get(key) != value}
+    return " ".join(_words({"name": spec["name"], **options}))
+
+
+def _words(spec: Mapping[str, Any]) -> list[str]:
+    return [str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")]
+
+
+def _ends(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    points = sorted(values.items())
+    return [points[0], points[-1]] if len(points) > 1 else points
+
+
+def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    stride = -(-len(rows) // _ROWS)
+    return [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
+
+
+def _grid(rows: list[dict[str, float]]) -> list[str]:
+    columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    cells = [["step", *(heading for heading, _, _ in columns)]]
+    for row in rows:
+        numbers = (f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns)
+        cells.append([str(int(row["step"])), *numbers])
+    return aligned(cells, left=0)
+
+
+def _figures(rows: list[dict[str, float]], evaluated: tuple[str, dict[int, float]]) -> list[str]:
+    rewards = {int(row["step"]): row["reward"] for row in rows}
+    metric, scores = evaluated
+    first, *_, last = [*rewards.values()] * 2
+    if len(rewards) > 2 and all(0.0 <= value <= 1.0 for value in rewards.values()):
+        title = "reward of the rollouts" + (f"; ● {metric}" if scores else "")
+        lines = [title, *columns(rewards, scores), "", f"reward        {first:.3f} → {last:.3f}"]
+    else:
+        lines = [f"reward        {sparkline(list(rewards.values()))}  {first:.3f} → {last:.3f}"]
+    if scores:
+        steps = " → ".join(f"{value:.3f} (step {step})" for step, value in _ends(scores))
+        lines.append(f"evaluation    {steps}, {metric}")
+    gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
+    if gaps:
+        lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
+    size = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
+    if size:
+        lines.append(f"records       {sum(size) / len(size):.2f} bytes per generated token")
+    return lines

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prepared answer in parts, with sympy's form of its values and one string for all forms of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.sets import FiniteSet
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+from math_verify.grader import is_assignment_relation, take_last_relation
+from sympy.core.relational import Relational
+
+from ngrpo.workbench.scoring.math_text import SPACE, TEXT
+
+# An expression with more operations is printed as it stands: sympy may take minutes over it.
+_OPERATIONS = 80
+_EXPANDED = 20
+# An object of sympy, or the text where sympy has none.
+Value = Any
+# math-verify takes letters such as the ab of 3ab for units.
+_NORMALIZED = NormalizationConfig(units=False, basic_latex=True, malformed_operators=True, nits=True, boxed="all")
+_EXPRESSIONS = (LatexExtractionConfig(normalization_config=_NORMALIZED), ExprExtractionConfig())
+_CLOCK = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s*m\.?)?", re.I)
+_LABEL = re.compile(rf"(?:{TEXT}\{{\s*\(([A-Z])\)\s*\.?\s*\}}|\(([A-Z])\)(?={SPACE}|$))(?:{SPACE})*")
+_CURRENCY = re.compile(r"(-?)\s*(\\?\$|€|£|¥|\\pounds|\\euro)(?:\{\})?\s*")
+_UNIT = re.compile(
+    rf"(?:(?<=[\S]){SPACE}*{TEXT}\{{(?P<a>[^{{}}]*)\}}|(?<=[\d}})\]]){SPACE}+(?P<b>[A-Za-z][A-Za-z. /]+)"
+    rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%))(?:\^\{{?(?P<power>\d)\}}?)?$"
+)
+_DEGREES = re.compile(r"\s*(?:\^\{?\s*\\circ\s*\}?|°|\\degree)$")
+_UNITS = {
+    alias: unit
+    for unit, aliases in {
+        "kg": "kg kilogram kilo", "g": "g gram gm", "mg": "mg milligram", "lb": "lb pound", "oz": "oz ounce",
+        "km": "km kilometer kilometre", "m": "m meter metre", "cm": "cm centimeter centimetre", "mm": "mm millimeter",
+        "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
+        "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week", "year": "yr year",
+        "l": "l liter litre", "ml": "ml milliliter", "mph": "mph mile/hour mi/h", "km/h": "km/h kmh kph kilometer/hour",
+        "m/s": "m/s meter/second", "dollar": "dollar usd", "cent": "cent", "percent": "percent % percentage",
+        "degree": "degree deg", "rad": "rad radian", "j": "j joule", "kj": "kj kilojoule", "n": "n newton",
+    }.items()
+    for alias in aliases.split()
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer in parts: items as LaTeX with sympy's form of each; words instead where it is no expression."""
+
+    words: tuple[str, ...] | None = None
+    clock: tuple[int, int, str] | None = None
+    items: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()
+    unit: tuple[str, int] | None = None
+    label: str | None = None
+    form: str | None = field(default=None, compare=False)
+
+
+def read(text: str) -> Answer | None:
+    """An answer that was prepared; None where it says nothing."""
+    label = unit = None
+    lead = _LABEL.match(text)
+    if lead:
+        label, text = lead[1] or lead[2], text[lead.end() :] or lead[1] or lead[2]
+    money = _CURRENCY.match(text)
+    if money:
+        unit, text = (
+            ({"€": "euro", "£": "pound", "¥": "yen"}.get(money[2][-1], "dollar"), 1),
+            money[1] + text[money.end() :],
+        )
+    plain = " ".join(re.sub(rf"(?:{TEXT}|^)\{{([^{{}}]*)\}}", r" \1 ", text).split())
+    clock = _CLOCK.fullmatch(plain)
+    if clock:
+        time = (int(clock[1]), int(clock[2]), (clock[3] or "").lower())
+        return Answer(clock=time, form=f"{time[0]}:{clock[2]}")
+    if _is_words(text, plain):
+        parts = re.split(r"[,;&]|\band\b|\bor\b", re.sub(r"\\[{}]", "", plain.lower()))
+        words = sorted(re.sub(r"^(?:the|an?)\s|[^a-z0-9]", "", part.strip()) for part in parts)
+        return Answer(words=tuple(words), label=label, form=", ".join(words)) if any(words) else None
+    text, unit = _without_unit(text, unit)
+    items = _items(text)
+    values = tuple(_value(item) for item in items)
+    if not items or any(value is None for value in values):
+        return None
+    form = ", ".join(sorted(canonical(value) for value in values))
+    return Answer(items=items, values=values, unit=unit, label=label, form=form)
+
+
+def _is_words(text: str, plain: str) -> bool:
+    """Whether an answer is a name, a word or labels such as ABC, which are no products of letters."""
+    if re.search(r"\\(?![{}])|[=<>+*^_|/]", plain) or not re.match(r"\W*[A-Za-z]", plain):
+        return False
+    wrapped = bool(re.match(rf"\W*{TEXT}\{{", text))
+    return wrapped or (bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,})", plain)) and not re.search(r"\d[A-Za-z]", plain))
+
+
+def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[str, int] | None]:
+    if degrees := _DEGREES.search(text):
+        return text[: degrees.start()], ("degree", 1)
+    found = _UNIT.search(text)
+    if not found or (re.search(r"\d", found["a"] or found["b"] or "") and not found["a"]):
+        return text, unit
+    name = next(filter(None, found.groups())).lower().strip(" .\\")
+    power = int(found["power"] or 1)
+    if match := re.fullmatch(r"(.*?)\s*\^\{?(\d)\}?", name):
+        name, power = match[1], int(match[2])
+    for word, its in (("square ", 2), ("sq ", 2), ("cubic ", 3)):
+        if name.startswith(word):
+            name, power = name.removeprefix(word), its
+    name = "/".join(part if part in _UNITS else part.removesuffix("s") for part in re.split(r"\s*/\s*|\s+per\s+", name))
+    if found["d"] and name not in _UNITS:
+        return text, unit
+    return text[: found.start()], (_UNITS[name], power) if name in _UNITS else unit
+
+
+def _items(text: str) -> tuple[str, ...]:
+    """The values of a list, which a comma, "and" or "or" separates; a tuple is one value, a ± b two."""
+    text = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", text.strip())
+    text = re.sub(rf"{TEXT}\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b", ",", text)
+    if re.fullmatch(r"\\\{.*\\\}", text) and text.count(r"\{") == 1:
+        text = text[2:-2]
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    items = [re.sub(rf"^(?:{SPACE}|=|\\approx)+|(?:{SPACE})+$", "", part) for part in parts]
+    return tuple(
+        each
+        for item in items
+        if item
+        for each in ([item.replace(r"\pm", sign, 1) for sign in "+-"] if item.count(r"\pm") == 1 else [item])
+    )
+
+
+def _value(item: str) -> Value:
+    """Sympy's form of one value, its text where there is none, and None where it says nothing."""
+    if re.match(r"\\(?:[lg]eq?|[lg]t|neq?)(?![a-z])|[<>]|\W*$", item):
+        return None
+    ratio = re.fullmatch(r"([^:]+):([^:]+)((?::[^:]+)*)", item)
+    if ratio:
+        parts = [_value(part) for part in item.split(":")]
+        if any(not isinstance(part, sympy.Expr) or part.is_zero for part in parts):
+            return None
+        return sympy.Tuple(*(part / parts[0] for part in parts)) if ratio[3] else parts[0] / parts[1]
+    parsed = parse(f"\\boxed{{{item}}}", _EXPRESSIONS, parsing_timeout=0)
+    if not parsed:
+        return None
+    value = parsed[0]
+    if isinstance(value, str):
+        return value.strip() or None
+    if value in (sympy.true, sympy.false) or value.has(sympy.zoo, sympy.nan):
+        return None
+    if isinstance(value, Relational) and value.lhs == value.rhs:
+        return None
+    return value
+
+
+def relations_of(value: Value) -> Sequence[tuple[str, Value]]:
+    parts = getattr(value, "_unsorted_args", [value])  # of a chain such as 1 < x < 2
+    found = []
+    for part in parts:
+        sides = exactly(part.lhs - part.rhs)
+        name = type(part).__name__
+        if name in ("LessThan", "StrictLessThan"):
+            sides, name = -sides, name.replace("Less", "Greater")
+        found.append((name, sides))
+    return found
+
+
+def letters(text: str) -> str:
+    return "".join(re.sub(rf"{TEXT}\{{([^{{}}]*)\}}", r"\1", text).lower().split())
+
+
+def exactly(value: Value) -> Value:
+    return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
+
+
+def canonical(value: Value) -> str:
+    """One string for all forms of a value: exact numbers, expanded, roots out of denominators."""
+    return canonical_or_none(value) or str(value)
+
+
+def canonical_or_none(value: Value) -> str | None:
+    if isinstance(value, str):
+        return letters(value)
+    with suppress(Exception):
+        return sympy.sstr(_normal(value), order="lex")
+    return None
+
+
+def _normal(item: Value) -> Value:
+    if is_assignment_relation(item):
+        item = take_last_relation(item).rhs
+    if isinstance(item, (Relational, And)):
+        return sympy.Tuple(
+            *(sympy.Symbol(f"{name} {sympy.sstr(_normal(sides))}") for name, sides in relations_of(item))
+        )
+    if isinstance(item, sympy.MatrixBase):
+        return item.applyfunc(_normal)
+    if isinstance(item, (FiniteSet, sympy.FiniteSet, sympy.Tuple, sympy.Interval, sympy.Union)):
+        return item.func(*map(_normal, item.args))
+    item = exactly(item.doit())
+    if not isinstance(item, sympy.Expr) or (item.is_number and item.is_Rational) or item.count_ops() > _OPERATIONS:
+        return item
+    if any(power.base.is_Add and power.exp.is_number and abs(power.exp) > _EXPANDED for power in item.atoms(sympy.Pow)):
+        return item
+    return sympy.expand(sympy.radsimp(sympy.cancel(item)))

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process of math_answers.py: reads references with responses, and writes a verdict for each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+
+import sympy
+from latex2sympy2_extended.logic import And
+from math_verify import parse, verify
+from math_verify.grader import is_assignment_relation, take_last_relation
+from sympy.core.relational import Relational
+
+from ngrpo.workbench.scoring.answers import last_boxed
+from ngrpo.workbench.scoring.math_reading import Answer, Value, canonical_or_none, exactly, letters, read, relations_of
+from ngrpo.workbench.scoring.math_text import prepared, rewritten
+from ngrpo.workbench.scoring.problem import TIMED_OUT, UNREADABLE, Verdict
+
+CPU_SECONDS = 5
+# Where sympy cannot be interrupted, the system ends the process.
+_HARD_CPU_SECONDS = 8
+_MEMORY = 8 << 30
+# A decimal with fewer digits stands for its own value alone: 0.33 is not 1/3, 0.333333 is.
+_DIGITS = 6
+_DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*\\(?:times|cdot)\s*10\^\{?(-?\d+)\}?)?")
+_POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[*×·])\s*10\s*\^")
+_OPERATION = re.compile(r"[+*×·÷]|\\(?:times|cdot|div|pm)(?![A-Za-z])|[\d)}]\s*[-−–]|/.*/")
+_BASE = re.compile(r"\d_\{?(\d+)")
+
+
+def same(gold: Answer, said: Answer) -> bool:
+    """Whether an answer is the reference."""
+    if gold.label and gold.label == said.label and not said.items and not said.words:
+        return True
+    if gold.words and len(gold.words) == 1 and said.label and gold.words[0] == said.label.lower():
+        return True
+    if gold.clock or said.clock:
+        if gold.clock and said.clock:
+            return gold.clock[:2] == said.clock[:2] and (
+                gold.clock[2] == said.clock[2] or not (gold.clock[2] and said.clock[2])
+            )
+        gold, said = (_as_ratio(answer) for answer in (gold, said))
+    if gold.words or said.words:
+        return gold.words == (said.words or (letters("".join(said.items)),))
+    if len(gold.items) == 1 and len({item.partition("=")[0] for item in said.items}) == len(said.items) > 1:
+        point = read(f"({','.join(item.rpartition('=')[2] for item in said.items)})")  # x = 2, y = 3
+        return all(map(is_assignment_relation, said.values)) and point is not None and same(gold, point)
+    if len(gold.items) != len(said.items):
+        return False
+    percents = [answer.unit == ("percent", 1) for answer in (gold, said)]
+    if gold.unit and said.unit and gold.unit != said.unit:
+        return False
+    if percents[0] != percents[1] and len(gold.values) == 1:
+        return _same_with_percent(gold, said, percents[1])
+    left = list(zip(said.values, said.items))
+    for value, item in zip(gold.values, gold.items):
+        match = next((each for each in left if equal(value, each[0], item, each[1])), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _as_ratio(answer: Answer) -> Answer:
+    if answer.clock is None:
+        return answer
+    hours, minutes, _ = answer.clock
+    if not hours or not minutes:
+        return Answer(words=("a time",))
+    return Answer(items=(f"{hours}:{minutes}",), values=(sympy.Rational(hours, minutes),))
+
+
+def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
+    """50% is 50, where percents are asked for, and 1/2; 5000% is not 50."""
+    (one,), (other,) = gold.values, said.values
+    if equal(one, other, gold.items[0], said.items[0]):
+        return True
+    part, whole = (one, other) if said_percent else (other, one)
+    small = getattr(part, "is_number", False) and bool(abs(part) < 2)
+    return small and bool(getattr(whole, "is_number", False)) and equal(part, whole / 100, "", "")
+
+
+def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
+    """Whether two values are equal: exactly, but for decimals of many digits that stand for an exact value."""
+    if isinstance(gold, str) or isinstance(said, str):
+        return isinstance(gold, str) and isinstance(said, str) and letters(gold_text) == letters(said_text)
+    relations = [isinstance(value, (Relational, And)) for value in (gold, said)]
+    if all(relations):
+        return _same_relations(gold, said)
+    if relations[1] and _is_equation(said):
+        return equal(gold, take_last_relation(said).rhs, gold_text, said_text.rpartition("=")[2])
+    if relations[0] and is_assignment_relation(gold):
+        return equal(take_last_relation(gold).rhs, said, gold_text.rpartition("=")[2], said_text)
+    if any(relations):
+        sets = (sympy.Set, Relational, And)
+        return isinstance(gold, sets) and isinstance(said, sets) and _verified(gold, said)
+    bases = [base[1] for base in map(_BASE.search, (gold_text, said_text)) if base]
+    if len(set(bases)) > 1:
+        return False
+    if isinstance(gold, sympy.Expr) and isinstance(said, sympy.Expr):
+        if gold.is_number and said.is_number:
+            return _same_numbers(gold, said, gold_text, said_text)
+        if canonical_or_none(gold) == canonical_or_none(said):
+            return True
+        return not (gold.is_number or said.is_number) and _verified(exactly(gold), exactly(said))
+    if isinstance(gold, sympy.MatrixBase) and isinstance(said, sympy.MatrixBase):
+        return gold.shape == said.shape and all(equal(*pair, "", "") for pair in zip(gold.flat(), said.flat()))
+    if isinstance(gold, sympy.Interval) and isinstance(said, sympy.Interval):
+        ends = gold.left_open == said.left_open and gold.right_open == said.right_open
+        return ends and all(equal(*pair, "", "") for pair in ((gold.start, said.start), (gold.end, said.end)))
+    if isinstance(gold, sympy.Tuple) and isinstance(said, sympy.Tuple):
+        return len(gold) == len(said) and all(equal(*pair, "", "") for pair in zip(gold, said))
+    return _verified(gold, said)
+
+
+def _same_numbers(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
+    exact, other = exactly(gold).doit(), exactly(said).doit()
+    if exact == other:
+        return True
+    if exact.is_Rational and other.is_Rational and not (gold.has(sympy.Float) or said.has(sympy.Float)):
+        return False
+    if exact.is_infinite or other.is_infinite:
+        return False
+    sizes = [abs(value).evalf(40) for value in (exact, other, exact.evalf(40) - other.evalf(40))]
+    if not all(size.is_comparable for size in sizes):
+        return _verified(exact, other)
+    *both, difference = sizes
+    if difference <= max(both) * sympy.Float("1e-30"):
+        return True
+    for text, value in ((said_text, exact), (gold_text, other)):
+        digits = _DECIMAL.fullmatch(text.strip())
+        if digits and not value.is_Integer and not (gold.has(sympy.Float) and said.has(sympy.Float)):
+            many = len((digits[1] + digits[2]).lstrip("0")) >= _DIGITS
+            return many and bool(difference <= sympy.Rational(10) ** (int(digits[3] or 0) - len(digits[2])))
+    return False
+
+
+def _same_relations(gold: Value, said: Value) -> bool:
+    """Equations are equal up to a factor, inequalities up to a positive one."""
+    ones, others = ([*relations_of(value)] for value in (gold, said))
+    if is_assignment_relation(gold) and is_assignment_relation(said):
+        ones, others = ones[-1:], others[-1:]
+    return len(ones) == len(others) and all(any(_same_relation(one, other) for other in others) for one in ones)
+
+
+def _same_relation(one: tuple[str, Value], other: tuple[str, Value]) -> bool:
+    if one[0] != other[0]:
+        return False
+    factor = sympy.cancel(sympy.together(one[1] / other[1]))
+    if not factor.is_number:
+        factor = sympy.simplify(factor)
+    return bool(factor.is_number and factor.is_nonzero and ("Than" not in one[0] or factor.is_positive))
+
+
+def _is_equation(value: Value) -> bool:
+    return isinstance(take_last_relation(value), sympy.Eq)
+
+
+def _verified(gold: Value, said: Value) -> bool:
+    return verify(gold, said, float_rounding=30, timeout_seconds=0, allow_set_relation_comp=True)
+
+
+@lru_cache(maxsize=4096)
+def _reference(answer: str) -> Answer | None:
+    return read(rewritten(last_boxed(answer) or answer))
+
+
+def compare(answer: str, text: str) -> Verdict:
+    """The verdict on a response, and its final answer in canonical form."""
+    gold = _reference(answer)
+    found, settled = prepared(text)
+    if not settled:
+        parsed = parse(found, parsing_timeout=0) if found else []
+        found = rewritten(str(parsed[-1])) if parsed else ""
+    said = read(found)
+    if gold is None and found and letters(found) == letters(rewritten(answer)):
+        return Verdict.of(True, letters(found))  # a damaged reference has its text alone
+    if said is None:
+        return Verdict(UNREADABLE)
+    if gold is None:
+        return Verdict.of(False, said.form)
+    written_out = len(gold.values) == 1 and getattr(gold.values[0], "is_Rational", False)
+    if written_out and not _unfinished(gold.items) and _unfinished(said.items):
+        return Verdict(UNREADABLE)
+    right = same(gold, said)
+    # 1.2857142857 is right for 9/7 and then counts as the same answer.
+    return Verdict.of(right, gold.form if right else said.form)
+
+
+def _unfinished(items: Sequence[str]) -> bool:
+    """Whether an operation is left to be done, as where a text has the question's "2 + 3 * 4" and no answer to it."""
+    return any(_OPERATION.search(_POWER_OF_TEN.sub("e", item).rpartition("=")[2]) for item in items)
+
+
+class _Late(BaseException):
+    """No ``Exception``, which sympy and math-verify would swallow."""
+
+
+def _late(number: int, frame: object) -> None:
+    raise _Late
+
+
+def main() -> None:
+    """Answers line by line until the other end closes."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    signal.signal(signal.SIGVTALRM, _late)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no reply
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, _HARD_CPU_SECONDS)  # its signal ends the process
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+            verdict = compare(*json.loads(line))
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        except _Late:
+            verdict = Verdict(TIMED_OUT)
+        except Exception:
+            verdict = Verdict(UNREADABLE)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(asdict(verdict)), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
