@@ -189,7 +189,7 @@ class TestRegistry:
             create(**{**command.specs.get("advantage"), "scale": 0})
 
     def test_another_class_is_refused(self) -> None:
-        with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.advantages\.Advantage"):
+        with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.methods\.advantages\.Advantage"):
             create("perturbations.methods.neighbor:Neighbor")
 
     def test_they_are_listed(self) -> None:

@@ -181,7 +181,7 @@ CORRECTION = {
 PACKED = {"_local_scalar_dense flat_records.py", "nonzero test_pretended_trainer.py", HERE}
 CREDITS = {"nonzero credit_loss.py", "index by a mask credit_loss.py"}  # which tokens were generated
 CREDIT = {
-    "first_token": {"nonzero first_token.py", "bincount first_token.py", "copy to the device first_token.py"},
+    "first_token": {f"{what} first_token.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
     "simko": {"nonzero simko.py", "bincount simko.py", "tolist simko.py"},
 }
 

@@ -352,5 +352,5 @@ def test_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
 def test_wheel_carries_templates_style_and_script() -> None:
     setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
     assert re.search(
-        r'package_data=\{.*"ngrpo\.report": \["\*\.css", "\*\.js", "templates/\*\.html"\]', setup, re.DOTALL
+        r'package_data=\{.*"ngrpo\.workbench\.report": \["\*\.css", "\*\.js", "templates/\*\.html"\]', setup, re.DOTALL
     )

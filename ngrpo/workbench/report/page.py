@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +98,7 @@ def _section(name: str, heading: str, content: Content, template: str | None = N
 
 
 def _write(path: Path, kind: str, title: str, summary: dict[str, Any], sections: list[Section]) -> None:
-    style, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("style.css", "script.js"))
+    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("style.css", "script.js"))
     template = _templates().get_template("page.html")
     page = template.render(
         kind=kind,
