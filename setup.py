@@ -89,8 +89,6 @@ setup(
         # In an environment of its own, with a vLLM, then: pip install --no-deps verl==0.9.1 TransferQueue==0.1.11
         # tensordict==0.10.0
         "verl": VERL_NEEDS,
-        # --task verifiers:MODULE. 0.4 has no environments with load_environment() any more.
-        "verifiers": ["verifiers>=0.2,<0.5; python_version >= '3.11'"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
         "dist": ["build", "twine"],  # `make dist`
         # Triton is that of PyTorch 2.13 for CUDA: kernels are compiled and interpreted with it.

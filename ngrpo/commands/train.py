@@ -61,8 +61,7 @@ the run
                             sandbox, smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
                             math:FILE, minimum_sum, reasoning_gym:DATASET,
-                            shortcut[:FORM], star_graph, two_peaks,
-                            verifiers:MODULE[:NAME]
+                            shortcut[:FORM], star_graph, two_peaks
   --config FILE             YAML with any of these flags as keys, without dashes
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'

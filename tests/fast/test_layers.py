@@ -39,7 +39,7 @@ FLOORS = (
         "ngrpo.methods.second_rounds",
     ),
     ("ngrpo.config",),
-    ("ngrpo.machine.hardware", "ngrpo.rollout", "ngrpo.workbench.environments", "ngrpo.workbench.scoring"),
+    ("ngrpo.machine.hardware", "ngrpo.rollout", "ngrpo.workbench.scoring"),
     ("ngrpo.machine.console",),
     ("ngrpo.trainers", "ngrpo.workbench.tasks"),
     ("ngrpo.config.rules",),  # of OpenRLHF, of the hardware and of tasks

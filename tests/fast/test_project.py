@@ -63,7 +63,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
-    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "verl", "verifiers", "test", "docs", "dist"}
+    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "verl", "test", "docs", "dist"}
     assert names(found["test"]).isdisjoint(names(found["docs"] + found["dist"])), (
         "make test sets up no more than it runs"
     )
@@ -92,7 +92,7 @@ def pins(path: str) -> set[tuple[str, str]]:
 
 
 # PyTorch's build for CPUs; a release within the extra's range, and what is published for it.
-TESTED_WITH = {"torch", "verifiers", "sophistry-bench-sprint", "marble-v1"}
+TESTED_WITH = {"torch"}
 
 
 def test_every_file_pins_what_setup_pins() -> None:

@@ -103,6 +103,7 @@ def test_unknown_task() -> None:
         ("math", "needs an argument: --task math:FILE"),
         ("reasoning_jim:chain_sum", r"'reasoning_jim'\. Did you mean 'reasoning_gym'"),
         ("math:nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+        ("verifiers:mine", "unknown task 'verifiers'.* --train.agent_func_path for an environment"),
     ],
 )
 def test_arguments(task: str, says: str) -> None:
@@ -111,7 +112,7 @@ def test_arguments(task: str, says: str) -> None:
 
 
 def test_usage_names_the_arguments() -> None:
-    names = ["arithmetic", "math", "minimum_sum", "reasoning_gym", "shortcut", "star_graph", "two_peaks", "verifiers"]
+    names = ["arithmetic", "math", "minimum_sum", "reasoning_gym", "shortcut", "star_graph", "two_peaks"]
     assert tasks.available() == names
     assert tasks.usage()[:5] == ["arithmetic", "math:FILE", "minimum_sum", "reasoning_gym:DATASET", "shortcut[:FORM]"]
 

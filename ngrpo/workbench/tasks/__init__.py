@@ -48,9 +48,9 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
     name, colon, argument = task.partition(":")
     if name not in available():
         raise UsageError(
-            f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(usage())}; for"
-            " your own data leave --task out and give OpenRLHF's --data.prompt_dataset and"
-            " --reward.remote_url."
+            f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(usage())}. For your own data leave"
+            " --task out and give OpenRLHF's --data.prompt_dataset and --reward.remote_url, or --train.agent_func_path"
+            " for an environment."
         )
     placeholder = _argument(name)
     if placeholder is None and colon:
