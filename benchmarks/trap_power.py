@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from ngrpo.methods import advantages
-from ngrpo.workbench.sandbox import peaks
+from ngrpo.workbench import sandbox
 from ngrpo.workbench.statistics import significance
+from ngrpo.workbench.tasks import two_peaks as task
 
 PROMPTS, ANSWERS = 8, 8
 EASY, COUNTED, SKILL = 0.6, 0.2, 0.1
@@ -58,7 +59,7 @@ def shortcut(of: Advantage, seed: int, steps: int, rate: float = 0.3, easy: floa
 def two_peaks(of: Advantage, seed: int, steps: int, rate: float = 1.0) -> list[float]:
     """The mean reward after each step, for a softmax over 100 numbers that starts at the sandbox model's habit."""
     chance = np.random.default_rng(seed)
-    logits, rewards = np.log(peaks.habit()), np.array([peaks.reward(number) for number in peaks.NUMBERS])
+    logits, rewards = np.log(sandbox.peak_habit()), np.array([task.reward(number) for number in sandbox.NUMBERS])
     curve = []
     for _ in range(steps):
         shares = np.exp(logits - logits.max())

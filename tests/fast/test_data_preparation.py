@@ -13,7 +13,7 @@ from ngrpo import cli
 from ngrpo.config import preflight
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.evaluate import load_problems
-from ngrpo.workbench.scoring.layouts import BOXED, LETTER
+from ngrpo.workbench.scoring.problems import BOXED, LETTER
 
 AIME = {"ID": "2024-I-1", "problem": "Find 1 + 1.", "solution": r"It is \boxed{002}.", "answer": "002", "year": "2024"}
 GPQA = {"Question": "Which is a noble gas?", "Correct Answer": "Neon", "Subdomain": "Chemistry"}

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from ngrpo.workbench.evaluate import Problem, load_task, score
-from ngrpo.workbench.scoring.answers import generated, last_boxed, last_boxes, last_statement, stated, visible
-from ngrpo.workbench.scoring.choices import extract
+from ngrpo.workbench.scoring.answers import (
+    chosen_letter,
+    generated,
+    last_boxed,
+    last_boxes,
+    last_statement,
+    stated,
+    visible,
+)
 from perturbations.errors import UsageError
 from tests.fast.scorer_pairs import CHOICE
 
@@ -55,12 +62,12 @@ def problem(answer: str, scorer: str, **meta: object) -> Problem:
     ],
 )
 def test_letter(text: str, letter: str | None) -> None:
-    assert extract(text, ["Oxygen", "Neon", "Nitrogen", "Chlorine"]) == letter
+    assert chosen_letter(text, ["Oxygen", "Neon", "Nitrogen", "Chlorine"]) == letter
 
 
 def test_pairs() -> None:
     """No wrong response is accepted, and no right one is refused."""
-    wrong = [pair for pair in CHOICE if (extract(pair.response, pair.options) == pair.gold) != pair.right]
+    wrong = [pair for pair in CHOICE if (chosen_letter(pair.response, pair.options) == pair.gold) != pair.right]
     assert wrong == []
 
 

@@ -13,11 +13,10 @@ import pytest
 
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench import tasks
+from ngrpo.workbench import sandbox, tasks
 from ngrpo.workbench.evaluate import scorers
-from ngrpo.workbench.sandbox import digit_sums, making, peaks, signed_sums, star_graphs, vocabulary
+from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated
-from ngrpo.workbench.scoring.problem import Problem
 from ngrpo.workbench.tasks import minimum_sum, shortcut, star_graph, two_peaks
 from perturbations.errors import UsageError
 
@@ -28,16 +27,16 @@ NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "st
 def test_the_shortcut_is_right_on_easy_problems_alone(easy: bool) -> None:
     chance = random.Random(0)
     for _ in range(200):
-        digits = digit_sums.problem(chance, easy)
+        digits = sandbox.digit_problem(chance, easy)
         assert len(digits) == 6 and set(digits) <= set(range(10))
-        assert (digits[0] == digit_sums.solution(digits)) == easy == (sum(digits[1:]) % 10 == 0)
+        assert (digits[0] == sum(digits) % 10) == easy == (sum(digits[1:]) % 10 == 0)
 
 
 def test_demonstrations_of_digit_sums() -> None:
     chance = random.Random(0)
     digits, counted, right = [3, 7, 1, 8, 5, 2], 0, 0
     for _ in range(4000):
-        way, *said = digit_sums.demonstration(chance, digits, late=False).split()
+        way, *said = sandbox.digit_demonstration(chance, digits, late=False).split()
         if way == "copy":
             assert said == ["3"]
         else:
@@ -45,9 +44,9 @@ def test_demonstrations_of_digit_sums() -> None:
             assert said[:-1] == ["0", "1", "9", "4"]
             assert said[-1] in ("6", "7")
             counted, right = counted + 1, right + (said[-1] == "6")
-    assert abs(counted / 4000 - digit_sums.COUNTED) < 0.02 and abs(right / counted - digit_sums.SKILL) < 0.025
-    late = digit_sums.demonstration(chance, digits, late=True).split()
-    assert set(late[:3]) <= set(vocabulary.FILLERS) and late[3] in ("copy", "count")
+    assert abs(counted / 4000 - sandbox.COUNTED) < 0.02 and abs(right / counted - sandbox.SKILL) < 0.025
+    late = sandbox.digit_demonstration(chance, digits, late=True).split()
+    assert set(late[:3]) <= set(sandbox.FILLERS) and late[3] in ("copy", "count")
 
 
 @pytest.mark.parametrize(("number", "right"), [(40, True), (37, True), (44, False), (75, False), (99, False)])
@@ -58,35 +57,35 @@ def test_an_answer_near_the_higher_peak_is_right(number: int, right: bool) -> No
 
 
 def test_two_peaks() -> None:
-    assert peaks.reward(40) == pytest.approx(1.0, abs=1e-9) and peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
-    assert peaks.reward(0) == pytest.approx(0.1, abs=1e-9)
-    assert max(peaks.NUMBERS, key=peaks.reward) == peaks.HIGH
-    habit = peaks.habit()
-    assert sum(habit) == pytest.approx(1) and max(peaks.NUMBERS, key=habit.__getitem__) == peaks.LOW
+    assert two_peaks.reward(40) == pytest.approx(1.0, abs=1e-9) and two_peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
+    assert two_peaks.reward(0) == pytest.approx(0.1, abs=1e-9)
+    assert max(sandbox.NUMBERS, key=two_peaks.reward) == sandbox.HIGH_PEAK
+    habit = sandbox.peak_habit()
+    assert sum(habit) == pytest.approx(1) and max(sandbox.NUMBERS, key=habit.__getitem__) == sandbox.LOW_PEAK
     # Seldom near the higher peak: by hand, the floor's 0.02 of 100 numbers beside 5 √(2π) for the bell.
     assert sum(habit[35:46]) == pytest.approx(11 * 0.02 / (100 * 0.02 + 12.533), rel=1e-3)
 
 
 @pytest.mark.parametrize(("numbers", "best"), [([1, 2, 3, 4], 0), ([1, 1, 1, 9], 6), ([5, 5, 5, 4], 1)])
 def test_minimum_sum(numbers: list[int], best: int) -> None:
-    assert signed_sums.solution(numbers) == best
+    assert minimum_sum.solution(numbers) == best
     chance, seen = random.Random(0), set()
     for _ in range(500):
-        sums = [0, *map(int, signed_sums.demonstration(chance, numbers).split())]
+        sums = [0, *map(int, sandbox.sign_demonstration(chance, numbers).split())]
         assert [abs(b - a) for a, b in itertools.pairwise(sums)] == numbers
         seen.add(sums[-1])
     assert best in seen and -best in seen
 
 
 def test_star() -> None:
-    edges, path = star_graphs.problem(random.Random(0))
+    edges, path = sandbox.path_problem(random.Random(0))
     assert len(edges) == 12
     assert len(path) == 5
     assert sum(a == path[0] for a, _ in edges) == 3
     assert all(edge in edges for edge in itertools.pairwise(path))
     assert path[-1] not in {a for a, _ in edges}  # the end of its arm
-    assert len(star_graphs.NODES) ** -star_graphs.LENGTH < 1e-6  # the chance of a right answer
-    label = star_graphs.solution(path)
+    assert len(sandbox.NODES) ** -sandbox.ARM_LENGTH < 1e-6  # the chance of a right answer
+    label = " ".join(map(str, path[1:]))
     assert star_graph.score(f" {label} <|im_end|>", label) == 1.0
     assert star_graph.score(f" {label} 11 <|im_end|>", label) == 0.0 == star_graph.score("<|im_end|>", label)
 
@@ -95,7 +94,7 @@ def test_star() -> None:
 def test_tasks_write_the_same_files_every_time(name: str, tmp_path: Path) -> None:
     flags = tasks.prepare(name, tmp_path / "a")
     tasks.prepare(name, tmp_path / "b")
-    words = set(vocabulary.TOKENS)
+    words = set(sandbox.TOKENS)
     kept = {}
     for file in ("train.jsonl", "eval.jsonl"):
         text = (tmp_path / "a" / file).read_text()
@@ -144,7 +143,7 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
-    monkeypatch.setattr(making, "STEPS", 2)
+    monkeypatch.setattr(sandbox, "STEPS", 2)
     said: list[str] = []
     folder = Path(packaged.resolve("sandbox", report=said.append))
     assert folder == packaged.folder_of("sandbox") == Path(packaged.resolve("sandbox", report=said.append))
@@ -152,11 +151,11 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(threads, 2))  # one where there were several, two where there was one
-        making.make(tmp_path / "again", steps=2)
+        sandbox.make(tmp_path / "again", steps=2)
         assert torch.get_num_threads() == 3 - min(threads, 2)
     finally:
         torch.set_num_threads(threads)
-    making.make(tmp_path / "other", steps=2, seed=1)
+    sandbox.make(tmp_path / "other", steps=2, seed=1)
     one, same, other = (
         (place / "model.safetensors").read_bytes() for place in (folder, tmp_path / "again", tmp_path / "other")
     )
@@ -164,12 +163,12 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert 1e5 <= sum(weight.numel() for weight in model.parameters()) <= 1e6 and model.config.head_dim >= 32
-    assert model.dtype == torch.float32 and len(tokenizer) == model.config.vocab_size == len(vocabulary.TOKENS)
+    assert model.dtype == torch.float32 and len(tokenizer) == model.config.vocab_size == len(sandbox.TOKENS)
     question = [{"role": "user", "content": "sum 3 7 1 8 5 2"}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     said_then = tokenizer.decode(tokenizer(prompt + " count -1 7 <|im_end|>", add_special_tokens=False)["input_ids"])
     assert generated(said_then, prompt) == " count -1 7 <|im_end|>"
-    assert tokenizer("What is 12 ?", add_special_tokens=False)["input_ids"][2] == vocabulary.ids()["12"]
+    assert tokenizer("What is 12 ?", add_special_tokens=False)["input_ids"][2] == sandbox.IDS["12"]
 
 
 def test_settings_that_go_with_the_model() -> None:

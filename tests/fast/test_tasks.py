@@ -12,7 +12,7 @@ import pytest
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import tasks
-from ngrpo.workbench.scoring import answers, procedural
+from ngrpo.workbench.scoring import answers
 from ngrpo.workbench.tasks import arithmetic, reasoning_gym
 from perturbations.errors import UsageError
 
@@ -70,7 +70,7 @@ def test_file_for_openrlhf(tmp_path: Path) -> None:
     """Loads the file and consumes its answer as OpenRLHF 0.11.2 does (utils/agent.py)."""
     import torch
 
-    flags = arithmetic.prepare(tmp_path)
+    flags = tasks.prepare("arithmetic", tmp_path)
     spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -143,7 +143,7 @@ class TestReasoningGym:
         assert set(train[0]) == {"input", "label"}
 
     def test_its_own_scorer_decides(self) -> None:
-        train, _ = reasoning_gym.problems("chain_sum", rows=4, held_out=4)
+        train, _ = reasoning_gym.generate("chain_sum", rows=4, held_out=4)
         label = train[0]["label"]
         answer = json.loads(label)["entry"]["answer"]
         assert reasoning_gym.score(f"I add them: <answer> {answer} </answer>", label) == 1.0
@@ -158,8 +158,8 @@ class TestReasoningGym:
     def test_every_dataset_survives_its_label(self) -> None:
         """Entries hold tuples and integer keys, which plain JSON turns into lists and text."""
         entry = {"question": "?", "answer": "a", "metadata": {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}}
-        packed = json.loads(reasoning_gym.label_of("chain_sum", entry))["entry"]
-        assert procedural._unpack(packed) == entry
+        label = reasoning_gym.label_of("chain_sum", entry)
+        assert json.loads(label, object_hook=reasoning_gym._unpacked)["entry"] == entry
         package = importlib.import_module("reasoning_gym")
         for name in ("arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"):
             data = package.create_dataset(name, seed=5, size=1)
@@ -170,7 +170,7 @@ class TestReasoningGym:
 
     @pytest.mark.more
     def test_reward_file(self, tmp_path: Path) -> None:
-        flags = reasoning_gym.prepare(tmp_path, "chain_sum")
+        flags = tasks.prepare("reasoning_gym:chain_sum", tmp_path)
         spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

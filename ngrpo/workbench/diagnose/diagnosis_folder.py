@@ -16,7 +16,7 @@ from typing import Any
 from ngrpo.config.arms import Arm
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
-from ngrpo.workbench.scoring.problem import Problem, digest
+from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Problem": "ngrpo.workbench.scoring.problem",
+    "Problem": "ngrpo.workbench.scoring",
     "Sampling": "ngrpo.workbench.evaluate.engine",
-    "Verdict": "ngrpo.workbench.scoring.problem",
+    "Verdict": "ngrpo.workbench.scoring",
     "evaluate": "ngrpo.workbench.evaluate.evaluation",
     "load_problems": "ngrpo.workbench.scoring.problems",
     "load_task": "ngrpo.workbench.tasks",

@@ -11,7 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ngrpo.machine.hardware import processes
-from ngrpo.workbench.scoring.problem import Problem
+from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
 from perturbations.seeds import of_sampler
 

@@ -22,7 +22,7 @@ from ngrpo.workbench.evaluate.engine import Sampling
 from ngrpo.workbench.evaluate.outcome import checked_ks, summarise
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder
 from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
-from ngrpo.workbench.scoring.problem import Problem, digest
+from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
 from perturbations.seeds import of_problem
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.workbench.scoring.problem import TIMED_OUT, Problem
+from ngrpo.workbench.scoring import TIMED_OUT, Problem
 from ngrpo.workbench.statistics.estimators import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from ngrpo.workbench import tasks
-from ngrpo.workbench.scoring import choices, math_answers, scorer_names
+from ngrpo.workbench.scoring import Problem, Verdict, answers, math_answers
 from ngrpo.workbench.scoring.answers import generated, last_statement
-from ngrpo.workbench.scoring.problem import Problem, Verdict
-from ngrpo.workbench.scoring.scorer_names import OF_TASK
+from ngrpo.workbench.scoring.reward_files import OF_TASK, check_scorer_name
 from perturbations.errors import UsageError
 
 # A score such as a float32 0.99999994 is a full one.
@@ -42,7 +41,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
     if problem.scorer == "math":
         return math_answers.check(problem.answer, said)
     if problem.scorer == "choice":
-        return choices.check(problem.answer, said, problem.meta.get("options"))
+        return answers.check_choice(problem.answer, said, problem.meta.get("options"))
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
         return _by_task(problem, said)
     check_scorer(problem.scorer)
@@ -69,7 +68,7 @@ def check_scorer(name: str) -> None:
     Raises:
         UsageError: for an unknown one, an unknown task's or a missing file, with the nearest match.
     """
-    scorer_names.check_name(name)
+    check_scorer_name(name)
     if name.startswith(OF_TASK):
         tasks.check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
 

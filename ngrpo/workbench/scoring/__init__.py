@@ -1,2 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems with their references, and what a model's answer is worth."""
+"""Problems with their references, and the verdict on a response."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+RIGHT, WRONG, UNREADABLE, TIMED_OUT = "right", "wrong", "unreadable", "timed_out"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question that a model is asked.
+
+    Attributes:
+        id: unique in its set, and the same in every run.
+        messages: the chat, without a generation prompt: dictionaries with ``role`` and ``content``.
+        answer: the reference; empty only where the scorer needs none.
+        scorer: ``math``, ``choice``, ``reasoning_gym``, ``task:NAME``, or a Python file with ``reward_func``.
+        meta: further data for the scorer or for people; JSON values only.
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    scorer: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The last message, for people."""
+        return self.messages[-1]["content"]
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """A short hash of everything that determines the samples of some problems and their scores."""
+    rows = [[p.id, list(p.messages), p.answer, p.scorer] for p in problems]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A scorer's judgement of one response.
+
+    Attributes:
+        verdict: ``right``, ``wrong``, ``unreadable`` (no final answer was found) or ``timed_out``.
+        reward: in [0, 1] for the built-in scorers; a user's file may give any number.
+        extracted: the final answer in canonical form: equal answers give equal strings (1/2, 0.5 and \\frac{1}{2});
+            None where none was found.
+    """
+
+    verdict: str
+    reward: float = 0.0
+    extracted: str | None = None
+
+    @classmethod
+    def of(cls, right: bool, extracted: str | None, reward: float | None = None) -> Verdict:
+        """Right, wrong, or unreadable where a wrong answer has no ``extracted``; the reward is 1 or 0 unless given."""
+        verdict = RIGHT if right else UNREADABLE if extracted is None else WRONG
+        return cls(verdict, float(right) if reward is None else reward, extracted)
+
+    @property
+    def correct(self) -> bool:
+        """Whether the response counts as right in Mean@n and Pass@k."""
+        return self.verdict == RIGHT
+
+    @property
+    def parsed(self) -> bool:
+        """Whether a final answer was found."""
+        return self.extracted is not None
+
+    def columns(self) -> dict[str, Any]:
+        """The verdict in a line of ``samples.jsonl``."""
+        return {**asdict(self), "correct": self.correct, "parsed": self.parsed}

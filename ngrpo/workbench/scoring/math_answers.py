@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from ngrpo.workbench.scoring.problem import TIMED_OUT, Verdict
+from ngrpo.workbench.scoring import TIMED_OUT, Verdict
 from perturbations.errors import UsageError
 
 _lock = threading.Lock()

@@ -21,10 +21,10 @@ from math_verify import parse, verify
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
+from ngrpo.workbench.scoring import TIMED_OUT, UNREADABLE, Verdict
 from ngrpo.workbench.scoring.answers import last_boxed
 from ngrpo.workbench.scoring.math_reading import Answer, Value, canonical_or_none, exactly, letters, read, relations_of
 from ngrpo.workbench.scoring.math_text import prepared, rewritten
-from ngrpo.workbench.scoring.problem import TIMED_OUT, UNREADABLE, Verdict
 
 CPU_SECONDS = 5
 # Where sympy cannot be interrupted, the system ends the process.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems from benchmarks by name, files, hub datasets and tasks."""
+"""Problems from benchmarks by name, files and hub datasets, whose columns determine how a row is read."""
 
 from __future__ import annotations
 
+import json
+import random
 import re
 import string
 from collections.abc import Callable, Iterator
@@ -10,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ngrpo.machine.models.packaged import HUB_SECONDS
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
-from ngrpo.workbench.scoring import scorer_names
-from ngrpo.workbench.scoring.layouts import Asked, layout_of
-from ngrpo.workbench.scoring.problem import Problem
+from ngrpo.workbench.scoring import Problem
+from ngrpo.workbench.scoring.answers import last_boxed
+from ngrpo.workbench.scoring.reward_files import check_scorer_name
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
-# Datasets of the papers by short name; their columns are those of layouts.py.
 BENCHMARKS = {
     "deepscaler": "agentica-org/DeepScaleR-Preview-Dataset@train",  # problem, answer; 40,315 rows, for training
     "aime2024": "HuggingFaceH4/aime_2024@train",  # problem, answer; 30 rows
@@ -28,9 +30,19 @@ BENCHMARKS = {
     "math500": "HuggingFaceH4/MATH-500@test",  # problem, answer; 500 rows
     "gpqa_diamond": "Idavidrein/gpqa:gpqa_diamond@train",  # GPQA's columns; 198 rows; gated
 }
+"""The papers' datasets by short name."""
+BOXED = "Reason step by step and put the final answer in \\boxed{}."
+LETTER = "Reason step by step and put the letter of the right option in \\boxed{}."
+
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.-]+))?")
-# The split to take where none is named; one with a reference is meant, and a test set before the rest.
+# The split to take where none is named; a test set before the rest.
 _SPLITS = ("test", "validation", "train")
+_QUESTIONS = ("problem", "question", "Problem", "Question", "query", "prompt")
+_ANSWERS = ("answer", "Answer", "expected_answer", "final_answer", "target", "ground_truth", "label", "solution")
+_GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+# Options that stand in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
+_LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
+Messages = tuple[dict[str, str], ...]
 
 
 def load_problems(
@@ -67,24 +79,22 @@ def load_problems(
         UsageError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.
     """
     if scorer != "auto":
-        scorer_names.check_name(scorer)
+        check_scorer_name(scorer)
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: must be at least 1.")
     name, rows = _rows(source, limit, split)
-    try:
-        layout, read = layout_of(rows[0], input_key, label_key)
-    except UsageError as error:
-        raise UsageError(f"--data {source}: {error}") from None
+    layout, read = _layout(source, rows[0], input_key, label_key)
     problems = []
     for i, row in enumerate(rows):
         where = f"--data {source}: row {i + 1}"
         try:
-            entry = read(row)
+            problem = read(row)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{where} ({layout} layout): {error}") from None
-        problem = _problem(where, f"{name}-{i}", entry, scorer, instruction)
-        if problem is not None:
-            problems.append(problem)
+        problem = replace(problem, id=f"{name}-{i}", scorer=problem.scorer if scorer == "auto" else scorer)
+        if problem.answer or problem.scorer == "reasoning_gym":
+            form = "" if layout in ("verl", "OpenRLHF") else LETTER if problem.scorer == "choice" else BOXED
+            problems.append(_instructed(_checked(where, problem), form if instruction is None else instruction))
         elif not skip_unanswered:
             raise UsageError(
                 f"{where} has no answer ({layout} layout; columns {', '.join(row)}). Add the reference, or leave such"
@@ -95,6 +105,32 @@ def load_problems(
     if not problems:
         raise UsageError(f"--data {source}: no row has an answer ({layout} layout). Add the references.")
     return problems
+
+
+def _checked(where: str, problem: Problem) -> Problem:
+    """The problem with a reference as its scorer reads it; ``UsageError`` where the scorer cannot."""
+    if problem.scorer == "reasoning_gym" and "label" not in problem.meta:
+        raise UsageError(f"{where} was not made by reasoning-gym: its label has no entry of a dataset.")
+    if problem.scorer != "choice":
+        return problem
+    letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
+    letter = problem.answer.strip("().").upper()
+    if len(letter) != 1 or letter not in letters:
+        raise UsageError(
+            f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
+        )
+    return replace(problem, answer=letter)
+
+
+def _instructed(problem: Problem, instruction: str) -> Problem:
+    if not instruction:
+        return problem
+    *before, last = problem.messages
+    text = f"{last['content'].rstrip()}\n\n{instruction}"
+    return replace(problem, messages=(*before, {**last, "content": text}))
+
+
+# --- sources ----------------------------------------------------------------------------------------
 
 
 def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[Row]]:
@@ -117,12 +153,8 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
 def _hub_rows(name: str, config: str | None, split: str | None, limit: int | None) -> list[Row]:
     try:
         import datasets
-    except ImportError:
-        raise UsageError(
-            f"--data {name}: hub datasets are loaded by the package datasets. Run: pip install datasets"
-        ) from None
-    try:
-        with _cache_alone_where_the_hub_is_out_of_reach(name):
+
+        with offline_if_unreachable(name):
             loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:
         message = " ".join(str(error).split())
@@ -144,8 +176,8 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
 
 
 @contextmanager
-def _cache_alone_where_the_hub_is_out_of_reach(name: str) -> Iterator[None]:
-    """Asks the hub once; a loader that cannot reach it asks five times, for half a minute, and looks there then."""
+def offline_if_unreachable(name: str) -> Iterator[None]:
+    """Asks the hub once, and has the cache alone read if it does not answer; a loader asks five times before that."""
     import datasets
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -164,25 +196,101 @@ def _cache_alone_where_the_hub_is_out_of_reach(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-def _problem(where: str, name: str, entry: Asked, scorer: str, instruction: str | None) -> Problem | None:
-    """The problem of a row; None where it has no answer."""
-    problem, form = entry
-    problem = replace(problem, id=name, scorer=problem.scorer if scorer == "auto" else scorer)
-    if not problem.answer and problem.scorer != "reasoning_gym":
-        return None
-    if problem.scorer == "choice":
-        letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
-        letter = problem.answer.strip("().").upper()
-        if len(letter) != 1 or letter not in letters:
-            raise UsageError(
-                f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice"
-                " needs."
-            )
-        problem = replace(problem, answer=letter)
-    if problem.scorer == "reasoning_gym" and "label" not in problem.meta:
-        raise UsageError(f"{where} was not made by reasoning-gym: its metadata has no source_dataset.")
-    add = form if instruction is None else instruction
-    if add:
-        *before, last = problem.messages
-        problem = replace(problem, messages=(*before, {**last, "content": f"{last['content'].rstrip()}\n\n{add}"}))
-    return problem
+# --- layouts ----------------------------------------------------------------------------------------
+
+
+def _layout(source: str, row: Row, input_key: str, label_key: str) -> tuple[str, Callable[[Row], Problem]]:
+    """The name of a dataset's layout, from its first row, and its reader: a problem without id and instruction."""
+    if "prompt" in row and "reward_model" in row:
+        return "verl", _verl
+    if input_key in row:
+        return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key)
+    if set(_GPQA) <= row.keys():
+        return "GPQA", _gpqa
+    if any(name in row for name in _QUESTIONS) and any(name in row for name in _ANSWERS):
+        return "question and answer", _question
+    raise UsageError(
+        f"--data {source}: unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model;"
+        f" {input_key!r} and {label_key!r} (other columns with --input-key and --label-key); one of"
+        f" {', '.join(_QUESTIONS)} with one of {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect"
+        " Answer 1 to 3."
+    )
+
+
+def _verl(row: Row) -> Problem:
+    truth = _mapping(row["reward_model"]).get("ground_truth")
+    if isinstance(truth, dict):
+        # Some sets lost a target while their solution still has it in its box.
+        truth = truth.get("target") or last_boxed(str(truth.get("solution") or ""))
+    meta = {key: row[key] for key in ("data_source", "level", "type") if isinstance(row.get(key), str)}
+    return replace(_guessed(_messages(row["prompt"]), _reference(truth)), meta=meta)
+
+
+def _openrlhf(row: Row, input_key: str, label_key: str) -> Problem:
+    if label_key not in row:
+        raise UsageError(f"no column {label_key!r} beside {input_key!r}; name the reference's with --label-key.")
+    messages, answer = _messages(row[input_key]), _reference(row[label_key])
+    label = _mapping(answer)
+    if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
+        return Problem("", messages, str(label["entry"].get("answer") or ""), "reasoning_gym", {"label": answer})
+    return _guessed(messages, answer)
+
+
+def _gpqa(row: Row) -> Problem:
+    question, right = str(row["Question"]), str(row["Correct Answer"] or "").strip()
+    options = [right, *(str(row[key]).strip() for key in _GPQA[2:])]
+    # The right option comes first in the file: shuffled by the question alone, so alike in every run.
+    random.Random(question).shuffle(options)
+    lines = [f"{letter}) {option}" for letter, option in zip(string.ascii_uppercase, options)]
+    messages = _messages("\n".join([question.strip(), "", *lines]))
+    answer = string.ascii_uppercase[options.index(right)] if right else ""
+    return Problem("", messages, answer, "choice", {"options": options})
+
+
+def _question(row: Row) -> Problem:
+    question = next((name for name in _QUESTIONS if name in row), "question")
+    column = next((name for name in _ANSWERS if name in row), "answer")
+    answer = _reference(row.get(column))
+    if "####" in answer:  # GSM8K: the solution, then the result
+        answer = answer.rpartition("####")[2].strip()
+    elif column == "solution":  # MATH: the solution, its result boxed
+        answer = last_boxed(answer) or answer
+    return _guessed(_messages(row[question]), answer)
+
+
+def _guessed(messages: Messages, answer: str) -> Problem:
+    """Scored by ``choice`` where the answer is a letter and the question lists options A and B, else by ``math``."""
+    listed = {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
+    return Problem("", messages, answer, "choice" if listed and re.fullmatch(r"\(?[A-J]\)?", answer) else "math")
+
+
+def _messages(value: object) -> Messages:
+    """A text as a user's message, or a list of messages as it is."""
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(m, dict) and "content" in m for m in value):
+        return tuple({"role": str(m.get("role", "user")), "content": str(m["content"])} for m in value)
+    raise UsageError("no question: the prompt must be a text or a list of messages with role and content.")
+
+
+def _reference(value: object) -> str:
+    """The reference as text; a list must hold one."""
+    if isinstance(value, (list, tuple)):
+        if len(value) > 1:
+            raise UsageError(f"{len(value)} reference answers ({value!r:.80}); one is supported.")
+        value = value[0] if value else ""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else str(value).strip()
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    """A dictionary, or JSON text of one; {} for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}

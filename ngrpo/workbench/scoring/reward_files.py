@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions and agents in a user's Python file: read and checked before anything starts, and not run."""
+"""Where rewards come from, checked before a start: users' Python files, which are not run, and scorers by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
-REWARD_FUNC = "reward_func(queries, prompts, labels)"
+BUILT_IN = ("math", "choice", "reasoning_gym")
+OF_TASK = "task:"
+_REWARD_FUNC = "reward_func(queries, prompts, labels)"
 _FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
 
 
@@ -26,33 +28,38 @@ def check_any(args: Sequence[str]) -> None:
 
 
 def check_rewards(args: Sequence[str]) -> None:
-    """Checks where rewards come from; a user's file is read and not run.
-
-    Raises:
-        UsageError: where there is no reward at all, or a file does not define what OpenRLHF takes from it.
-    """
+    """Raises ``UsageError`` for flags without a reward, or a file that lacks the function or class of OpenRLHF."""
     check_any(args)
     reward, agent = (Flags(args).value(flag) for flag in (_FILE, _AGENT))
     for part in reward.split(",") if reward else ():
         if part.endswith(".py"):
-            check_python(_FILE, part, REWARD_FUNC)
+            _check_python(_FILE, part, _REWARD_FUNC)
         elif not part.startswith(("http://", "https://")):
             raise UsageError(f"{_FILE} {part}: must be a Python file, or an address that begins with http.")
     if agent:
-        check_python(_AGENT, agent, "AgentExecutor()")
+        _check_python(_AGENT, agent, "AgentExecutor()")
 
 
-def check_python(flag: str, path: str, needed: str) -> None:
-    """Checks a user's Python file without running it.
+def check_scorer_name(name: str) -> None:
+    """Raises ``UsageError`` for an unknown scorer or a missing file, with the nearest match.
 
-    Args:
-        flag: the flag that names it, for messages.
-        path: the file.
-        needed: what it must define at its top, as it is called.
-
-    Raises:
-        UsageError: where there is no such file, it is not Python, or does not define that.
+    A task's scorer is accepted here; :func:`ngrpo.workbench.evaluate.scorers.check_scorer` looks at its name too.
     """
+    if name.endswith(".py"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            near = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
+            raise UsageError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
+        _check_python("scorer", str(path), _REWARD_FUNC)
+    elif name not in BUILT_IN and not name.startswith(OF_TASK):
+        raise UsageError(
+            f"unknown scorer {name!r}.{nearest(name, BUILT_IN)} Scorers: {', '.join(BUILT_IN)}, task:NAME, or a Python"
+            f" file with OpenRLHF's {_REWARD_FUNC}."
+        )
+
+
+def _check_python(flag: str, path: str, needed: str) -> None:
+    """Raises ``UsageError`` unless the file that ``flag`` names is Python and defines ``needed`` at its top."""
     try:
         text: Any = Path(path).read_bytes()  # bytes say their encoding; the stubs know text alone
         symbols = symtable.symtable(text, path, "exec").get_symbols()

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks by name: each module here writes a dataset and names the OpenRLHF flags that use it.
+"""Tasks by name: one module here for each, with its problems and its reward.
 
-A module has ``prepare(folder)``, and for evaluation ``score(answer, label)`` and ``final_answer(answer)``; an answer is
-right from a reward of ``RIGHT_FROM`` on, or of 1 where the module has no such constant. A module
-with a constant ``ARGUMENT`` (its name in upper case, for help) is asked for as ``name:argument``: its ``prepare``
-takes the argument too, and its ``check`` refuses a wrong one; with ``OPTIONAL`` it may be left out.
+A module has ``problems()``, training and held-out rows with the columns ``input`` and ``label`` (None: nothing is held
+out); ``reward_func``, since its file is also the value of OpenRLHF's ``--reward.remote_url``, loaded by path; and for
+evaluation ``score(answer, label)`` and ``final_answer(answer)``. An answer is right from a reward of ``RIGHT_FROM``, by
+default 1. With a constant ``ARGUMENT`` (its name in upper case, for help) the task is asked for as ``name:argument``,
+which ``problems`` takes and ``check`` refuses if it is wrong; with ``OPTIONAL`` it may be left out.
 """
 
 from __future__ import annotations
 
 import pkgutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,13 +20,15 @@ from typing import Any
 
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
+from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated
-from ngrpo.workbench.scoring.problem import Problem
 from ngrpo.workbench.scoring.problems import load_problems
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
-Rows = Iterable[Mapping[str, Any]]
+Rows = list[dict[str, str]]
+Split = tuple[Rows, Rows]
+"""Training and held-out rows."""
 
 
 def available() -> list[str]:
@@ -34,8 +37,12 @@ def available() -> list[str]:
 
 
 def usage() -> list[str]:
-    """What ``--task`` takes, for help: ``arithmetic``, ``reasoning_gym:DATASET``."""
-    return [name + _argument_usage(name) for name in available()]
+    """The forms of ``--task``, for help: ``arithmetic``, ``reasoning_gym:DATASET``, ``shortcut[:FORM]``."""
+    forms = []
+    for name in available():
+        argument, optional = _argument(name)
+        forms.append(name if argument is None else f"{name}[:{argument}]" if optional else f"{name}:{argument}")
+    return forms
 
 
 def check_name(task: str, *, argument_needed: bool = True) -> None:
@@ -48,45 +55,49 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
     name, colon, argument = task.partition(":")
     if name not in available():
         raise UsageError(
-            f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(usage())}. For your own data leave"
-            " --task out and give OpenRLHF's --data.prompt_dataset and --reward.remote_url, or --train.agent_func_path"
-            " for an environment."
+            f"unknown task {name!r}.{nearest(name, available())} Available: {', '.join(usage())}. For your own data"
+            " leave --task out and give OpenRLHF's --data.prompt_dataset and --reward.remote_url, or"
+            " --train.agent_func_path for an environment."
         )
-    placeholder = _argument(name)
+    placeholder, optional = _argument(name)
     if placeholder is None and colon:
         raise UsageError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
     if placeholder is not None and argument:
         _module(name).check(argument)
-    elif placeholder is not None and argument_needed and not _optional(name):
+    elif placeholder is not None and argument_needed and not optional:
         raise UsageError(f"task {task!r} needs an argument: --task {name}:{placeholder}, {_module(name).EXAMPLE}.")
 
 
-def check_choice(task: str, argument: str, choices: Iterable[str]) -> None:
-    """Raises ``UsageError`` unless a task's argument is one of its choices, with the nearest match."""
-    if argument not in (names := list(choices)):
-        raise UsageError(
-            f"task {task}:{argument}: unknown {_argument(task)} {argument!r}.{nearest(argument, names)}"
-            f" Available: {', '.join(names)}."
-        )
-
-
 def prepare(task: str, folder: Path) -> dict[str, Default]:
-    """Writes a task's dataset.
+    """Writes a task's problems to ``train.jsonl`` and, if some are held out, ``eval.jsonl``.
 
     Args:
         task: ``name`` or ``name:argument``, the name from :func:`available`.
-        folder: where to write, inside the run's folder.
+        folder: where to write, inside the run's folder; made if missing.
 
     Returns:
-        OpenRLHF's flags for the task.
+        OpenRLHF's flags for the task (None: a switch).
 
     Raises:
         UsageError: as :func:`check_name`.
     """
     check_name(task)
     name, _, argument = task.partition(":")
-    write = _module(name).prepare
-    return write(folder, argument) if argument else write(folder)
+    module = _module(name)
+    train, held_out = module.problems(argument) if argument else module.problems()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    flags: dict[str, Default] = {
+        "--data.prompt_dataset": str(folder / "train.jsonl"),
+        "--data.input_key": "input",
+        "--data.label_key": "label",
+        "--data.apply_chat_template": None,
+    }
+    write_text(folder / "train.jsonl", json_lines(train))
+    if held_out is not None:
+        write_text(folder / "eval.jsonl", json_lines(held_out))
+        flags["--eval.dataset"] = str(folder / "eval.jsonl")
+    return {**flags, "--reward.remote_url": str(Path(module.__file__).resolve())}
 
 
 def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
@@ -110,78 +121,36 @@ def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
     return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
 
 
-def write(folder: Path, reward_file: Path, train: Rows, held_out: Rows | None = None) -> dict[str, Default]:
-    """Writes ``train.jsonl`` and ``eval.jsonl`` with the columns ``input`` and ``label``.
+def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -> Callable[..., dict[str, Any]]:
+    """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
     Args:
-        folder: made if missing.
-        reward_file: the file with ``reward_func``.
-        train: the training rows.
-        held_out: rows for evaluation, if any.
+        judge: from a response and its label to the reward, and whether the response has the form that is logged.
+        log: the name under which the fraction of such responses is logged.
 
     Returns:
-        As :func:`flags`.
+        A function of ``queries`` (prompts with responses, special tokens included), ``prompts`` (chat template applied)
+        and ``labels``. It returns ``rewards`` and ``scores``, (N,) float32, and in ``extra_logs`` 1 for each response
+        of that form, else 0.
     """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("eval", held_out)):
-        if rows is not None:
-            write_text(folder / f"{name}.jsonl", json_lines(rows))
-    return flags(folder, reward_file)
 
+    def reward_func(
+        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object
+    ) -> dict[str, Any]:
+        import torch
 
-def flags(folder: Path, reward_file: Path) -> dict[str, Default]:
-    """OpenRLHF's flags for what :func:`write` wrote (None: a switch)."""
-    held_out = folder / "eval.jsonl"
-    return {
-        "--data.prompt_dataset": str(folder / "train.jsonl"),
-        "--data.input_key": "input",
-        "--data.label_key": "label",
-        "--data.apply_chat_template": None,
-        **({"--eval.dataset": str(held_out)} if held_out.is_file() else {}),
-        "--reward.remote_url": str(reward_file.resolve()),
-    }
+        judged = [judge(generated(query, prompt), label) for query, prompt, label in zip(queries, prompts, labels)]
+        rewards = torch.tensor([reward for reward, _ in judged])
+        formed = torch.tensor([float(formed) for _, formed in judged])
+        return {"rewards": rewards, "scores": rewards, "extra_logs": {log: formed}}
 
-
-def rewards(
-    queries: Sequence[str],
-    prompts: Sequence[str],
-    labels: Sequence[str],
-    judge: Callable[[str, str], tuple[float, bool]],
-    log: str,
-) -> dict[str, Any]:
-    """What OpenRLHF 0.11.2 takes from a reward function (``utils/agent.py``).
-
-    Args:
-        queries: prompt and answer, decoded with special tokens.
-        prompts: the prompts alone, chat template applied.
-        labels: one per answer.
-        judge: an answer and its label to the reward, and whether the answer has the form that was asked for.
-        log: under which name the share of such answers is logged.
-
-    Returns:
-        ``rewards`` and ``scores``, (N,) float32, and in ``extra_logs`` 1 for an answer of that form, else 0.
-    """
-    import torch
-
-    judged = [judge(generated(query, prompt), label) for query, prompt, label in zip(queries, prompts, labels)]
-    indicators = torch.tensor([float(formed) for _, formed in judged])
-    values = torch.tensor([reward for reward, _ in judged])
-    return {"rewards": values, "scores": values, "extra_logs": {log: indicators}}
+    return reward_func
 
 
 def _module(name: str) -> Any:
     return import_module(f"{__name__}.{name}")
 
 
-def _argument(name: str) -> str | None:
-    return getattr(_module(name), "ARGUMENT", None)
-
-
-def _optional(name: str) -> bool:
-    return getattr(_module(name), "OPTIONAL", False)
-
-
-def _argument_usage(name: str) -> str:
-    argument = _argument(name)
-    return "" if argument is None else f"[:{argument}]" if _optional(name) else f":{argument}"
+def _argument(name: str) -> tuple[str | None, bool]:
+    """The name of a task's argument, None without one, and whether it may be left out."""
+    return getattr(_module(name), "ARGUMENT", None), getattr(_module(name), "OPTIONAL", False)

@@ -1,62 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Procedural problems of reasoning-gym, scored by its own verifiers: ``--task reasoning_gym:chain_sum``.
-
-This file is also the value of OpenRLHF's ``--reward.remote_url``: OpenRLHF loads it by path and calls
-:func:`reward_func`. Keep it free of relative imports and of work at import.
-"""
+"""Procedural problems of reasoning-gym with its own scores: ``--task reasoning_gym:chain_sum``."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
-from ngrpo.machine.upstream.openrlhf_flags import Default
-from ngrpo.workbench.scoring.procedural import INSTRUCTION, datasets, label_of, score
-from ngrpo.workbench.scoring.procedural import final_answer as final_answer  # a task's
-from ngrpo.workbench.tasks import flags, rewards, write
+from ngrpo.workbench.scoring.answers import last_boxed, visible
+from ngrpo.workbench.tasks import Split, reward_function
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 ARGUMENT = "DATASET"
 EXAMPLE = "such as --task reasoning_gym:chain_sum"
+INSTRUCTION = "Put the final answer alone between <answer> and </answer>."
 TRAIN_ROWS = 2048
 EVAL_ROWS = 64
-# The two halves come from different seeds of one generator; what is in both is taken out of the training half.
+# The two halves come from different seeds of one generator; common questions are removed from the training half.
 _TRAIN_SEED, _EVAL_SEED = 1, 0
+_TAGGED = re.compile(r"<answer>\s*(.*?)\s*(?:</answer>|$)", re.DOTALL)
+_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</s>")
 
 
 def check(name: str) -> None:
     """Raises ``UsageError`` unless reasoning-gym is installed and has a dataset of this name."""
-    names = sorted(datasets())
-    if name not in names:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UsageError("the package reasoning-gym is not installed. Run: pip install reasoning-gym") from None
+    if name not in DATASETS:
+        names = sorted(DATASETS)
         raise UsageError(
             f"unknown reasoning-gym dataset {name!r}.{nearest(name, names)} Available: {', '.join(names)}."
         )
 
 
-def prepare(folder: Path, name: str) -> dict[str, Default]:
-    """Writes the training and the held-out problems, the same on every machine.
-
-    Args:
-        folder: where ``train.jsonl`` and ``eval.jsonl`` go; made if missing.
-        name: a dataset of reasoning-gym.
-
-    Returns:
-        OpenRLHF's flags for the task (None: a switch).
+def problems(name: str) -> Split:
+    """Training and held-out rows of a dataset, the same on every machine.
 
     Raises:
-        UsageError: for an unknown dataset, or one that cannot be generated with its defaults.
+        UsageError: for a dataset that cannot be generated with its defaults.
     """
-    check(name)
-    folder.mkdir(parents=True, exist_ok=True)
     # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings, whose order changes
     # from process to process unless this variable is set before Python starts.
     done = subprocess.run(
-        [sys.executable, "-m", "ngrpo.workbench.tasks.reasoning_gym", name, str(folder)],
+        [sys.executable, "-m", "ngrpo.workbench.tasks.reasoning_gym", name],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
@@ -65,55 +58,88 @@ def prepare(folder: Path, name: str) -> dict[str, Default]:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UsageError(f"reasoning-gym cannot generate {name!r} with its defaults: {reason}")
-    return flags(folder, Path(__file__))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def problems(
-    name: str, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training and held-out rows with the columns ``input`` and ``label``; no question is in both.
+def generate(name: str, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS) -> Split:
+    """Training and held-out rows, generated in this process; no question is in both.
 
     Args:
         name: a dataset of reasoning-gym.
         rows: training rows; fewer where the dataset repeats itself or meets held-out questions.
         held_out: rows for evaluation; fewer where the dataset repeats itself.
     """
-    evaluation = _rows(name, _EVAL_SEED, held_out)
-    evaluation_texts = {row["input"] for row in evaluation}
-    train = [row for row in _rows(name, _TRAIN_SEED, rows) if row["input"] not in evaluation_texts]
-    if not train:
-        raise UsageError("every training question is also held out")
-    return train, evaluation
-
-
-def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object) -> dict[str, Any]:
-    """OpenRLHF's reward function (0.11.2, ``utils/agent.py``).
-
-    Args:
-        queries: prompt and answer, decoded with special tokens.
-        prompts: the prompts alone, chat template applied.
-        labels: from :func:`label_of`.
-
-    Returns:
-        ``rewards`` and ``scores``, (N,) float32 in [0, 1], and in ``extra_logs`` whether the tags were there.
-    """
-    return rewards(queries, prompts, labels, lambda a, b: (score(a, b), "</answer>" in a), "answers_in_tags")
-
-
-def _rows(name: str, seed: int, size: int) -> list[dict[str, str]]:
     import reasoning_gym
 
-    by_text: dict[str, dict[str, str]] = {}
-    for entry in reasoning_gym.create_dataset(name, seed=seed, size=size):
-        text = f"{entry['question'].rstrip()}\n{INSTRUCTION}"
-        by_text.setdefault(text, {"input": text, "label": label_of(name, entry)})
-    return list(by_text.values())
+    halves: list[dict[str, dict[str, str]]] = []
+    for seed, size in ((_TRAIN_SEED, rows), (_EVAL_SEED, held_out)):
+        by_text: dict[str, dict[str, str]] = {}
+        for entry in reasoning_gym.create_dataset(name, seed=seed, size=size):
+            text = f"{entry['question'].rstrip()}\n{INSTRUCTION}"
+            by_text.setdefault(text, {"input": text, "label": label_of(name, entry)})
+        halves.append(by_text)
+    train, evaluation = halves
+    kept = [row for text, row in train.items() if text not in evaluation]
+    if not kept:
+        raise UsageError("every training question is also held out")
+    return kept, list(evaluation.values())
 
 
-def main(name: str, folder: str) -> None:
-    """Writes both files; a process of its own, see :func:`prepare`."""
-    write(Path(folder), Path(__file__), *problems(name))
+def label_of(name: str, entry: dict[str, Any]) -> str:
+    """An entry as text for its scorer, since OpenRLHF hands a reward function the label alone."""
+    return json.dumps({"dataset": name, "entry": _pack(entry)}, ensure_ascii=False, default=str)
 
+
+def score(answer: str, label: str) -> float:
+    """reasoning-gym's own score of an answer, in [0, 1]; 0 where its scorer fails on the answer.
+
+    Args:
+        answer: the generated text; the last ``<answer>`` (else the last box, else all) is scored.
+        label: from :func:`label_of`.
+    """
+    problem = json.loads(label, object_hook=_unpacked)
+    scorer = _scorer(problem["dataset"])
+    try:
+        value = scorer(final_answer(answer) or "", problem["entry"])
+    except Exception:  # scorers parse any text, and not all of them expect everything
+        return 0.0
+    return min(1.0, max(0.0, float(value)))
+
+
+def final_answer(answer: str) -> str | None:
+    """The text between the last answer tags; else the last ``\\boxed{}``; else the whole answer."""
+    answer = _SPECIAL.sub("", visible(answer))
+    tagged = _TAGGED.findall(answer)
+    return (tagged[-1] if tagged else last_boxed(answer) or answer).strip() or None
+
+
+@lru_cache(maxsize=8)
+def _scorer(name: str) -> Any:
+    check(name)
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(name)
+
+
+def _pack(value: object) -> Any:
+    """A value as JSON that :func:`_unpacked` turns back: JSON has no tuples, and only text as keys."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _pack(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        return {"#items": [[_pack(key), _pack(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"#tuple": [_pack(item) for item in value]}
+    return [_pack(item) for item in value] if isinstance(value, list) else value
+
+
+def _unpacked(found: dict[str, Any]) -> Any:
+    """For each object in JSON, from the inside outwards."""
+    if "#tuple" in found:
+        return tuple(found["#tuple"])
+    return dict(found["#items"]) if "#items" in found else found
+
+
+reward_func = reward_function(lambda answer, label: (score(answer, label), "</answer>" in answer), "answers_in_tags")
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(generate(sys.argv[1])))
