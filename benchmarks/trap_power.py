@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ngrpo.methods import advantages
+from ngrpo.workbench import statistics
 from ngrpo.workbench.sandbox import peaks
-from ngrpo.workbench.statistics import significance
 
 PROMPTS, ANSWERS = 8, 8
 EASY, COUNTED, SKILL = 0.6, 0.2, 0.1
@@ -77,7 +77,7 @@ def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, 
     hits = 0
     for _ in range(repeats):
         pair = [chance.choice(runs, (seeds, 1)) for runs in (ours, baseline)]
-        difference = significance.paired(*pair)
+        difference = statistics.paired(*pair)
         # Without a p: every seed differs by the same, and by more than nothing.
         hits += difference["value"] > 0 and (difference["p"] is None or difference["p"] * comparisons < 0.05)
     return hits / repeats

@@ -19,8 +19,8 @@ import pytest
 
 from benchmarks import pooled, study
 from ngrpo.machine.storage import yaml_file
+from ngrpo.workbench import statistics
 from ngrpo.workbench.compare import arguments
-from ngrpo.workbench.statistics import significance
 from tests.report_example import example
 
 PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}
@@ -46,7 +46,7 @@ def test_contrasts_by_hand() -> None:
     assert first[1].startswith("+0.250 [")
     assert first[2].startswith("+0.125 [")
     # Spreads 2/16 and sqrt(3)/16: sqrt((4 + 3) / 2) / 16 = 0.1169 of both.
-    least = significance.detectable(0.11693, 3, 2, 2)
+    least = statistics.detectable(0.11693, 3, 2, 2)
     assert first[3] == f"+0.188 [{whole['low']:+.3f}, {whole['high']:+.3f}], detectable {least:.3f}"
     assert first[4] == f"{whole['p']:.3g} ({whole['p']:.3g})"
     assert first[5].startswith("1.000")
