@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import pooled
 from benchmarks.publishing import Results, comparisons, markdown_table, publish
-from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
 from ngrpo.workbench.statistics import pass_at_k
 
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "`make study`")
-    pairs = yaml_file.read(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
+    pairs = datafiles.read_yaml(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
     known = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
     for name, pair in pairs.items():
         missing = [strategy for strategy in pair if strategy not in known]

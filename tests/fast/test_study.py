@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from benchmarks import pooled, study
-from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare import arguments
 from tests.report_example import example
@@ -95,7 +95,7 @@ STUDY = Path(__file__).resolve().parents[2] / "examples" / "study"
 def test_the_design_names_strategies_that_are_run() -> None:
     plan, _ = arguments.parse(["--config", str(STUDY / "study.yaml"), "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
-    pairs = yaml_file.read(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
+    pairs = datafiles.read_yaml(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
     assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= set(ids)
     assert plan.baseline == "none" and len(plan.seeds) >= 5
     design = (STUDY.parents[1] / "docs" / "study.md").read_text()
