@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks import pooled
 from benchmarks.machine import describe
-from ngrpo.workbench.statistics import significance
-from ngrpo.workbench.statistics.bootstrap import LEVEL, bounds
+from ngrpo.workbench import statistics
+from ngrpo.workbench.statistics import LEVEL, bounds
 
 PROBLEMS, ANSWERS, GAIN = 16, 32, 0.3
 SEEDS = (3, 5, 10)
@@ -92,7 +92,7 @@ def bca(tables: np.ndarray) -> np.ndarray:
 
 def student(tables: np.ndarray) -> np.ndarray:
     """What `ngrpo compare` has: Student's t over seeds."""
-    intervals = [significance.interval(table) for table in tables]
+    intervals = [statistics.interval(table) for table in tables]
     return np.array([[each["low"], each["high"]] for each in intervals])
 
 
@@ -117,9 +117,9 @@ def false_findings(world: World, seeds: int, trials: int, strategies: int = 8) -
     scores = world.scores(np.random.default_rng(seeds), trials, seeds, (0.0,) * (strategies + 1))
     plain = corrected = 0
     for trial in scores:
-        differences = [significance.paired(ours, trial[0]) for ours in trial[1:]]
+        differences = [statistics.paired(ours, trial[0]) for ours in trial[1:]]
         plain += any(not each["within_noise"] for each in differences)
-        significance.correct(differences)
+        statistics.correct(differences)
         corrected += any(not each["within_noise"] for each in differences)
     return plain / trials, corrected / trials
 
@@ -170,7 +170,7 @@ def main() -> None:
         "\nsmallest difference found with a chance of 80%, in standard deviations of the paired difference over seeds"
     )
     for n in SEEDS:
-        least = [significance.detectable(1.0, n, *of) for of in ((1, 1), (4, 1), (10, 1), (4, 2))]
+        least = [statistics.detectable(1.0, n, *of) for of in ((1, 1), (4, 1), (10, 1), (4, 2))]
         entries = zip(("one test", "four", "ten", "four, two tasks pooled"), least)
         print(f"{n:>2} seeds  " + "  ".join(f"{what} {value:.2f}" for what, value in entries))
     print(f"\ntwo tasks pooled ({few} trials): Welch's t, stratified bootstrap; probability of improvement, bootstrap")

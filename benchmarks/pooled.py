@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngrpo.workbench.statistics.bootstrap import LEVEL, bounds
+from ngrpo.workbench.statistics import LEVEL, bounds
 
 REPLICATES = 2000
 

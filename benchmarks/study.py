@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks import pooled
 from benchmarks.publishing import Results, comparisons, markdown_table, publish
-from ngrpo.machine.storage import yaml_file
-from ngrpo.workbench.statistics import significance
-from ngrpo.workbench.statistics.estimators import pass_at_k
+from ngrpo.machine.storage import datafiles
+from ngrpo.workbench import statistics
+from ngrpo.workbench.statistics import pass_at_k
 
 _DRIFT = "neighbors_changed_since_start"
 
@@ -53,13 +53,13 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
                 continue
             sides.append((np.array([one[s] for s in seeds]), np.array([other[s] for s in seeds])))
             differences.append(sides[-1][0] - sides[-1][1])
-            paired = significance.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
-            least = significance.detectable(paired["spread"], len(seeds), len(pairs))
+            paired = statistics.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
+            least = statistics.detectable(paired["spread"], len(seeds), len(pairs))
             cells.append(f"{_between(paired)}, detectable {least:.3f} ({len(seeds)} seeds)")
         rows.append((name, cells, differences, sides))
     whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in rows]
     tested = [each["p"] for each in whole if each is not None and each["p"] is not None]
-    corrected = iter(significance.holm([p for p in tested if p is not None]))
+    corrected = iter(statistics.holm([p for p in tested if p is not None]))
     table = []
     for (name, cells, differences, sides), each in zip(rows, whole):
         if each is None:
@@ -68,7 +68,7 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
         p = "–" if each["p"] is None else f"{each['p']:.3g} ({next(corrected):.3g})"
         chance = pooled.probability_of_improvement(sides)
         spread, seeds = float(np.sqrt(np.mean([d.var(ddof=1) for d in differences]))), min(map(len, differences))
-        least = significance.detectable(spread, seeds, len(pairs), len(differences))
+        least = statistics.detectable(spread, seeds, len(pairs), len(differences))
         both = f"{_between(each)}, detectable {least:.3f}"
         table.append([name, *cells, both, p, _between(chance, sign=False)])
     return table
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "`make study`")
-    pairs = yaml_file.read(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
+    pairs = datafiles.read_yaml(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
     known = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
     for name, pair in pairs.items():
         missing = [strategy for strategy in pair if strategy not in known]

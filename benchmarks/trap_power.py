@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from ngrpo.methods import advantages
-from ngrpo.workbench import sandbox
-from ngrpo.workbench.statistics import significance
+from ngrpo.workbench import sandbox, statistics
 from ngrpo.workbench.tasks import two_peaks as task
 
 PROMPTS, ANSWERS = 8, 8
@@ -78,7 +77,7 @@ def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, 
     hits = 0
     for _ in range(repeats):
         pair = [chance.choice(runs, (seeds, 1)) for runs in (ours, baseline)]
-        difference = significance.paired(*pair)
+        difference = statistics.paired(*pair)
         # Without a p: every seed differs by the same, and by more than nothing.
         hits += difference["value"] > 0 and (difference["p"] is None or difference["p"] * comparisons < 0.05)
     return hits / repeats

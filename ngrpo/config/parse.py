@@ -13,7 +13,7 @@ from ngrpo.config.arms import option_fields
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, beside_perturbation
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import create
-from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from perturbations import registry
 from perturbations.errors import UsageError
@@ -74,7 +74,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     options: dict[str, Any] = {}
     config = ours.pop(CONFIG, None)
     if config:
-        options = yaml_file.read(config, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
+        options = datafiles.read_yaml(config, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
 
     def setting(flag: str, key: str, default: object) -> str:
         """A setting of the run that also may stand in the file."""
@@ -137,9 +137,9 @@ def with_files(argv: Sequence[str]) -> list[str]:
 def _of_file(file: str) -> Flags:
     if not file:
         raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
-    lines = yaml_file.read(file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'")
+    lines = datafiles.read_yaml(file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'")
     try:
-        argv = yaml_file.words(lines)
+        argv = datafiles.words(lines)
     except UsageError as error:
         raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
     if CONFIG_FILE in argv:

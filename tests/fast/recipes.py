@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.storage import datafiles
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 METHODS = sorted(path.stem for path in (RECIPES / "methods").glob("*.yaml"))
@@ -19,4 +19,5 @@ def words_of(name: str) -> list[str]:
     Args:
         name: with its folder below examples/recipes, without its ending: ``methods/lepo``.
     """
-    return yaml_file.words(yaml_file.read(str(RECIPES / f"{name}.yaml"), flag="a recipe", example="'preset: grpo'"))
+    path = RECIPES / f"{name}.yaml"
+    return datafiles.words(datafiles.read_yaml(str(path), flag="a recipe", example="'preset: grpo'"))

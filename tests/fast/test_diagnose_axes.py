@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.workbench import statistics
 from ngrpo.workbench.diagnose import axes, inputs, screen_table, strategy_row
 from ngrpo.workbench.diagnose.axes import PromptStatistics
 from ngrpo.workbench.diagnose.same_inputs import fed_the_same
 from ngrpo.workbench.diagnose.sample import Sample
 from ngrpo.workbench.evaluate import Problem
-from ngrpo.workbench.statistics import bootstrap
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.nearest import nearest_tokens
@@ -133,16 +133,16 @@ def test_a_group_of_unparseable_answers_has_no_negative_diversity() -> None:
 
 
 def test_resamples_are_the_same_every_time_and_differ_by_seed() -> None:
-    assert (bootstrap.resamples(5, 0) == bootstrap.resamples(5, 0)).all()
-    assert (bootstrap.resamples(5, 0) != bootstrap.resamples(5, 1)).any()
-    assert bootstrap.resamples(5, 0).shape == (bootstrap.DRAWS, 5)
+    assert (statistics.resamples(5, 0) == statistics.resamples(5, 0)).all()
+    assert (statistics.resamples(5, 0) != statistics.resamples(5, 1)).any()
+    assert statistics.resamples(5, 0).shape == (statistics.DRAWS, 5)
 
 
 def test_the_interval_is_that_of_a_binomial() -> None:
     # 100 prompts, half with reward 1: the bootstrap mean is Binomial(100, 1/2)/100, whose 2.5% and 97.5% quantiles
     # are 40 and 60. The quantile over 2000 draws may miss by one.
     reward = np.array([0.0, 1.0] * 50)
-    low, high = bootstrap.bounds(reward[bootstrap.resamples(100, 3)].mean(axis=1))
+    low, high = statistics.bounds(reward[statistics.resamples(100, 3)].mean(axis=1))
     assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 from ngrpo import cli
 from ngrpo.workbench.evaluate.sample_files import read
 from ngrpo.workbench.report.of_samples import lines
-from ngrpo.workbench.statistics.estimators import cover_at
+from ngrpo.workbench.statistics import cover_at
 from perturbations.errors import UsageError
 
 

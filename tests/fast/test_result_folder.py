@@ -47,7 +47,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with ResultFolder.opened(tmp_path) as folder, pytest.raises(UsageError, match="holds something else"):
         folder.claim({})
     (tmp_path / "settings.json").write_text("[]")
-    with ResultFolder.opened(tmp_path) as folder, pytest.raises(UsageError, match="does not hold the settings"):
+    with ResultFolder.opened(tmp_path) as folder, pytest.raises(UsageError, match="it has no valid settings"):
         folder.claim({})
     assert (tmp_path / "thesis.txt").read_text() == "all of it"
 

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngrpo.workbench import statistics
 from ngrpo.workbench.compare import verdicts
-from ngrpo.workbench.statistics import bootstrap, significance
-from ngrpo.workbench.statistics.estimators import cover_at, pass_at_k
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:
     """One seed, 100 problems, half right: the mean's standard error is sqrt(0.5 · 0.5 / 100) = 0.05, so the
     interval is about 0.5 ± 1.96 · 0.05 = [0.402, 0.598]."""
-    result = significance.interval(np.array([[0.0, 1.0] * 50]))
+    result = statistics.interval(np.array([[0.0, 1.0] * 50]))
     assert (result["value"], result["over"]) == (0.5, "problems")
     assert result["low"] == pytest.approx(0.402, abs=0.015)
     assert result["high"] == pytest.approx(0.598, abs=0.015)
@@ -26,7 +25,7 @@ def test_one_seed_resamples_the_problems_and_says_so() -> None:
 def test_interval_over_seeds_by_hand() -> None:
     """Seeds with means 0.2, 0.4, 0.6 (whatever their problems): mean 0.4, standard deviation 0.2, standard error
     0.11547; the 97.5% quantile of t with 2 degrees of freedom is 4.30265, so the half is 0.49683."""
-    result = significance.interval(np.array([[0.0, 0.4], [0.3, 0.5], [0.6, 0.6]]))
+    result = statistics.interval(np.array([[0.0, 0.4], [0.3, 0.5], [0.6, 0.6]]))
     assert result == {
         "value": pytest.approx(0.4),
         "low": pytest.approx(0.4 - 0.49683, abs=1e-5),
@@ -36,14 +35,14 @@ def test_interval_over_seeds_by_hand() -> None:
 
 
 def test_a_single_number_has_no_interval() -> None:
-    assert significance.interval(np.array([[0.4]])) == {"value": 0.4, "low": None, "high": None, "over": None}
+    assert statistics.interval(np.array([[0.4]])) == {"value": 0.4, "low": None, "high": None, "over": None}
 
 
 def test_paired_t_test_by_hand() -> None:
     """Differences 1, 2, 3, 4: mean 2.5, standard deviation 1.29099, t = 2.5 / (1.29099 / 2) = 3.87298 with 3 degrees
     of freedom. Their distribution function has a closed form, which gives p = 0.030466."""
     base = np.array([[0.3], [0.9], [0.1], [0.5]])
-    result = significance.paired(base + np.array([[1.0], [2.0], [3.0], [4.0]]), base)
+    result = statistics.paired(base + np.array([[1.0], [2.0], [3.0], [4.0]]), base)
     t = 3.8729833
     angle = math.atan(t / math.sqrt(3))
     closed = 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle))
@@ -54,15 +53,15 @@ def test_paired_t_test_by_hand() -> None:
 def test_pairing_removes_what_both_share() -> None:
     """Seeds that differ by far more than the strategies do: only the difference's own spread is left."""
     base = np.array([[0.1], [0.5], [0.9]])
-    result = significance.paired(base + np.array([[0.09], [0.10], [0.11]]), base)
+    result = statistics.paired(base + np.array([[0.09], [0.10], [0.11]]), base)
     assert result["value"] == pytest.approx(0.1) and result["spread"] == pytest.approx(0.01)
     assert not result["within_noise"]
 
 
 def test_equal_tables_are_equal_and_not_different() -> None:
     table = np.random.default_rng(0).random((2, 16))
-    result = significance.paired(table, table)
-    significance.correct([result])
+    result = statistics.paired(table, table)
+    statistics.correct([result])
     assert (result["value"], result["low"], result["high"], result["p"]) == (0.0, 0.0, 0.0, 1.0)
     assert result["within_noise"]
     assert verdicts.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
@@ -70,8 +69,8 @@ def test_equal_tables_are_equal_and_not_different() -> None:
 
 def test_a_difference_without_spread_is_not_judged() -> None:
     """Coarse scores can differ by the same in every seed; a t of infinity would call that certain."""
-    result = significance.paired(np.full((3, 4), 0.5), np.full((3, 4), 0.25))
-    significance.correct([result])
+    result = statistics.paired(np.full((3, 4), 0.5), np.full((3, 4), 0.25))
+    statistics.correct([result])
     assert result["p"] is None and result["within_noise"]
     assert verdicts.verdict(result, "Mean@8", "none", 3) == (
         "Mean@8 +0.250 against none with each of 3 seeds: without a spread nothing can be tested"
@@ -80,26 +79,26 @@ def test_a_difference_without_spread_is_not_judged() -> None:
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="same seeds and problems"):
-        significance.paired(np.zeros((2, 3)), np.zeros((2, 4)))
+        statistics.paired(np.zeros((2, 3)), np.zeros((2, 4)))
 
 
 def test_holm_by_hand() -> None:
     """0.01, 0.02, 0.03, 0.6 of four: 4 · 0.01, 3 · 0.02, 2 · 0.03 and 1 · 0.6; the order given is kept. 0.03 and 0.031
     of two: 2 · 0.03 = 0.06, and 0.031 is raised to it. Nothing exceeds 1."""
-    assert significance.holm([0.6, 0.01, 0.03, 0.02]) == pytest.approx([0.6, 0.04, 0.06, 0.06])
-    assert significance.holm([0.031, 0.03]) == pytest.approx([0.06, 0.06])
-    assert significance.holm([0.9, 0.8]) == [1.0, 1.0]
-    assert significance.holm([]) == []
+    assert statistics.holm([0.6, 0.01, 0.03, 0.02]) == pytest.approx([0.6, 0.04, 0.06, 0.06])
+    assert statistics.holm([0.031, 0.03]) == pytest.approx([0.06, 0.06])
+    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert statistics.holm([]) == []
 
 
 def test_correction_decides_and_leaves_the_untested_out() -> None:
     """p = 0.030 beside 0.031 is 0.061 corrected for two, and no longer beyond noise; one seed counts for nothing."""
     base = np.zeros((4, 1))
     values = (np.array([[1.0], [2.0], [3.0], [4.0]]), np.array([[1.0], [2.0], [3.0], [4.02]]))
-    found = [significance.paired(each, base) for each in values]
-    single = significance.paired(np.array([[0.5, 0.7]]), np.array([[0.1, 0.2]]))
+    found = [statistics.paired(each, base) for each in values]
+    single = statistics.paired(np.array([[0.5, 0.7]]), np.array([[0.1, 0.2]]))
     assert [each["within_noise"] for each in found] == [False, False]
-    significance.correct([*found, single])
+    statistics.correct([*found, single])
     assert [each["within_noise"] for each in found] == [True, True]
     assert all(each["comparisons"] == 2 and each["p_corrected"] > 0.06 for each in found)
     assert "comparisons" not in single
@@ -110,7 +109,7 @@ def test_correction_decides_and_leaves_the_untested_out() -> None:
 @pytest.mark.parametrize(("pairs", "comparisons"), [(3, 1), (5, 1), (5, 8), (10, 8)])
 def test_four_of_five_studies_find_the_detectable_difference(pairs: int, comparisons: int) -> None:
     """20,000 studies with a true difference of that size; 0.8 ± 3.5 standard errors of 0.0028."""
-    least = significance.detectable(0.05, pairs, comparisons)
+    least = statistics.detectable(0.05, pairs, comparisons)
     assert least is not None
     draws = np.random.default_rng(0).normal(least, 0.05, size=(20_000, pairs))
     t = draws.mean(axis=1) / draws.std(axis=1, ddof=1) * math.sqrt(pairs)
@@ -123,13 +122,13 @@ def test_four_of_five_studies_find_the_detectable_difference(pairs: int, compari
 def test_a_second_task_adds_pairs_and_degrees_of_freedom() -> None:
     """Two tasks with 2 seeds each: 4 differences, 2 degrees of freedom, which 3 seeds of one task have; so its value
     for 3 pairs, times sqrt(3 / 4)."""
-    two, one = significance.detectable(0.05, 2, 1, 2), significance.detectable(0.05, 3)
+    two, one = statistics.detectable(0.05, 2, 1, 2), statistics.detectable(0.05, 3)
     assert two is not None and one is not None
     assert two == pytest.approx(one * math.sqrt(3 / 4))
 
 
 def test_one_pair_detects_nothing() -> None:
-    assert significance.detectable(0.05, 1) is None
+    assert statistics.detectable(0.05, 1) is None
 
 
 def of(value: float, p: float, count: int = 1, seeds: int = 5) -> dict[str, Any]:
@@ -171,13 +170,13 @@ def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
 
 def test_pass_at_k_of_counts() -> None:
     """n = 4: Pass@2 of c = 0, 1, 2 is 0, 1 - C(3,2)/C(4,2) = 1/2, 1 - C(2,2)/C(4,2) = 5/6."""
-    assert [pass_at_k(4, c, 2) for c in range(3)] == pytest.approx([0.0, 0.5, 5 / 6])
-    assert [cover_at(4, c, 0.5) for c in range(1, 4)] == [False, True, True], "at least half"
+    assert [statistics.pass_at_k(4, c, 2) for c in range(3)] == pytest.approx([0.0, 0.5, 5 / 6])
+    assert [statistics.cover_at(4, c, 0.5) for c in range(1, 4)] == [False, True, True], "at least half"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (-0.2, 0.0)])
 def test_an_interval_that_ends_at_0_holds_it(low: float, high: float) -> None:
-    assert bootstrap.judged({"low": low, "high": high})["within_noise"]
+    assert statistics.with_noise({"low": low, "high": high})["within_noise"]
 
 
 def test_quarters_of_a_learning_curve() -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from benchmarks import pooled, study
-from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.storage import datafiles
+from ngrpo.workbench import statistics
 from ngrpo.workbench.compare import arguments
-from ngrpo.workbench.statistics import significance
 from tests.report_example import example
 
 PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}
@@ -46,7 +46,7 @@ def test_contrasts_by_hand() -> None:
     assert first[1].startswith("+0.250 [")
     assert first[2].startswith("+0.125 [")
     # Spreads 2/16 and sqrt(3)/16: sqrt((4 + 3) / 2) / 16 = 0.1169 of both.
-    least = significance.detectable(0.11693, 3, 2, 2)
+    least = statistics.detectable(0.11693, 3, 2, 2)
     assert first[3] == f"+0.188 [{whole['low']:+.3f}, {whole['high']:+.3f}], detectable {least:.3f}"
     assert first[4] == f"{whole['p']:.3g} ({whole['p']:.3g})"
     assert first[5].startswith("1.000")
@@ -95,7 +95,7 @@ STUDY = Path(__file__).resolve().parents[2] / "examples" / "study"
 def test_the_design_names_strategies_that_are_run() -> None:
     plan, _ = arguments.parse(["--config", str(STUDY / "study.yaml"), "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
-    pairs = yaml_file.read(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
+    pairs = datafiles.read_yaml(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
     assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= set(ids)
     assert plan.baseline == "none" and len(plan.seeds) >= 5
     design = (STUDY.parents[1] / "docs" / "study.md").read_text()

@@ -173,13 +173,9 @@ VALUES = [
         ("len(plain) <= 80:", "len(plain) <= 800:", "plan: a folder's name is too long for a file system"),
     ),
     *of_file(
-        "ngrpo/workbench/statistics/bootstrap.py",
+        "ngrpo/workbench/statistics.py",
         "test_significance.py",
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
-    ),
-    *of_file(
-        "ngrpo/workbench/statistics/estimators.py",
-        "test_significance.py",
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ),
     *of_file(

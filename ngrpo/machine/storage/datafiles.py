@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of local dataset files: JSONL, JSON, CSV, parquet.
+"""Files that are read: rows of datasets (JSONL, JSON, CSV, parquet), options in YAML, scalars of TensorBoard logs.
 
-Read here and not by the package `datasets`, which guesses types: it makes 7.0 of the reference 007 in a CSV file.
+The package `datasets` guesses types and makes 7.0 of the reference 007 in a CSV file, so rows are read here.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 Row = dict[str, Any]
+Series = dict[str, dict[int, float]]
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def contents(argv: Iterable[str]) -> dict[str, str]:
-    """Digests of the local files that are named on a command line.
+    """Digests of the local files that a command line names.
 
     Args:
-        argv: of the command line; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
+        argv: words; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
 
     Returns:
         Path, as it was given, to the SHA-256 of the file's content.
@@ -44,6 +46,7 @@ def contents(argv: Iterable[str]) -> dict[str, str]:
 
 @lru_cache
 def _digest(path: Path, changed: int, size: int) -> str:
+    """Cached, for a comparison asks for each of its runs."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -57,20 +60,19 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     Args:
         flag: the flag that names it, for messages.
         source: a JSONL, JSON (an array of objects, or one per line), CSV or parquet file.
-        limit: at most so many rows.
+        limit: the most rows.
 
     Raises:
-        UsageError: for a file that is missing, empty or not what its ending says.
+        UsageError: for a file that is missing, empty or not in the format that its suffix names.
     """
     path = Path(source).expanduser()
     if not path.is_file():
         near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
         raise UsageError(f"{flag} {source}: there is no such file.{near} Give an existing file.")
-    read = _READERS.get(path.suffix.lower())
-    if read is None:
+    if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"{flag} {source}: ends in {path.suffix!r}; files of {', '.join(ENDINGS)} can be read.")
     try:
-        rows = list(islice(read(path), limit))
+        rows = list(islice(_rows(path), limit))
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{flag} {source} cannot be read as {path.suffix[1:]}: {error}") from None
     if not rows:
@@ -78,31 +80,26 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     return rows
 
 
-def _parquet(path: Path) -> Iterator[Row]:
-    from pyarrow import parquet
+def _rows(path: Path) -> Iterator[Row]:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        from pyarrow import parquet
 
-    for batch in parquet.ParquetFile(path).iter_batches(1024):
-        yield from batch.to_pylist()
-
-
-def _csv(path: Path) -> Iterator[Row]:
+        for batch in parquet.ParquetFile(path).iter_batches(1024):
+            yield from batch.to_pylist()
+        return
     with path.open(encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file)
-
-
-def _json(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        if not file.read(1024).lstrip().startswith("["):
-            yield from _json_lines(path)
+        if suffix == ".csv":
+            yield from csv.DictReader(file)
             return
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    if not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it must be an array of JSON objects.")
-    yield from rows
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+        is_array = suffix == ".json" and file.read(1024).lstrip().startswith("[")
+        file.seek(0)
+        if is_array:
+            rows = json.load(file)
+            if not all(isinstance(row, dict) for row in rows):
+                raise ValueError("it must be an array of JSON objects.")
+            yield from rows
+            return
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -115,5 +112,91 @@ def _json_lines(path: Path) -> Iterator[Row]:
             yield row
 
 
-_READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-ENDINGS = tuple(_READERS)
+def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
+    """The lines ``key: value`` of a YAML file.
+
+    Args:
+        path: the file.
+        flag: the flag that named it, for messages.
+        example: a line of such a file, for messages.
+
+    Raises:
+        UsageError: for a file that is missing, is not YAML, gives a key twice, or holds something else.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML's own loader keeps the last of two equal keys silently."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+            if twice is not None:
+                raise UsageError(f"{flag} {path}: the key {twice!r} is given twice. Keep one of them.")
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise UsageError(f"{flag} {path}: must hold lines such as {example}.")
+    return loaded
+
+
+def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
+    """Lines ``flag: value`` of a YAML file as words of a command line.
+
+    ``rollout.top_p: 0.9`` is ``--rollout.top_p 0.9``. A flag with several values has them with blanks, as in a shell:
+    ``actor.eps_clip_low_high: 0.2 0.28``. A list means values with commas, ``true`` a switch.
+
+    Args:
+        values: the lines.
+        prefix: of each flag's name.
+
+    Raises:
+        UsageError: for a value that holds lines of its own, or a quotation mark without its other half.
+    """
+    argv: list[str] = []
+    for flag, value in values.items():
+        if isinstance(value, dict):
+            inner = next(iter(value), "option")
+            raise UsageError(f"{flag}: holds lines of its own. Write each in full: {flag}.{inner}: …")
+        try:
+            parts = [] if value is True or value is None else shlex.split(",".join(texts(value)))
+        except ValueError as error:
+            raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
+        argv += [f"--{prefix}{flag}", *parts]
+    return argv
+
+
+def texts(value: object) -> list[str]:
+    """A YAML value, or each of a list, in the form of a command line."""
+    values = value if isinstance(value, list) else [value]
+    return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]
+
+
+def read_scalars(folder: Path, since: float = 0.0) -> Series:
+    """Every scalar of the TensorBoard logs under a folder.
+
+    Args:
+        folder: of the logs; OpenRLHF 0.11.2 writes a subfolder for each run.
+        since: Unix time; files last written before it belong to earlier runs and are left out.
+
+    Returns:
+        ``{tag: {step: value}}``, steps ascending; a later file wins where two have the same step.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    series: Series = {}
+    for file in sorted(folder.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime):
+        if file.stat().st_mtime < since - 1.0:  # some file systems keep whole seconds
+            continue
+        events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
+        events.Reload()
+        tags: Any = events.Tags()["scalars"]
+        for tag in tags:
+            series.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
+    return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items())}

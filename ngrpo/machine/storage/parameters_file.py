@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A perturbation's learned parameters on disk: ``perturbation/module.safetensors`` in the model's folder.
 
-A file of its own, in a folder of its own: transformers and vLLM refuse names in the model's files that they do not
-know, and vLLM reads every ``*.safetensors`` at the top of a model folder. Neither looks into subfolders, so the model
-stays an ordinary one that runs without us.
+transformers and vLLM refuse unknown names in the model's files, and vLLM reads every ``*.safetensors`` at the top of a
+model folder. Neither looks into subfolders, so a model with this file runs without this project too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from perturbations import parameters
@@ -37,24 +34,20 @@ def save(folder: str | os.PathLike[str], perturbation: Perturbation, tensors: di
 
 
 def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revision: str | None = None) -> bool:
-    """Loads what :func:`save` wrote beside a model.
-
-    Args:
-        module: the perturbation's module.
-        perturbation: its perturbation.
-        model: a model folder or hub name.
-        revision: of a hub name.
+    """Loads the parameters that :func:`save` wrote into a model folder or hub name.
 
     Returns:
-        Whether there was anything; where not, the module stays as it started.
+        Whether there were any; otherwise the module keeps its initial values.
 
     Raises:
         UsageError: for the parameters of another perturbation, or another model.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
+    from transformers.utils.hub import cached_file
 
-    path = _find(model, revision)
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path = cached_file(model, FILE, revision=revision, **optional)
     if path is None:
         return False
     with safe_open(path, framework="pt") as file:
@@ -75,26 +68,11 @@ def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revisi
     return True
 
 
-def _find(model: str, revision: str | None) -> str | None:
-    if os.path.isdir(model):
-        path = os.path.join(model, FILE)
-        return path if os.path.isfile(path) else None
-    from transformers.utils.hub import cached_file
-
-    return cached_file(
-        model,
-        FILE,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-
-
 def attach(model: PreTrainedModel, perturbation: Perturbation, folder: str) -> None:
-    """Puts the perturbation's module beside a Hugging Face model: with what is saved, and saved with the model.
+    """Adds the perturbation's module to a Hugging Face model, with its saved parameters; the model saves it too.
 
     Args:
-        model: a causal model.
+        model: a causal model; its ``save_pretrained`` then writes the module's parameters to their own file.
         perturbation: any perturbation; one without parameters changes nothing.
         folder: where the model came from.
     """
@@ -102,15 +80,10 @@ def attach(model: PreTrainedModel, perturbation: Perturbation, folder: str) -> N
     if module is None:
         return
     load_saved(module, perturbation, folder)
-    model.save_pretrained = _saving_both(model, module, perturbation)
-
-
-def _saving_both(model: PreTrainedModel, module: nn.Module, perturbation: Perturbation) -> Callable[..., Any]:
-    """``save_pretrained`` that keeps the module's parameters out of the model's files and writes them to their own."""
-    original: Callable[..., Any] = model.save_pretrained
+    original: Any = model.save_pretrained
 
     def save_pretrained(
-        save_directory: str | PathLike[str], *args: object, state_dict: dict[str, Any] | None = None, **kwargs: object
+        save_directory: str | os.PathLike[str], *args: object, state_dict: dict | None = None, **kwargs: object
     ) -> Any:
         own: dict[str, Tensor] = {}
         tensors = model.state_dict() if state_dict is None else state_dict
@@ -119,4 +92,4 @@ def _saving_both(model: PreTrainedModel, module: nn.Module, perturbation: Pertur
         save(save_directory, perturbation, own)
         return result
 
-    return save_pretrained
+    model.save_pretrained = save_pretrained

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result folders: how every command of the workbench keeps what it found.
+"""Result folders of the workbench's commands.
 
-A folder belongs to one process at a time and to one set of settings. Files are written whole or not at all; what takes
-long goes line by line into a file of JSON lines, so that a command that was stopped goes on where it was. Every object
-and every line carries a checksum of the rest of it; one without it, as an editor may leave it, is taken as it is.
+A folder belongs to one process at a time and to one set of settings. Files are written whole or not at all. Long work
+is appended to a file of JSON lines, so that a stopped command resumes. Every object and every line carries a checksum
+of the rest; one without a checksum, as an editor may leave it, is accepted.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ def write_text(path: Path, text: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                draft.unlink()
-            raise
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -83,15 +81,9 @@ def read_json(path: Path) -> Any:
         return _unsealed(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except _Altered:
-        raise UsageError(
-            f"{path} is damaged: its checksum is not that of its content. Restore it, or delete it to have it made"
-            f" again; where you changed it yourself, remove the entry {_CHECKSUM!r} too."
-        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is damaged: it is not JSON ({error}). Restore it, or delete it to have it made again."
-        ) from None
+        why = str(error) if isinstance(error, _Altered) else f"it is not JSON ({error})"
+        raise UsageError(f"{path} is damaged: {why}. Restore it, or delete it to have it made again.") from None
 
 
 class ResultFolder:
@@ -136,7 +128,7 @@ class ResultFolder:
             os.close(folder.lock)
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Marks a new folder with its settings, or checks that the folder was begun with the same ones.
+        """Writes the settings into a new folder, or checks that the folder was begun with the same ones.
 
         Args:
             settings: everything that all results of this folder depend on, as JSON values.
@@ -144,23 +136,21 @@ class ResultFolder:
         Raises:
             UsageError: where the folder was begun with other settings, or holds something else.
         """
-        held = self.read(SETTINGS)
-        if held is None:
-            if any(not entry.name.startswith(".") for entry in self.path.iterdir()):
-                raise UsageError(f"{self.path} holds something else: it has no {SETTINGS}. Give another --out.")
-            self.write(SETTINGS, dict(settings))
+        held, now = self.read(SETTINGS), json.loads(json.dumps(settings))
+        if held is None and all(entry.name.startswith(".") for entry in self.path.iterdir()):
+            self.write(SETTINGS, now)
             return
         if not isinstance(held, dict):
-            raise UsageError(f"{self.path / SETTINGS} does not hold the settings of a command. Give another --out.")
-        now = json.loads(json.dumps(settings))
-        differ = [key for key in {**held, **now} if held.get(key) != now.get(key)]
-        if differ:
-            changes = "; ".join(
-                f"{key} was {_short(held.get(key))}, and is now {_short(now.get(key))}" for key in differ
-            )
+            raise UsageError(f"{self.path} holds something else: it has no valid {SETTINGS}. Give another --out.")
+        changes = [
+            f"{key} was {_short(held.get(key))}, and is now {_short(now.get(key))}"
+            for key in {**held, **now}
+            if held.get(key) != now.get(key)
+        ]
+        if changes:
             raise UsageError(
-                f"{self.path} was begun with other settings ({changes}). Give another --out, or the same settings to go"
-                " on there."
+                f"{self.path} was begun with other settings ({'; '.join(changes)}). Give another --out, or the same"
+                " settings to go on there."
             )
 
     def read(self, name: str) -> Any:
@@ -189,7 +179,7 @@ class ResultFolder:
         with writing(path), path.open("r+b") as file:
             data = file.read()
             *whole, tail = data.split(b"\n")
-            if tail and _row(tail, keys) is not None:  # written by an editor, without the last line's end
+            if tail and _row(tail, keys) is not None:  # an editor left the last line's end out
                 whole.append(tail)
                 file.write(b"\n")
             elif tail:
@@ -236,10 +226,15 @@ def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
     Raises:
         CannotWrite: where the system refuses to make it.
     """
+    folder = first = folder_for(path, name)
     if path:
-        yield folder_for(path, name)
+        yield folder
         return
-    folder = _made(folder_for(None, name))
+    for number in count(2):
+        with writing(folder), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+        folder = first.with_name(f"{first.name}-{number}")
     try:
         yield folder
     except BaseException:
@@ -247,17 +242,6 @@ def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
             folder.rmdir()
             folder.parent.rmdir()
         raise
-
-
-def _made(first: Path) -> Path:
-    """Makes a folder of this name, with a number behind it where another process was first."""
-    folder = first
-    for number in count(2):
-        with writing(folder), suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -278,12 +262,9 @@ def _sealed(value: object) -> Any:
 
 
 def _unsealed(value: object) -> Any:
-    if not isinstance(value, dict) or _CHECKSUM not in value:
-        return value
-    content = {key: part for key, part in value.items() if key != _CHECKSUM}
-    if value[_CHECKSUM] != _checksum(content):
-        raise _Altered
-    return content
+    if isinstance(value, dict) and _CHECKSUM in value and value.pop(_CHECKSUM) != _checksum(value):
+        raise _Altered("its checksum is not that of its content (if you edited it, remove the entry 'checksum' too)")
+    return value
 
 
 def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any] | None:

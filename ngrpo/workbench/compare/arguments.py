@@ -11,7 +11,7 @@ from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.config.parse import DRY_RUN, EVAL_AT_START
 from ngrpo.machine.models import packaged
-from ngrpo.machine.storage import yaml_file
+from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare import shares
 from ngrpo.workbench.compare.plan import BASELINE, Plan
@@ -145,23 +145,23 @@ def _file_argv(path: str) -> list[str]:
     """The file as words, so that both ways mean the same."""
     keys = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
     argv: list[str] = []
-    for key, value in yaml_file.read(path, flag="--config", example="'perturbations: none,neighbor'").items():
+    for key, value in datafiles.read_yaml(path, flag="--config", example="'perturbations: none,neighbor'").items():
         if key not in keys:
             raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, keys)} Keys: {', '.join(keys)}.")
         if key == "strategies":
-            argv += [word for line in yaml_file.texts(value) for word in ("--strategy", line)]
+            argv += [word for line in datafiles.texts(value) for word in ("--strategy", line)]
         elif key not in ("sweep", "flags", *_GROUPS):
-            argv += [f"--{key}", ",".join(yaml_file.texts(value))]
+            argv += [f"--{key}", ",".join(datafiles.texts(value))]
         elif not isinstance(value, dict):
             raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
         elif key == "sweep":
             argv += [
                 word
                 for name, values in value.items()
-                for word in ("--sweep", f"{name}={','.join(yaml_file.texts(values))}")
+                for word in ("--sweep", f"{name}={','.join(datafiles.texts(values))}")
             ]
         else:
-            argv += yaml_file.words(value, prefix="" if key == "flags" else f"{key}.")
+            argv += datafiles.words(value, prefix="" if key == "flags" else f"{key}.")
     return argv
 
 

@@ -14,13 +14,13 @@ import numpy as np
 from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
 from ngrpo.machine.storage.result_folder import write_text
+from ngrpo.workbench import statistics
 from ngrpo.workbench.compare import shares, verdicts
 from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import status
 from ngrpo.workbench.report.groups import MOST_BYTES, fitting
-from ngrpo.workbench.statistics import significance
-from ngrpo.workbench.statistics.estimators import pass_at_k
+from ngrpo.workbench.statistics import pass_at_k
 
 FORMAT = 1
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
@@ -94,9 +94,9 @@ def summarise(
     failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
     rows = [_row(arm, done[arm], failed[arm], baseline, done[baseline]) for arm in arms]
     differences = [row["difference"] for row in rows if row["difference"] is not None]
-    significance.correct([d["mean_at_n"] for d in differences if d["mean_at_n"] is not None])
+    statistics.correct([d["mean_at_n"] for d in differences if d["mean_at_n"] is not None])
     for k in {k for d in differences for k in d["pass_at_k"]}:
-        significance.correct([d["pass_at_k"][k] for d in differences if k in d["pass_at_k"]])
+        statistics.correct([d["pass_at_k"][k] for d in differences if k in d["pass_at_k"]])
     for row in rows:
         main = row["difference"] and row["difference"]["mean_at_n"]
         shared = len(set(row["seeds"]) & set(done[baseline]))
@@ -247,7 +247,7 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
         if not problems:
             continue
         tables = [np.array([[run[problem] for problem in problems] for run in side]) for side in having]
-        value = significance.interval(*tables) if len(sides) == 1 else significance.paired(*tables)
+        value = statistics.interval(*tables) if len(sides) == 1 else statistics.paired(*tables)
         (judged["pass_at_k"] if name.isdecimal() else judged)[name] = value
     return judged
 

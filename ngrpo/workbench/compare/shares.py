@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngrpo.workbench.statistics import significance
+from ngrpo.workbench import statistics
 from perturbations.errors import UsageError
 
 
@@ -46,7 +46,7 @@ def add(rows: Sequence[dict[str, Any]], scores: Mapping[str, Mapping[int, float]
     counts = {name: (sum(score > above for score in of.values()), len(of)) for name, of in scores.items()}
     tested = [row for row in rows if row["strategy"] != baseline]
     p_values = [fisher(*counts[row["strategy"]], *counts[baseline]) for row in tested]
-    corrected = significance.holm(p_values)
+    corrected = statistics.holm(p_values)
     for row in rows:
         runs, of = counts[row["strategy"]]
         row["above"] = {"threshold": above, "runs": runs, "of": of}

@@ -19,7 +19,7 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
     """One plain sentence on a strategy.
 
     Args:
-        difference: from `statistics.significance.paired`, corrected; None where nothing could be compared.
+        difference: from `statistics.paired`, corrected; None where nothing could be compared.
         measure: what was measured, for people: ``Mean@8``.
         baseline: the baseline's id.
         seeds: how many seeds both have.

@@ -12,7 +12,7 @@ from ngrpo.workbench.diagnose import axes, measures
 from ngrpo.workbench.diagnose.axes import PromptStatistics
 from ngrpo.workbench.diagnose.same_inputs import fed_the_same
 from ngrpo.workbench.diagnose.sample import Sample
-from ngrpo.workbench.statistics.bootstrap import bounds, judged, resamples
+from ngrpo.workbench.statistics import bounds, resamples, with_noise
 
 if TYPE_CHECKING:
     from ngrpo.config.arms import Arm
@@ -132,7 +132,7 @@ def strategy_row(
 
 def _difference(value: np.ndarray, draws: np.ndarray) -> dict[str, Any]:
     low, high = bounds(draws)
-    return judged({"value": float(value[0]), "low": low, "high": high})
+    return with_noise({"value": float(value[0]), "low": low, "high": high})
 
 
 def _pass_at_k(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:

@@ -16,8 +16,8 @@ _HOMES = {
     "evaluate": "ngrpo.workbench.evaluate.evaluation",
     "load_problems": "ngrpo.workbench.scoring.problems",
     "load_task": "ngrpo.workbench.tasks",
-    "mean_at_n": "ngrpo.workbench.statistics.estimators",
-    "pass_at_k": "ngrpo.workbench.statistics.estimators",
+    "mean_at_n": "ngrpo.workbench.statistics",
+    "pass_at_k": "ngrpo.workbench.statistics",
     "rescore": "ngrpo.workbench.evaluate.evaluation",
     "score": "ngrpo.workbench.evaluate.scorers",
 }

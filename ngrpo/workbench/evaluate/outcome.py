@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.workbench.scoring import TIMED_OUT, Problem
-from ngrpo.workbench.statistics.estimators import mean_at_n, pass_at_k
+from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 
 DEFAULT_KS = (1, 4, 8, 16, 32)

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from ngrpo.machine.console.text_table import aligned
+from ngrpo.workbench import statistics
 from ngrpo.workbench.evaluate.outcome import DEFAULT_KS
 from ngrpo.workbench.evaluate.sample_files import SampleFile, read
-from ngrpo.workbench.statistics import significance
-from ngrpo.workbench.statistics.estimators import cover_at, pass_at_k
+from ngrpo.workbench.statistics import cover_at, pass_at_k
 from perturbations.errors import UsageError
 
 _TAUS = (0.25, 0.5, 0.75)
@@ -60,8 +60,8 @@ def lines(
         sample_files, shared, _numbers("k", k, int), _numbers("tau", tau, float), fewest
     ):
         tables = [np.array([of_problem(one.scores[problem]) for problem in shared])[:, None] for one in sample_files]
-        differences = [significance.paired(table, tables[0]) for table in tables[1:]]
-        significance.correct(differences)
+        differences = [statistics.paired(table, tables[0]) for table in tables[1:]]
+        statistics.correct(differences)
         for one, table, difference in zip(sample_files, tables, [None, *differences]):
             rows.append([measure, one.name, *_value(table), *_difference(difference)])
     notes = [
@@ -114,11 +114,11 @@ def _measures(
 
 
 def _value(table: np.ndarray) -> list[str]:
-    interval = significance.interval(table)
+    interval = statistics.interval(table)
     return [f"{interval['value']:.3f}", _span(interval)]
 
 
-def _difference(difference: significance.Interval | None) -> list[str]:
+def _difference(difference: statistics.Interval | None) -> list[str]:
     if difference is None:
         return ["", "", "", ""]
     p, least = difference.get("p_corrected"), difference.get("detectable")
@@ -132,7 +132,7 @@ def _difference(difference: significance.Interval | None) -> list[str]:
     ]
 
 
-def _span(interval: significance.Interval, sign: str = "") -> str:
+def _span(interval: statistics.Interval, sign: str = "") -> str:
     if interval["low"] is None:
         return "–"
     return f"[{interval['low']:{sign}.3f}, {interval['high']:{sign}.3f}]"

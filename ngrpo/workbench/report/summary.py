@@ -14,7 +14,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import described
 from ngrpo.machine.console.terminal_chart import columns
 from ngrpo.machine.console.text_table import aligned
-from ngrpo.machine.storage.events import Series, read_scalars
+from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
