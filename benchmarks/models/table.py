@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.models import cases
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
-_MEASURED = _DOCS.parent / "ngrpo" / "models" / "measured_models.json"
+_MEASURED = _DOCS.parent / "ngrpo" / "machine" / "models" / "measured_models.json"
 RESULT, PAGE = _DOCS / "models.json", _DOCS / "models.md"
 _BEGIN, _END = "<!-- models: python -m benchmarks.models writes this -->", "<!-- /models -->"
 
