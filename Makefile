@@ -10,8 +10,8 @@
 # make dist   source archive and wheel into dist/, checked
 # make models is the replay exact on tiny models of every type? docs/models.md; it goes on where it was stopped
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
-# make study  the study of docs/study.md, hours on a CPU: it goes on where it was stopped
-# make study2 the study of docs/study2.md, likewise
+# make study  the study of docs/studies/study.md, hours on a CPU: it goes on where it was stopped
+# make study2 the study of docs/studies/study2.md, likewise
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=12 lengthens the demo.
 PYTHON ?= python3
 VENV := .venv

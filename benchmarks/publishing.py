@@ -74,15 +74,18 @@ def joined(first: Results, more: Results) -> Results:
     }
 
 
-def publish(comparisons: Mapping[str, Results], out: Path, tables: str, *, with_results: bool = True) -> None:
-    """Writes results and report of each comparison under ``out``, and tables.md, whose path it prints.
+def publish(
+    comparisons: Mapping[str, Results], out: Path, tables: str, page: Path | None, *, with_results: bool = True
+) -> None:
+    """Writes results and report of each comparison under ``out``, and the tables, whose path it prints.
 
     A study of a hundred runs has results of ten megabytes, so they are compressed, to the same bytes each time.
 
     Args:
         comparisons: by the names of their folders.
         out: the folder.
-        tables: the text of tables.md.
+        tables: the text of the tables.
+        page: their file; None for tables.md under ``out``.
         with_results: False where the results are what ``out`` holds already.
     """
     for name, each in comparisons.items() if with_results else ():
@@ -90,8 +93,9 @@ def publish(comparisons: Mapping[str, Results], out: Path, tables: str, *, with_
         place.mkdir(parents=True, exist_ok=True)
         write_report(each, place / "report.html")
         (place / _PACKED).write_bytes(gzip.compress(json.dumps(each, indent=1).encode(), mtime=0))
-    write_text(out / "tables.md", tables)
-    print(out / "tables.md")
+    page = page or out / "tables.md"
+    write_text(page, tables)
+    print(page)
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes a finished study: the comparisons' results and reports, and the questions that pool its tasks.
 
-    python -m benchmarks.study runs/study [--contrasts examples/study/contrasts.yaml] [--out docs/results]
+    python -m benchmarks.study runs/study [--contrasts FILE] [--out docs/results] [--tables FILE]
 
-Takes each folder under runs/study that `ngrpo compare` wrote, or what was published of them. Writes
-OUT/TASK/results.json.gz and report.html, and OUT/tables.md: what was run and how long it took, the contrasts that
-docs/study.md names before any run (pooled over tasks by Welch's t, corrected by Holm), each task's strategies, and how
-far neighbor sets drifted. Every number comes from the results. Contrasts are of evaluations without perturbation. A run
-that has not finished is told, not guessed.
+Reads each folder under runs/study that `ngrpo compare` wrote, or published results. Writes OUT/TASK/results.json.gz
+and report.html, and the tables (OUT/tables.md): runs and their hours; the contrasts that docs/studies/study.md named
+before any run, pooled over tasks by Welch's t and corrected by Holm; each task's strategies; the drift of neighbor
+sets. Every number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def strategies(results: Results) -> list[list[str]]:
 
 
 def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> str:
-    """The text of tables.md."""
+    """The text of the tables."""
     lines = [
         "# The study's tables",
         "",
@@ -154,6 +153,7 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--contrasts", default="examples/study/contrasts.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--tables", type=Path, help="the tables' page [OUT/tables.md]")
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "`make study`")
     pairs = datafiles.read_yaml(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
@@ -163,7 +163,7 @@ def main() -> None:
         if missing:
             parser.error(f"contrast {name!r}: no strategy is called {missing[0]!r}; there are {sorted(known)}")
     is_published = options.study.resolve() == options.out.resolve()
-    publish(tasks, options.out, report(tasks, pairs), with_results=not is_published)
+    publish(tasks, options.out, report(tasks, pairs), options.tables, with_results=not is_published)
 
 
 def _last(run: Mapping[str, Any], key: str) -> list[Mapping[str, float]]:

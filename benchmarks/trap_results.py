@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes comparisons on the sandbox's tasks, the second study or its pilot (docs/study2.md).
+"""Publishes comparisons on the sandbox's tasks, the second study or its pilot (docs/studies/study2.md).
 
-    python -m benchmarks.trap_results runs/study2-pilot --out docs/results/study2_pilot
-    python -m benchmarks.trap_results runs/study2-more --out docs/results/study2 --join
+    python -m benchmarks.trap_results runs/study2 --out docs/results/study2 --tables docs/studies/tables/study2.md
+    python -m benchmarks.trap_results runs/study2-more --out docs/results/study2 --join --tables ...
+    python -m benchmarks.trap_results docs/results/study2 --out docs/results/study2 --tables ...    the tables alone
 
 Takes each folder that `ngrpo compare` wrote under the first one, with its runs whole, or what was published of them.
-Writes OUT/TASK/results.json.gz and report.html, and OUT/tables.md: where each run ended, how many ended above the
-threshold, both tests, how often the better way was tried as the training went on, how much the rewards of a group
-differed, and what the strategy's rollouts were before training. With --join further strategies and seeds of a task are
+Writes OUT/TASK/results.json.gz and report.html, and the tables (OUT/tables.md): where each run ended, how many ended
+above the threshold, both tests, how often the better way was tried during training, how much rewards differed within
+a group, and the strategy's rollouts before training. With --join further strategies and seeds of a task are
 added to what OUT holds of it, and all are judged together. OUT's other tasks stay. Every number comes from the results.
 """
 
@@ -101,11 +102,11 @@ def before(diagnosis: Mapping[str, Any]) -> list[list[str]]:
 
 
 def report(tasks: Mapping[str, Results]) -> str:
-    """The text of tables.md."""
+    """The text of the tables."""
     lines = [
         "# Tables",
         "",
-        "Written by `python -m benchmarks.trap_results`; the design: [study2.md](../../study2.md).",
+        "Written by `python -m benchmarks.trap_results`; the design: [study2.md](../study2.md).",
     ]
     for name, results in tasks.items():
         runs = [run for run in results["runs"] if run["status"] == "done"]
@@ -143,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tables", type=Path, help="the tables' page [OUT/tables.md]")
     parser.add_argument("--join", action="store_true", help="add to what OUT holds of a task")
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "examples/study2/run.sh")
@@ -156,7 +158,8 @@ def main() -> None:
     if options.join:
         tasks = {name: joined(before[name], new) if name in before else new for name, new in tasks.items()}
     is_published = options.study.resolve() == options.out.resolve()
-    publish(tasks, options.out, report(dict(sorted((before | tasks).items()))), with_results=not is_published)
+    tables = report(dict(sorted((before | tasks).items())))
+    publish(tasks, options.out, tables, options.tables, with_results=not is_published)
 
 
 def _logged(results: Results, strategy: str, prefix: str) -> list[tuple[float, float]]:

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.models import cases
+from benchmarks.models.case import TOLERANCE, Case
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
-_MEASURED = _DOCS.parent / "ngrpo" / "models" / "measured_models.json"
+_MEASURED = _DOCS.parent / "ngrpo" / "machine" / "models" / "measured_models.json"
 RESULT, PAGE = _DOCS / "models.json", _DOCS / "models.md"
+_PLAIN = {cases.key(vars(Case(name))) for names in cases.TYPES.values() for name in names}
 _BEGIN, _END = "<!-- models: python -m benchmarks.models writes this -->", "<!-- /models -->"
 
 
@@ -99,6 +102,20 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The types counted by the verdict of their plain case; "right" apart by whether the gap is below 1e-4."""
+    plain = [row for row in rows if cases.key(row) in _PLAIN]
+    right = [row for row in plain if row["verdict"] == "right"]
+    above = [row for row in right if max(row["perturbed"].values()) > TOLERANCE]
+    half = sum(row["dtype"] != "float32" for row in above)
+    parts = [
+        f"{len(plain)} types in their plain case: {len(right) - len(above)} replay to {TOLERANCE:g}",
+        f"{len(above)} are above it, as their unperturbed gap is ({half} of them ran in bfloat16 alone)",
+    ]
+    others = Counter(row["verdict"] for row in plain if row["verdict"] != "right")
+    return "; ".join([*parts, *(f"{count} {verdict}" for verdict, count in others.most_common())]) + "."
+
+
 def _means(row: Mapping[str, Any]) -> str:
     """A largest gap is one token's; the means tell whether the others agree."""
     return " (means " + ", ".join(f"{value:.1e}" for value in row["means"]) + ")" if row.get("means") else ""
@@ -111,4 +128,5 @@ def write_page() -> None:
     after = rest.partition(_END)[2]
     made = "; or ".join(dict.fromkeys(row["machine"] for row in result["rows"]))
     made += ". The commit of each row is in docs/models.json."
-    PAGE.write_text(f"{before}{_BEGIN}\n{made}\n\n{table(result['rows'])}\n{_END}{after}", encoding="utf-8")
+    made += f"\n\n{summary(result['rows'])}\n\n{table(result['rows'])}\n"
+    PAGE.write_text(f"{before}{_BEGIN}\n{made}{_END}{after}", encoding="utf-8")

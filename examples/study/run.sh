@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study of docs/study.md on a CPU, from nothing to docs/results/. Hours: let it run in the background.
+# The study of docs/studies/study.md on a CPU, from nothing to docs/results/. Hours: let it run in the background.
 #
 #   nohup bash examples/study/run.sh [FOLDER] [more words of ngrpo compare ...] > runs/study.log 2>&1 &
 #
@@ -39,5 +39,8 @@ for task in $tasks; do
       --diagnose.data "$out-problems/$task-eval.jsonl" --diagnose.scorer math "$@"
   fi
 done
-[ -n "${TASKS:-}" ] || python -m benchmarks.study "$out" --out "${RESULTS:-docs/results}"
+# RESULTS=FOLDER publishes elsewhere, with the tables beside the results.
+tables=${RESULTS:+$RESULTS/tables.md}
+[ -n "${TASKS:-}" ] ||
+  python -m benchmarks.study "$out" --out "${RESULTS:-docs/results}" --tables "${tables:-docs/studies/tables/study.md}"
 exit $status

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The second study (docs/study2.md) on a CPU.
+# The second study (docs/studies/study2.md) on a CPU.
 #
 #   PILOT=1 bash examples/study2/run.sh [FOLDER] [more words of ngrpo compare ...]     the pilot, before it
 #   nohup bash examples/study2/run.sh [FOLDER] > runs/study2.log 2>&1 &                the study

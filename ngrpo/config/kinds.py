@@ -120,7 +120,7 @@ ROWS = (
         registry=registry.buffers,
         flag="--perturbation.replay_buffer",
         about="where finished trajectories wait for the trainer",
-        page="docs/engines.md",
+        page="docs/own_perturbation.md",
     ),
     Kind(
         registry=advantages.registry,

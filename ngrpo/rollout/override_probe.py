@@ -142,6 +142,6 @@ def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str
         raise ProbeFailure(
             f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
             f" in the text changes it by {least:.2g}:\n{lines}\nNothing that this model is fed can be trusted, so that"
-            " nothing was started. Use a model of docs/engines.md, or report this one with the lines above.",
+            " nothing was started. Use a model of docs/models.md, or report this one with the lines above.",
             is_certain=True,
         )

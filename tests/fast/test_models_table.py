@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.models import cases
 from benchmarks.models.rollouts import short
-from benchmarks.models.table import PAGE, RESULT, table, verdicts
+from benchmarks.models.table import PAGE, RESULT, summary, table, verdicts
 
 
 def row(verdict: str, dtype: str = "bfloat16", under: str = "", means: tuple[float, ...] = (0.018, 0.019)) -> Any:
@@ -23,7 +23,8 @@ def test_the_page_and_the_packaged_copy_are_those_of_the_measured_rows() -> None
     rows = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
     packaged = files("ngrpo.machine.models").joinpath("measured_models.json").read_text(encoding="utf-8")
     assert json.loads(packaged) == verdicts(rows)
-    assert table(rows) in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    assert table(rows) in page and summary(rows) in page
 
 
 def test_each_row_is_of_a_case_that_is_listed_and_names_machine_and_commit() -> None:

@@ -98,7 +98,7 @@ def test_the_design_names_strategies_that_are_run() -> None:
     pairs = datafiles.read_yaml(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
     assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= set(ids)
     assert plan.baseline == "none" and len(plan.seeds) >= 5
-    design = (STUDY.parents[1] / "docs" / "study.md").read_text()
+    design = (STUDY.parents[1] / "docs" / "studies" / "study.md").read_text()
     temperatures = [arm.partition("=")[2] for arm in ids if "temperature" in arm]
     assert len(temperatures) == 1 and all(f"`none`, temperature {each} |" in design for each in temperatures)
     assert all(f"`{arm}`" in design for arm in ids if "sigma" in arm or "neighbor" in arm)
@@ -115,7 +115,7 @@ def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
     done = subprocess.run(words, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
     plans = [arguments.parse(json.loads(line)) for line in done.stdout.splitlines()]
     assert [out.name for _, out in plans] == ["sums", "basic"]
-    design = (STUDY.parents[1] / "docs" / "study.md").read_text()
+    design = (STUDY.parents[1] / "docs" / "studies" / "study.md").read_text()
     for plan, out in plans:
         assert plan.seeds == (0, 1)
         assert plan.evaluation is not None

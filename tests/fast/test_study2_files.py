@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second study's files: what docs/study2.md promises of seeds, groups of arms and steps, and run.sh's cuts."""
+"""The second study's files: the seeds, groups of arms and steps of docs/studies/study2.md, and run.sh's cuts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_pa
 
 
 def test_the_first_task_is_finished_before_the_others_go_on(tmp_path: Path) -> None:
-    """The order that docs/study2.md tells: the first group of every task, the rest of the first task, then the rest."""
+    """The order of docs/studies/study2.md: the first group of every task, the rest of the first task, then the rest."""
     calls = calls_of_run_sh(tmp_path, "shortcut:late two_peaks star_graph")
     order = [(call[call.index("--task") + 1], Path(call[call.index("--config") + 1]).stem[-1]) for call in calls]
     assert order == [
