@@ -75,7 +75,7 @@ _NOT_REPLAYED = (
 
 
 def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]:
-    """The step's measures, of rollout against replay before the update; see docs/troubleshooting.md.
+    """The step's measures, of rollout against replay before the update; see docs/metrics.md.
 
     Args:
         batch: verl's ``KVBatchMeta``, whose old log-probabilities were computed.
