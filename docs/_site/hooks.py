@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import method_pages
-import paper_page
+import paper_table
 
 from ngrpo.config.kinds import FLAGS
 from ngrpo.trainers.openrlhf.seams import SEAMS
@@ -49,7 +49,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that no file holds."""
-    made = method_pages.pages() | {"papers.md": paper_page.page()}
+    made = method_pages.pages()
     made |= {page: with_links((ROOT / name).read_text(encoding="utf-8"), ROOT / name) for name, page in OUTSIDE.items()}
     for place, content in made.items():
         files.append(File.generated(config, place, content=content))
@@ -63,6 +63,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = with_links(markdown, Path(page.file.abs_src_path))
     if page.file.src_uri in method_pages.TABLES:
         markdown = re.sub(r"^(?:\| .*? \||- \*\*.*?\*\*)", _to_methods, markdown, flags=re.MULTILINE)
+    markdown = markdown.replace("<!-- papers -->", paper_table.table())
     known = {file.src_uri for file in files.documentation_pages()}
     up = "../" * page.file.src_uri.count("/")
 

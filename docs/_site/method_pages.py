@@ -21,7 +21,7 @@ from perturbations.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 # The pages of docs/ on which methods are tabulated, each method on one.
-TABLES = ("methods.md", "advantages.md", "exploration.md")
+TABLES = ("methods.md", "exploration.md")
 # The methods whose docstrings have the formulas, by the word for the kind.
 FORMULAS = {
     "perturbation": {"propose": "What is fed", "log_density": "What the loss weighs, with its density"},
@@ -78,7 +78,7 @@ def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
     paper = getattr(cls, "paper", "")
     if paper:
         linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
-        yield f"| paper | {linked} ([all papers](../papers.md)) |"
+        yield f"| paper | {linked} ([all papers](../methods.md#papers)) |"
     yield f"| flag | `{flag} {name}` |"
     if kept is registry.perturbations:
         yield f"| default rate | {cls.rate:g} |"  # type: ignore[attr-defined]
@@ -131,11 +131,10 @@ def names(text: str, flag: str, name: str) -> bool:
 
 
 def entries() -> Iterator[tuple[str, str]]:
-    """What stands under "Implemented, and what differs" on the pages: the names at an entry's head, and its text."""
+    """The entries "- **`name`** …" of the pages, with defaults and differences: the names at the head, and the text."""
     for name in TABLES:
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        _, _, part = text.partition("\n## Implemented, and what differs\n")
-        yield from re.findall(r"^- \*\*(`.+?`)\*\* (.+)$", part.partition("\n## ")[0], flags=re.MULTILINE)
+        yield from re.findall(r"^- \*\*(`\w+`(?:, `\w+`)*)\*\* (.+)$", text, flags=re.MULTILINE)
 
 
 def _told(flag: str, name: str) -> dict[str, str]:
@@ -151,7 +150,7 @@ def _told(flag: str, name: str) -> dict[str, str]:
     found = {
         "When to use it": "\n".join(when),
         "What it changes and costs": "\n".join(cost),
-        "Implemented, and what differs": "\n\n".join(differs),
+        "Defaults and differences": "\n\n".join(differs),
     }
     return {title: moved(text).replace("\\|", "|") for title, text in found.items() if text}
 

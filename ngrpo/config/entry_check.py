@@ -76,8 +76,8 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
         density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
         lines.append(
             f"{subject}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero"
-            " in a group, pushes the policy along that mean, whatever the reward. docs/loss.md says which entries have"
-            " mean 0, and which --perturbation.density is exact."
+            " in a group, pushes the policy along that mean, whatever the reward. docs/methods.md says which entries"
+            " have mean 0, and which --perturbation.density is exact."
         )
     if perturbation.has_density:
         stale = "--train.async_enable" if flags.has("--train.async_enable") else None

@@ -126,7 +126,7 @@ ROWS = (
         registry=advantages.registry,
         flag="--advantage",
         about="what the rewards of one prompt's answers become",
-        page="docs/advantages.md",
+        page="docs/exploration.md",
         picture=f"{_PICTURES}advantage",
         suite="ngrpo.config.advantage_check:inspect",
         rests="the loss rests",
@@ -136,7 +136,7 @@ ROWS = (
         registry=credits.registry,
         flag="--credit",
         about="how an answer's advantage is shared among its tokens",
-        page="docs/advantages.md",
+        page="docs/exploration.md",
         picture=f"{_PICTURES}credit",
     ),
     Kind(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PROMPTS, _RESPONSES, _RUN_STEPS = 8, 8, 150
 _BATCH = str(_PROMPTS * _RESPONSES)
 
-# The learning rate is one at which GRPO settles on the shortcut and learns the same task without it (docs/studies/study2.md).
+# At this learning rate GRPO settles on the shortcut, and learns the task without it (docs/studies/study2.md).
 FLAGS: dict[str, str] = {
     "--algo.advantage.estimator": "group_norm",
     "--algo.kl.init_coef": "0",

@@ -177,8 +177,8 @@ class TestRegistry:
         assert create(**json.loads(json.dumps(made.spec()))) == made == pickle.loads(pickle.dumps(made))
 
     def test_a_users_own_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The one of docs/advantages.md: (1 - 1/4) and (0 - 1/4), halved."""
-        text = (ROOT / "docs" / "advantages.md").read_text(encoding="utf-8").partition("```python\n")[2]
+        """The one of docs/exploration.md: (1 - 1/4) and (0 - 1/4), halved."""
+        text = (ROOT / "docs" / "exploration.md").read_text(encoding="utf-8").partition("```python\n")[2]
         monkeypatch.chdir(tmp_path)
         Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
         command = parse.run_config(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])

@@ -46,7 +46,7 @@ def test_every_page_is_in_the_navigation_once_or_hidden_there() -> None:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
     listed = nav_pages(config["nav"])
     hidden = tuple(place.removeprefix("/") for place in config["not_in_nav"].split())
-    made = {"index.md", "contributing.md", "changelog.md", "recipes.md", "papers.md"}
+    made = {"index.md", "contributing.md", "changelog.md", "recipes.md"}
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | made
     assert len(listed) == len(set(listed))
     assert set(listed) == {page for page in pages if not page.startswith(hidden)}, "mkdocs.yml, `nav`"
@@ -66,7 +66,7 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
         assert set(heads) & set(method_pages.FORMULAS[kept.kind].values()), "a docstring with its formula"
         assert "```text" in page, "a picture"
     if kept.kind not in ("gate", "replay buffer"):
-        assert "Implemented, and what differs" in heads, f"an entry under this head on one of {method_pages.TABLES}"
+        assert "Defaults and differences" in heads, f"an entry on one of {method_pages.TABLES}"
     if kept is registry.perturbations and name != "none":
         assert "When to use it" in heads and "What it changes and costs" in heads, "rows of docs/methods.md"
         assert "https://arxiv.org/abs/" in page

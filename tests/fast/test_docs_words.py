@@ -16,7 +16,6 @@ OTHERS = {
     "perturbation": r"perturbation operators?|disturbances?",
     "method": r"techniques?",
     "strategy": r"treatments?|contenders?",
-    "arm": r"arms?",
     "gate": r"gatings?|gaters?",
     "edit": r"input edits|interventions?",
     "anchor": r"anchor tokens?|pivots?",
@@ -26,8 +25,6 @@ OTHERS = {
     "replay": r"playbacks?|re-?play(?:ing)? back",
     "gap": r"discrepanc(?:y|ies)|log-prob(?:ability)? mismatch(?:es)?",
 }
-# The design of a study has a head that names its arms.
-EXEMPT = {("study2.md", "arm")}
 
 
 def glossary() -> dict[str, str]:
@@ -52,11 +49,10 @@ def test_the_glossary_has_each_term_once_in_a_dozen_lines() -> None:
 @pytest.mark.parametrize("term", OTHERS)
 def test_pages_use_the_term_and_no_other(term: str) -> None:
     texts = {page.name: prose(page) for page in PAGES}
-    if term != "arm":  # named to say what the code means by it
-        assert sum(re.search(rf"\b{term}", text) is not None for text in texts.values()) >= 3, "a term in use"
+    assert sum(re.search(rf"\b{term}", text) is not None for text in texts.values()) >= 3, "a term in use"
     found = {
         name: words
         for name, text in texts.items()
-        if (name, term) not in EXEMPT and (words := re.findall(rf"\b(?:{OTHERS[term]})\b", text, re.IGNORECASE))
+        if (words := re.findall(rf"\b(?:{OTHERS[term]})\b", text, re.IGNORECASE))
     }
     assert not found, f"the glossary says {term}"

@@ -147,11 +147,12 @@ def test_what_is_no_part_of_a_comparison_is_not_joined() -> None:
 
 
 def test_methods_md_says_what_was_measured() -> None:
-    """The last column of the perturbations' table: of each that was run, the study's first arm of that name."""
+    """The last column of the perturbations' table: of each that was run, the study's first arm, with its options."""
     published = DOCS / "results" / "study2" / "shortcut-late" / "results.json.gz"
     measured: dict[str, str] = {}
     for strategy, _, above, mean, *_ in trap_results.ends(json.loads(gzip.decompress(published.read_bytes()))):
-        measured.setdefault(strategy.strip("`").split()[0], f"{above}, {mean}")
+        name, _, options = strategy.strip("`").partition(" ")
+        measured.setdefault(name, f"{above}, {mean}" + (f" (`{options}`)" if options else ""))
     table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | paper | what is fed |")[2]
     rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
     told = {tuple(re.findall(r"`(\w+)`", row[0])): row[-1].removesuffix(" |") for row in rows}

@@ -121,7 +121,7 @@ def _mean_of_score(cls: type[Perturbation]) -> str:
                 centred[perturbation.zero_mean_score].append(density)
     phrases = {True: "0 with density", False: "not 0 with density"}
     parts = [f"{phrases[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
-    return f"mean of the score of its entry in the loss (docs/loss.md): {'; '.join(parts)}"
+    return f"mean of the score of its entry in the loss (docs/methods.md): {'; '.join(parts)}"
 
 
 def own_options(kind_registry: Registry, cls: type) -> list[dataclasses.Field]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of papers: CITATION.cff as a table, with what is registered of each paper and the pages that name it."""
+"""The table of papers: CITATION.cff, with what is registered of each paper and the pages that name it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from ngrpo.config.kinds import FLAGS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def page() -> str:
-    """The page in Markdown, a row for each reference in the order of CITATION.cff."""
+def table() -> str:
+    """The table in Markdown, a row for each reference in the order of CITATION.cff."""
     papers = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["references"]
-    rows = ["| paper | authors | here |", "| --- | --- | --- |", *map(_row, papers)]
-    head = (
-        "# Papers\n\nWhose ideas these are. `CITATION.cff` has the same list for reference managers, with all authors."
-    )
-    return f"{head}\n\n" + "\n".join(rows) + "\n"
+    return "\n".join(["| paper | authors | here |", "| --- | --- | --- |", *map(_row, papers)])
 
 
 def _row(paper: dict) -> str:
