@@ -28,7 +28,7 @@ RUNNERS = "model_runner"
 FORMAT = 1
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "rubric/", "sampling/", "second_round/", "task/")
+_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
 _ROWS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 
