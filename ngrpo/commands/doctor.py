@@ -308,7 +308,7 @@ def self_test(model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from ngrpo.rollout import model_runner, take_trajectories
-    from ngrpo.trainers.openrlhf.replay_probe import prove
+    from ngrpo.trainers.common.replay_check import check_replay
     from perturbations import replaying
 
     folder = packaged.resolve(model)
@@ -339,7 +339,7 @@ def self_test(model: str) -> dict[str, Any]:
         log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
         return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
 
-    prove(reference, of_texts)
+    check_replay(reference, of_texts)
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
     theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
 

@@ -146,6 +146,18 @@ class RunConfig:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def changes_rollouts(self) -> bool:
+        """Whether engines draw in another way than vLLM's own, and responses come with a record."""
+        given = self.perturbation, self.sampling_schedule
+        return any(part is not None for part in given) or self.reproducible or self.sampling.correct_mask
+
+    @property
+    def changes_rollout_policy(self) -> bool:
+        """Whether the policy that rolls out may be another one than the trainer's by design, so that it is measured."""
+        given = self.perturbation, self.policy_noise, self.sampling_schedule, self.sampling.correction_warmup
+        return any(part is not None for part in given) or self.sampling.correct_mask
+
+    @property
     def conditions(self) -> tuple[str, ...]:
         """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
         conditions = {

@@ -23,7 +23,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from ngrpo.rollout.records import take_records
-from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError

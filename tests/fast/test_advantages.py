@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.advantage_seams import measures
+from ngrpo.trainers.openrlhf.visits import Visits
 
 from ngrpo.config import parse
 from ngrpo.config.run import current_run
 from ngrpo.machine.console import catalogue
 from ngrpo.methods.advantages import available, compute, create, registry
-from ngrpo.trainers.openrlhf.advantage_seams import measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
-from ngrpo.trainers.openrlhf.visits import Visits
 from ngrpo.trainers.verl.advantage_estimators import estimator
 from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import UsageError

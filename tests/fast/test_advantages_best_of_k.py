@@ -8,10 +8,10 @@ from statistics import mean, pstdev
 
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.metrics import reporting_trainer
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
-from ngrpo.trainers.openrlhf.metrics import reporting_trainer
 from perturbations.errors import UsageError
 
 

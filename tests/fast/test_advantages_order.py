@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.advantage_seams import own_advantages, own_reward
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
-from ngrpo.trainers.openrlhf.advantage_seams import own_advantages, own_reward
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.correction_warmup import with_strength
 
 from ngrpo.config import parse, rules
 from ngrpo.trainers.openrlhf import correction_warmup, metrics
-from ngrpo.trainers.openrlhf.correction_warmup import with_strength
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss

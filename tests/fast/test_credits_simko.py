@@ -17,8 +17,8 @@ from ngrpo.methods import credits
 from ngrpo.methods.credits import base
 from ngrpo.methods.credits.base import LossTokens, StepTokens
 from ngrpo.methods.credits.simko import quantiles
+from ngrpo.trainers.common.log_probs import with_overrides
 from ngrpo.trainers.openrlhf import credit_loss
-from ngrpo.trainers.openrlhf.loss import with_replacements
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
@@ -90,7 +90,7 @@ class Trainer:
 
     def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
         ids, mask = experience.sequences, experience.attention_mask.bool()
-        scored = with_replacements(log_probs_of)
+        scored = with_overrides(log_probs_of)
         if self.packed:
             flat = scored(self.logits[mask].unsqueeze(0), ids.roll(-1, 1)[mask].unsqueeze(0))
             log_probs = torch.zeros(B, T, dtype=flat.dtype).masked_scatter(mask, flat)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from ngrpo.trainers.openrlhf.rollout_requests import numbered_requests
+
 from perturbations.seeds import AnswerNumbers
 from tests.fast.run import run_with
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from ngrpo.trainers.openrlhf.first_evaluation import evaluating_first
 
 from ngrpo.config import parse, preflight
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf.first_evaluation import evaluating_first
 from perturbations.errors import UsageError
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.unperturbed import ANSWERS, Turns, UnperturbedAnswer
 
 from ngrpo.config import preflight
 from ngrpo.methods import sampling_schedules
+from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
+from ngrpo.trainers.common.side_inputs import unpack
 from ngrpo.trainers.openrlhf import metrics, unperturbed
-from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from ngrpo.trainers.openrlhf.unperturbed import ANSWERS, Turns, UnperturbedAnswer
 from perturbations import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -82,7 +82,7 @@ def test_without_an_unperturbed_answer_nothing_is_judged_and_the_next_step_is_as
 
 
 def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.common.mismatch._warned", [])
     GapScale(True).check(step(unperturbed=0.02, plain=0.67, perturbed=0.63, before=0.14), 10.0, strict=False)
     printed = capsys.readouterr().out
     assert printed.startswith("ngrpo warning:") and "--perturbation.strict" in printed

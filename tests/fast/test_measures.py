@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
 
 from ngrpo.config import parse
 from ngrpo.machine.console.progress import Reporter
-from ngrpo.trainers.openrlhf.gap import ReplayGap, check_gap
-from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
-from ngrpo.trainers.openrlhf.side_inputs import records, unpack
+from ngrpo.trainers.common.mismatch import ReplayGap, check_gap
+from ngrpo.trainers.common.side_inputs import records, unpack
 from perturbations import ReplayRecord, create
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -164,7 +164,7 @@ def test_what_a_wrong_replay_leaves_as_it_is(perturbed: float, plain: float, bef
 
 
 def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.common.mismatch._warned", [])
     for _ in range(3):
         check_gap(measures(1.0, 0.01), 10.0, strict=False)
     printed = capsys.readouterr().out

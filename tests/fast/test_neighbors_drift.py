@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ngrpo.trainers.openrlhf.metrics import neighbor_drift, reporting_trainer
 
 from ngrpo.rollout import neighbor_drift as engine_drift
-from ngrpo.trainers.openrlhf.metrics import neighbor_drift, reporting_trainer
 from perturbations.neighbors import Drift
 from tests.fast.run import run_with
 

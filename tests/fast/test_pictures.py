@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.trainers.common.side_inputs import unpack, without_ours
 from ngrpo.trainers.openrlhf import rollout_actor, turns
-from ngrpo.trainers.openrlhf.side_inputs import unpack, without_ours
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 

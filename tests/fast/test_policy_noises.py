@@ -15,8 +15,8 @@ from torch import nn
 from ngrpo.config import parse, preflight, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
+from ngrpo.trainers.common.importance import importance_measures
 from ngrpo.trainers.openrlhf import policy_noise, weight_sync
-from ngrpo.trainers.openrlhf.importance import importance_measures
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations import create
 from perturbations.errors import UsageError

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.credit_loss import CreditInLoss
 from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
@@ -22,10 +23,8 @@ from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.openrlhf.credit_loss import CreditInLoss
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import replacing, with_replacements
-from ngrpo.trainers.openrlhf.mask_correction import corrected
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import corrected, override_log_probs, with_overrides
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs Py
 
 PLAN = Plan(seed=3, masked=True, sampling="filtered")
 TEMPERATURE = 0.7
-hooked = with_replacements(log_probs_of)
+hooked = with_overrides(log_probs_of)
 
 
 def densities_of(name: str) -> list[str | None]:
@@ -233,7 +232,7 @@ def test_credits(name: str) -> None:
         ours = CreditInLoss(
             credit, lambda *args: given.extend(args), SimpleNamespace(advantages=batch.advantages, **masks)
         )
-        with replacing(ours.look, "the credit was not asked", ""):
+        with override_log_probs(ours.look, "the credit was not asked", ""):
             log_probs = batch.forward()
         ours(log_probs, log_probs.detach(), batch.advantages)
         score, _, advantages = given

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ngrpo.trainers.openrlhf.resume import resuming_generator, resuming_trainer
+from ngrpo.trainers.openrlhf.visits import Visits
 
 from ngrpo.config import checkpoint_check
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf.resume import resuming_generator, resuming_trainer
-from ngrpo.trainers.openrlhf.visits import Visits
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
 

@@ -16,7 +16,7 @@ from benchmarks.decode_step import Decoding, counting
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
-from ngrpo.trainers.openrlhf.importance import importance_measures
+from ngrpo.trainers.common.importance import importance_measures
 from perturbations import create, streams
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.simulated import Plan, simulate
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import with_overrides
 from perturbations import ReplayRecord, check_perturbation, create, parameters, streams
 from perturbations.base import Replayed, Step
 from perturbations.edit import InputEdit, realise
@@ -157,7 +157,7 @@ def run(model: Small, tokens: Tensor, mask: Tensor, records: list[Any], packed: 
     perturbation = create("tarpo", decision_weight=0.5)
     scope = ReplayScope(model.embedding, module=module, perturbation=perturbation, hidden=LastHidden(head))
     with scope(records, mask), densities(scope, 1.0):
-        found = with_replacements(log_probs_of)(model(tokens), labels)
+        found = with_overrides(log_probs_of)(model(tokens), labels)
     return torch.zeros(shape).masked_scatter(mask.bool(), found[0]) if packed else found
 
 

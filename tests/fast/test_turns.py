@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.trainers.openrlhf.metrics import step_metrics
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from ngrpo.trainers.openrlhf.turns import Conversation, finished
+from ngrpo.trainers.common.conversation import Conversation, finished
+from ngrpo.trainers.common.mismatch import step_metrics
+from ngrpo.trainers.common.side_inputs import unpack
 from perturbations import FinishedTrajectory, ReplayRecord, registry
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]

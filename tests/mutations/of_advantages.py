@@ -364,7 +364,7 @@ NOISES = [
         ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/common/importance.py",
         "test_policy_noises.py",
         ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
         ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),

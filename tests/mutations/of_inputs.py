@@ -75,7 +75,7 @@ DENSITIES = [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/density_loss.py",
+        "ngrpo/trainers/common/densities.py",
         "test_density_loss.py",
         (
             "if perturbation is None or not perturbation.has_density:",

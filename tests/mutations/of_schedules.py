@@ -115,7 +115,7 @@ SCHEDULES = [
         ("[astuple(each) for each in trainer.past]", "[]", "a resumed run forgets the first step's entropy"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/common/importance.py",
         "test_sampling_schedules_run.py",
         ("e.rollout_log_probs[e.action_mask.bool()]", "e.rollout_log_probs.flatten()", "padding has an entropy"),
     ),

@@ -25,7 +25,7 @@ VALUES = [
         ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/common/importance.py",
         "test_policy_noises.py",
         ("(weight < low) | (weight > high)", "weight > high", "importance: the lower bound is ignored"),
     ),

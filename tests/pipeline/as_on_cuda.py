@@ -271,9 +271,7 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
         import torch
         from safetensors.torch import save_file
 
-        from ngrpo.trainers.openrlhf.weight_sync import _gathered
-
-        weights = _gathered(self, keep=True)
+        weights = gathered(self, keep=True)
         if torch.distributed.get_rank() == 0:
             save_file({name: part.clone() for name, part in weights.items()}, Path(os.environ[FOLDER], "sent"))
             note("sync", parameters=list(weights))

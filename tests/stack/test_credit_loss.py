@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from ngrpo.trainers.openrlhf.credit_loss import training_step_with_credit
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.credit_loss import training_step_with_credit
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.log_probs import with_overrides
 from tests.fast.run import run_with
 from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
 
@@ -29,7 +29,7 @@ def openrlhf() -> Iterator[Any]:
         from openrlhf.models import actor, loss
         from openrlhf.trainer.ray import ppo_actor
     original = actor.log_probs_from_logits
-    actor.log_probs_from_logits = with_replacements(original)
+    actor.log_probs_from_logits = with_overrides(original)
     yield SimpleNamespace(actor=actor, loss=loss, ppo_actor=ppo_actor)
     actor.log_probs_from_logits = original
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.trainers.common.side_inputs import without_ours
 from ngrpo.trainers.openrlhf import prompt_pictures
-from ngrpo.trainers.openrlhf.side_inputs import without_ours
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory

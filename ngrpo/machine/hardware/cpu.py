@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.config.run import current_run
+from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware.profile import Profile
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -196,18 +196,14 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     return average
 
 
-def engine_on_cpu(plain: Any) -> type:
-    """`RolloutRayActor`: the trainer's dtype, and processes of its own as tensor-parallel ranks, as vLLM's on a CPU."""
-
-    class EngineOnCPU(plain):
-        async def __init__(self, *args: object, **kwargs: Any) -> None:
-            if Flags(current_run().openrlhf).value("--ds.param_dtype") == "fp32":
-                kwargs["dtype"] = "float32"
-            if kwargs.get("tensor_parallel_size", 1) > 1:
-                kwargs["distributed_executor_backend"] = "mp"
-            await plain.__init__(self, *args, **kwargs)
-
-    return EngineOnCPU
+def engine_arguments(run: RunConfig, tensor_parallel_size: int) -> dict[str, str]:
+    """Arguments of vLLM's engine: the trainer's dtype, and processes as ranks, since vLLM has no Ray executor here."""
+    arguments = {}
+    if Flags(run.openrlhf).value("--ds.param_dtype") == "fp32":
+        arguments["dtype"] = "float32"
+    if tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments
 
 
 def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:

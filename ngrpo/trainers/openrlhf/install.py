@@ -87,6 +87,9 @@ def _apply(module: ModuleType, rows: Sequence[Seam]) -> None:
         original = getattr(owner, name)
         ours = _ours(seam)
         replacement = _remote(original, ours) if hasattr(original, "__ray_metadata__") else ours(original)
+        if isinstance(original, type):  # pickled by its name, under which every process finds its own
+            replacement.__module__, replacement.__qualname__ = original.__module__, original.__qualname__
+            replacement.__name__ = original.__name__
         setattr(owner, name, replacement)
 
 

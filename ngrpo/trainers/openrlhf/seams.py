@@ -73,8 +73,10 @@ def _seam(
     module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
 ) -> Seam:
     """A row; ``ours`` is of this folder where its module has no dot, else of ``ngrpo.machine``."""
-    home = "ngrpo.machine" if ours and "." in ours.partition(":")[0] else __package__
-    return Seam(module, attribute, ours and f"{home}.{ours}", when, upstream, checked, why)
+    path = ours and ours.partition(":")[0]
+    if path and not path.startswith("ngrpo."):
+        ours = f"{'ngrpo.machine' if '.' in path else __package__}.{ours}"
+    return Seam(module, attribute, ours, when, upstream, checked, why)
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -96,8 +98,6 @@ SEAMS: tuple[Seam, ...] = (
     _seam("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
         "(self, output_tensor, input_tensor, group, async_op)",
         "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
-    _seam(_ENGINE, "RolloutRayActor", "hardware.cpu:engine_on_cpu", "cpu", "sha:6bda23ee4983",
-        "asks for bfloat16, and for Ray's executor where ranks are tensor-parallel; vLLM has none for CPUs"),
     _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.ports:outside_of_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
@@ -112,137 +112,69 @@ SEAMS: tuple[Seam, ...] = (
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
     _seam("openrlhf.utils", "get_strategy", "hardware.attention:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
-    # ---- weight sync without NCCL -----------------------------------------------------------------
-    _seam(_ACTOR, "ActorPPOTrainer._init_vllm_sync_group", "weight_sync:no_sync_group", "cpu",
-        "sha:2af981ae42b8", "opens an NCCL group between the trainer and the engines"),
-    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "weight_sync:hand_over_weights", "cpu",
-        "sha:a7ed79f664d6", "broadcasts parameters over NCCL; ours hands them over in shared memory"),
-    _seam(_ENGINE, "RolloutRayActor", "weight_sync:engine_with_file_sync", "cpu", "sha:6bda23ee4983",
-        "gains the method that takes those weights"),
-    _seam("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
-        "(self, weights_iterator, weights_path, is_checkpoint_format)",
-        "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
-    # ---- perturbed rollouts and their replay ------------------------------------------------------
-    _seam(_ENGINE, "RolloutRayActor", "rollout_actor:perturbed_engine",
-        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:6bda23ee4983",
-        "gives vLLM the spec, requests their seeds, and each response its record"),
-    _seam(_SAMPLES, "SamplesGenerator", "rollout_requests:numbered_requests",
-        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:11458b2545a7",
-        "requests carry the round of their draws; evaluation rollouts are not perturbed"),
-    _seam(_SAMPLES, "SamplesGenerator", "reproducible:whole_batches", "reproducible", "sha:11458b2545a7",
-        "batches start whole and keep their order"),
-    _seam("openrlhf.trainer.ppo_trainer", "prepare_datasets", "reproducible:seeded_prompt_order",
-        "reproducible", "(strategy, tokenizer)", "the order of the prompts follows the seed"),
-    _seam(_ACTOR, "ActorPPOTrainer.ppo_train", "reproducible:seeded_training_order", "reproducible",
-        "(self, kl_ctl)", "the order of training follows the seed and the step"),
-    _seam(_MODEL, "Actor.__init__", "model_actors:with_parameters", "perturbation", "sha:ed617cb47dde",
-        "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
-    _seam(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:with_learning_rates",
-        "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
-    _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
-        "saves by save_pretrained, which writes those parameters to a file of their own"),
-    _seam(_MODEL, "log_probs_from_logits", "loss:with_replacements",
-        "perturbation or sampling_mask or credit_in_loss", "import",
-        "log-probabilities are among the tokens that sampling left; a density takes the token's place; a credit sees"
-        " the logits"),
-    _seam(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
-        "calls it once, on all rows of the logits, divided by the temperature, and gives their entropy when asked"),
-    _seam(_ACTOR, "PolicyModelActor", "model_actors:replaying_actor", "perturbation", "sha:8d664f8c8592",
-        "its log-probabilities are of the replayed history"),
-    _seam(_LAUNCHER, "ReferenceModelActor", "model_actors:replaying_reference", "perturbation",
-        "sha:871e4cda19c1", "likewise, through its own embedding"),
-    _seam(_ACTOR, "ActorPPOTrainer.training_step", "model_actors:replaying_training_step", "perturbation",
-        "sha:783a57970a6a", "the forward that is differentiated replays"),
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "metrics:measured_experience",
-        "perturbation or sampling_mask", "sha:b5693a55753f", "measures rollout against replay before the update"),
-    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "metrics:reporting_trainer",
-        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
-        " or second_round or correction_warmup", "sha:74b355e75a15", "the measures join the step's log"),
-    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "resume:resuming_trainer",
-        "perturbation or reproducible or sampling_mask or sampling_schedule or advantage", "sha:74b355e75a15",
-        "a checkpoint holds the round and COPO's counts"),
-    _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "resume:resuming_trainer", "advantage",
-        "sha:ad079d89d655", "COPO's counts, where asynchronous"),
-    _seam("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "resume:resuming_generator",
-        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
-        "the round, where asynchronous"),
-    _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "metrics:reporting_trainer",
+    # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
+    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
+        "perturbation or reproducible or advantage or credit or policy_noise or sampling_mask or sampling_schedule"
+        " or report_groups or second_round or correction_warmup or eval_at_start", "sha:74b355e75a15",
+        "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
+    _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer",
         "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-        " or correction_warmup", "sha:ad079d89d655", "likewise where asynchronous"),
+        " or correction_warmup", "sha:ad079d89d655", "the same, where asynchronous"),
+    _seam("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor",
+        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
+        "its checkpoint has the round, where asynchronous"),
+    _seam("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
+        "(strategy, tokenizer)", "the order of the prompts follows the seed"),
+    _seam(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator",
+        "perturbation or reproducible or sampling_mask or sampling_schedule or sampling or second_round",
+        "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),
+    _seam(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor",
+        "cpu or perturbation or reproducible or sampling_mask or sampling_schedule or second_round or engine_limits",
+        "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
+    _seam(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker",
+        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
+        " or second_round or correction_warmup", "sha:351a52599ac6",
+        "measures the rollout, and has advantages of its own"),
+    _seam(_EXPERIENCE, "compute_reward", "experience_maker:compute_reward", "advantage", "import",
+        "takes each micro batch's values of the estimator"),
+    _seam(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
+        "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
+        "its log-probabilities are of the replayed history, and among the tokens that sampling left"),
+    _seam(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor", "perturbation or sampling_mask",
+        "sha:871e4cda19c1", "the same, through its own embedding"),
+    _seam(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
+        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss",
+        "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
+    # ---- functions around them --------------------------------------------------------------------
+    _seam(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
+        "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
+    _seam(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters",
+        "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
+    _seam(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
+        "perturbation or sampling_mask or credit_in_loss", "import",
+        "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees"
+        " the logits"),
+    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "model_actors:merge_mm_train_inputs",
+        "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
+        "a multimodal model's forward gets its pictures, and not our records"),
+    # ---- relied upon, not replaced ----------------------------------------------------------------
+    _seam(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
+        "calls log_probs_from_logits once, on all rows of the logits, divided by the temperature, and gives their"
+        " entropy"),
+    _seam("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
+        "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
+    _seam("openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
+        "clip, KL penalty, the response's last token"),
+    _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
+        "saves by save_pretrained, which writes learned parameters to a file of their own"),
     _seam("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
         "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response"),
-    _seam("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "side_inputs:without_ours",
-        "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
-        "a multimodal model's forward gets its pictures, and not our records"),
     _seam("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"
-        " or sampling_schedule", "sha:c80d6c853f57", "what a prompt with pictures is given to the engine as"),
-    # ---- --advantage ------------------------------------------------------------------------------
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.compute_advantages_and_returns", "advantage_seams:own_advantages",
-        "advantage", "sha:1ca04eaeb719",
-        "our advantages take the place of the estimator's, once penalties are applied"),
-    _seam(_EXPERIENCE, "compute_reward", "advantage_seams:own_reward", "advantage", "import",
-        "takes each micro batch's values of the estimator"),
-    _seam("openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
-        "what it does with them: clip, KL penalty, the answer's last token"),
-    # ---- --credit (after the advantage's rows, whose result it shares) ----------------------------
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.compute_advantages_and_returns", "credit_seams:own_credit",
-        "credit", "sha:1ca04eaeb719", "the advantages are shared anew among the tokens of the step"),
-    _seam(_ACTOR, "PolicyModelActor", "credit_seams:with_entropies", "credit", "sha:8d664f8c8592",
-        "its forward keeps the entropy at each token"),
-    # ---- --policy_noise (after the rows of weight sync and report) --------------------------------
-    _seam(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "weight_sync:sent_with_noise", "policy_noise",
-        "sha:a7ed79f664d6", "engines are sent weights with noise"),
-    _seam(_ACTOR, "PolicyModelActor", "weight_sync:told_of_noise", "policy_noise", "sha:8d664f8c8592",
-        "is told the noise of the next weight sync"),
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "metrics:measured_rollout_policy",
-        "policy_noise or sampling_schedule or correction_warmup", "sha:b5693a55753f",
-        "measures the policy that rolled out"),
-    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "policy_noise:noisy_trainer", "policy_noise",
-        "sha:74b355e75a15", "chooses the noise of each step, and evaluates with clean weights"),
-    # ---- --eval.at_start (outermost: each class below it has its own evaluation) ------------------
-    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "first_evaluation:evaluating_first", "eval_at_start",
-        "sha:74b355e75a15", "evaluates before the first step; OpenRLHF evaluates after steps only"),
-    # ---- --sampling.* -----------------------------------------------------------------------------
-    _seam(_SAMPLES, "SamplesGenerator.generate_samples", "rollout_sampling:masked_rollouts", "sampling",
-        "sha:6d3b87ed46f6", "training rollouts, and not evaluation, are drawn with top-k and min-p"),
-    _seam(_SAMPLES, "SamplingParams", "rollout_sampling:masked_params", "sampling", "import",
-        "has no flag for top-k and min-p"),
-    _seam(_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", None, "sampling or sampling_schedule",
-        "sha:a5b0d5d17e1a", "makes the SamplingParams, by keywords"),
-    # ---- --sampling.schedule (and rows beside the perturbation's) ---------------------------------
-    _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "sampling_schedule:scheduled_trainer",
-        "sampling_schedule", "sha:74b355e75a15", "chooses the temperature of each step's rollouts"),
-    # ---- --sampling.correct_mask (and a row beside the density's) ---------------------------------
-    _seam(_ACTOR, "PolicyModelActor", "mask_correction:correcting_model", "sampling_mask", "sha:8d664f8c8592",
-        "hands each batch's sampling masks to log_probs_from_logits"),
-    _seam(_LAUNCHER, "ReferenceModelActor", "mask_correction:correcting_model", "sampling_mask",
-        "sha:871e4cda19c1", "likewise"),
-    _seam(_ACTOR, "ActorPPOTrainer.training_step", "mask_correction:correcting_training_step", "sampling_mask",
-        "sha:783a57970a6a", "likewise"),
-    # ---- --second_round (outside of what perturbs or numbers requests) ----------------------------
-    _seam(_ENGINE, "RolloutRayActor", "second_round:engine_of_two_rounds", "second_round", "sha:6bda23ee4983",
-        "asks other prompts where all answers to one are wrong"),
-    _seam(_SAMPLES, "SamplesGenerator", "second_round:requests_of_two_rounds", "second_round",
-        "sha:11458b2545a7", "training prompts, and not those of an evaluation, may have a second round"),
-    _seam(_ACTOR, "ActorPPOTrainer.training_step", "second_round_loss:training_step_of_two_rounds",
-        "second_round", "sha:783a57970a6a", "answers to another prompt have a ratio of their own"),
-    _seam("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
-        "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "second_round_loss:measured_two_rounds",
-        "second_round", "sha:b5693a55753f", "measures what the second round brought"),
-    # ---- --credit in the loss (outermost: it is shown the plain log-probabilities) -----------------
-    _seam(_ACTOR, "ActorPPOTrainer.training_step", "credit_loss:training_step_with_credit", "credit_in_loss",
-        "sha:783a57970a6a", "a credit may depend on the policy of each update: its candidates join the score"),
-    # ---- --report.groups (after all that makes experiences) ---------------------------------------
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "kept_groups:kept_groups",
-        "report_groups", "sha:b5693a55753f", "keeps all answers to a few prompts for the run's report"),
-    # ---- --engine.* -------------------------------------------------------------------------------
-    _seam(_ENGINE, "RolloutRayActor", "rollout_actor:limited_engine", "engine_limits", "sha:6bda23ee4983",
-        "has vLLM's defaults of 128 answers and 2,048 tokens a step"),
-    # ---- --sampling.correction_warmup (outermost: all others see the rollout's own log-probabilities) ----
-    _seam(_EXPERIENCE, "RemoteExperienceMaker.make_experience_batch", "correction_warmup:growing_correction",
-        "correction_warmup", "sha:b5693a55753f", "the loss's weights follow from the rollout's log-probabilities"),
+        " or sampling_schedule", "sha:c80d6c853f57", "a prompt with pictures as the engine takes it"),
+    _seam("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
+        "(self, weights_iterator, weights_path, is_checkpoint_format)",
+        "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
 )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
 def _load(llm: LLM, loaded: PreTrainedModel) -> None:
     from safetensors.torch import save_file
 
-    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
+    from ngrpo.trainers.common.weights_file import load_weights_file
 
     dtype = llm.llm_engine.model_config.dtype
     handle, path = tempfile.mkstemp(prefix="ngrpo-noisy-", suffix=".safetensors")

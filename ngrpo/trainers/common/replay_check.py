@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer's model proves, before its first forward, that what is replayed lands where it belongs."""
+"""The start-up check of a trainer's model: does a replayed row land where it belongs?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ATTEMPTS, _LONGEST = 3, 32
 
 
-def prove(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Replays a row of one candidate of weight 1 and compares with the text that has this token.
 
     Every rank of a sharded model does the same forwards.

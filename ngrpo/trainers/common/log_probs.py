@@ -1,33 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--sampling.correct_mask``: log-probabilities among the tokens that the rollout's sampling left.
+"""Overrides of the log-probabilities that a trainer takes from logits.
 
-With top-p, top-k or min-p the rollout draws from π_S, the policy renormalised over the set S of tokens left, while a
-trainer scores π. Here the old, the new and the reference log-probabilities are all log π_S(x) = z_x − log Σ_{v ∈ S}
-exp z_v, with S as recorded at the rollout (`perturbations.replay.sampling_mask`) and gradient to every z_v in S. The
-functions at the end are the ``sampling_mask`` rows of `seams.py`. A density, whose context is inside
-of this one, takes the place of what stands here at perturbed positions.
+A trainer's own function, wrapped by :func:`with_overrides`, gives the old, the new and the reference log-probabilities;
+whatever a context of :func:`override_log_probs` puts there reaches the ratio, the clip and the KL term. Two overrides
+are in use: a density (`densities.py`), and the sampling mask of ``--sampling.correct_mask`` below. With top-p, top-k or
+min-p a rollout samples from π_S, the policy renormalised over the set S of tokens left, while a trainer scores π. The
+correction is log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.loss import replacing
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from perturbations.errors import present
+from ngrpo.trainers.common.side_inputs import unpack
 from perturbations.replay.flat_records import flat_rows
 from perturbations.replay.sampling_mask import SamplingMask
 
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
+Override = Callable[[Tensor, Tensor, Tensor], Tensor]
+_active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())
 
-    from ngrpo.trainers.openrlhf.objects import ActorTrainer
+
+@contextmanager
+def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[None]:
+    """Overrides the log-probabilities of the forward in this context, after the overrides of outer contexts.
+
+    Args:
+        override: gives the log-probabilities for logits (…, V), labels (…) and the log-probabilities so far (…).
+        failed: what to say where no log-probabilities came through: the plain ones would be another method.
+        fix: what to do then.
+
+    Raises:
+        RuntimeError: at the end, where no log-probabilities came through.
+    """
+    used = False
+
+    def noted(*tensors: Tensor) -> Tensor:
+        nonlocal used
+        used = True
+        return override(*tensors)
+
+    token = _active.set((*_active.get(), noted))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+    if not used:
+        raise RuntimeError(
+            f"{failed}: the model's log-probabilities did not come from openrlhf.models.actor.log_probs_from_logits"
+            f" (0.11.2), as with a fused loss. {fix}"
+        )
+
+
+@contextmanager
+def no_overrides() -> Iterator[None]:
+    """A forward in this context has the plain log-probabilities, whatever outer contexts override."""
+    token = _active.set(())
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def with_overrides(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A trainer's function from logits and labels to log-probabilities, with the overrides of the context."""
+
+    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
+        log_probs = original(logits, labels, *args, **kwargs)
+        for override in _active.get():
+            log_probs = override(logits, labels, log_probs)
+        return log_probs
+
+    return log_probs_from_logits
 
 
 def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
@@ -72,22 +122,22 @@ class MaskCorrection:
         self._position = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
         self._left = [left for mask in masks for left in mask.left()]
 
-    def replace(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+    def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Log-probabilities with log π_S where tokens were cut.
 
         Args:
             logits: z̃ of a padded forward (B, T, V) or a packed one (1, total, V).
             labels: the token that follows each row, logits' shape without V.
-            log_probs: of the labels, likewise.
+            log_probs: of the labels, of the same shape.
 
         Returns:
             As ``log_probs``.
         """
         at, inside = flat_rows(self._sample, self._position, tuple(labels.shape), self._attention_mask)
-        present = inside.nonzero().flatten().tolist()
-        if not present:
+        kept = inside.nonzero().flatten().tolist()
+        if not kept:
             return log_probs
-        left = [self._left[i] for i in present]
+        left = [self._left[i] for i in kept]
         which = np.repeat(np.arange(len(left)), [len(ids) for ids in left])
         # The row before a position chose its token.
         rows, members, ids = (
@@ -100,10 +150,10 @@ class MaskCorrection:
 
 @contextmanager
 def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[None]:
-    """Corrects the log-probabilities of the forward in this context.
+    """Corrects the log-probabilities of the forward in this context by the samples' sampling masks.
 
     Args:
-        side_inputs: ``mm_train_inputs`` of the batch.
+        side_inputs: of the batch, see `side_inputs.py`.
         attention_mask: (B, T).
 
     Raises:
@@ -117,33 +167,6 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
             f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
             " the rollout's engine does not record them, or an agent drops mm_train_inputs from its response."
         )
-    replace = MaskCorrection(masks, attention_mask).replace
-    with replacing(replace, "--sampling.correct_mask did not come into effect", "Take that path out."):
+    override = MaskCorrection(masks, attention_mask).override
+    with override_log_probs(override, "--sampling.correct_mask did not come into effect", "Take that path out."):
         yield
-
-
-def correcting_model(plain: type) -> type:
-    """`PolicyModelActor` and `ReferenceModelActor`: their log-probabilities are corrected."""
-
-    class CorrectingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(
-            self,
-            sequences: Tensor,
-            action_mask: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            with corrected(kwargs.get("mm_train_inputs_list"), present(attention_mask, "attention_mask")):
-                return super().forward(sequences, action_mask, attention_mask, **kwargs)
-
-    return CorrectingModelActor
-
-
-def correcting_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ActorPPOTrainer.training_step`: the forward that is differentiated is corrected too."""
-
-    def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
-        with corrected(experience.mm_train_inputs, experience.attention_mask):
-            return original(self, experience, *args, **kwargs)
-
-    return training_step

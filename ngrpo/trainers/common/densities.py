@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Densities in OpenRLHF's loss: at perturbed positions log π of the action takes the place of the token's log π.
-
-By `loss.py`, so the old, the new and the reference log-probabilities are all of the same.
+"""Densities: at perturbed positions the action's log-probability overrides the token's (`log_probs.py`).
 
 A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; that of the fed
 vector itself is unbounded, and rounding alone moves it by nats) enters in REINFORCE form, as density −
@@ -19,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.loss import replacing
+from ngrpo.trainers.common.log_probs import override_log_probs
 from perturbations.base import Replayed
 from perturbations.errors import present
 from perturbations.replay.scope import ReplayScope
@@ -45,7 +43,7 @@ class Densities:
         self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def replace(
+    def override(
         self,
         logits: Float[Tensor, "*forward vocabulary"],
         labels: Int64[Tensor, "*forward"],
@@ -147,8 +145,8 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
         yield None
         return
     ours = Densities(scope, temperature, advantages)
-    with replacing(
-        ours.replace,
+    with override_log_probs(
+        ours.override,
         f"the density of perturbation {perturbation.name!r} was not computed",
         "Training on the tokens' log-probabilities instead would be another method: take that path out, or"
         " --perturbation.density token.",

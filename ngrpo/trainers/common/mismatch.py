@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does training see what the rollout saw? The gap at perturbed positions is judged by the one at plain positions."""
+"""The training–inference mismatch: |log π_trainer − log π_rollout| of a step's tokens, measured and judged.
+
+A gap after perturbed inputs is judged by the gap at plain positions, and both by the gap of responses that nothing
+perturbed. So a broken replay is seen on the first step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from perturbations.base import Perturbation
+from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.step import Positions
 
 # The mean gap of an exact replay in float32: plain positions below it say nothing about perturbed ones.
 FLOOR = 1e-5
@@ -40,6 +50,82 @@ _CAUSES = (
     "Precision: at these inputs the model is more sensitive to rounding than at plain ones. Then raise"
     " --perturbation.gap_limit.",
 )
+
+
+def step_metrics(
+    records: Sequence[FinishedTrajectory | None],
+    log_probs: Sequence[np.ndarray],
+    perturbation: Perturbation | None = None,
+) -> dict[str, float]:
+    """Summarises a batch of trajectories before the update.
+
+    Args:
+        records: one per sample; samples without one are left out.
+        log_probs: log π of the trainer by position of the token, (T,) each, NaN where no token is trained on. What a
+            record has beyond these T positions was cut off, and is not counted.
+        perturbation: of the rollouts, for the planned rate.
+
+    Returns:
+        ``rate``: perturbed positions per generated token. ``planned_rate``: positions per generated token that the
+        gate's draw and schedule select; what looks at logits or tokens (``until``, entropy, ``protect``) and what the
+        request's sampling excludes can make ``rate`` smaller, never larger. ``anchor_agreement``: share of perturbed
+        positions whose token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of
+        tokens predicted right after a perturbed input; ``gap_plain_*``: of all others; ``gap_before_*``: of those
+        that no perturbed input of their answer comes before, which a wrong replay leaves as they are.
+        ``record_bytes_per_token``: serialised size. ``dropped_edits``: see `conversation.py`, where there were any.
+        ``prefix_hit_rate``: share of the prompts' tokens that the engines found in their prefix caches.
+        A value that has no token to speak of is left out.
+    """
+    generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
+    after, elsewhere, before = [], [], []
+    for trajectory, trainer in zip(records, log_probs):
+        if trajectory is None:
+            continue
+        dropped += trajectory.dropped
+        prompted += trajectory.prompted
+        cached += trajectory.cached
+        record, rollout = trajectory.record.truncate(len(trainer)), trajectory.log_probs[: len(trainer)]
+        tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
+        gap = np.abs(trainer[tokens] - rollout[tokens])
+        follows = np.isin(tokens - 1, record.positions)
+        after.append(gap[follows])
+        elsewhere.append(gap[~follows])
+        before.append(gap if not len(record) else gap[tokens <= record.positions[0]])
+        generated += len(tokens)
+        if perturbation is not None:
+            at = Positions(np.full(len(tokens), record.seed, np.int64), _turn_starts(rollout)[tokens], tokens)
+            planned += int(perturbation.selects(at).sum())
+        counted = np.isin(record.positions, tokens)
+        perturbed += int(counted.sum())
+        agreed += int(record.agreed[counted].sum())
+        size += len(record.to_bytes())
+    if not generated:
+        return {}
+    metrics = {"rate": perturbed / generated, "record_bytes_per_token": size / generated}
+    if perturbation is not None:
+        metrics["planned_rate"] = planned / generated
+    if prompted:
+        metrics["prefix_hit_rate"] = cached / prompted
+    if dropped:
+        metrics["dropped_edits"] = float(dropped)
+    if perturbed:
+        metrics["anchor_agreement"] = agreed / perturbed
+    for name, parts in (("gap_perturbed", after), ("gap_plain", elsewhere), ("gap_before", before)):
+        gap = np.concatenate(parts)
+        if len(gap):
+            metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gap.mean()), float(gap.max())
+    return {f"perturbation/{name}": value for name, value in metrics.items()}
+
+
+def _turn_starts(log_probs: np.ndarray) -> np.ndarray:
+    """For each generated token the position at which its turn began, (T,) int64; in a conversation tools speak too.
+
+    Args:
+        log_probs: of the rollout by position, (T,), NaN where no token was generated.
+    """
+    generated = ~np.isnan(log_probs)
+    starts = generated & ~np.concatenate([[False], generated[:-1]])
+    return np.maximum.accumulate(np.where(starts, np.arange(len(log_probs)), 0))
 
 
 class ReplayGap(RuntimeError):
@@ -82,7 +168,7 @@ class GapScale:
         """Judges all gaps of a step by the one of unperturbed answers: ratios among them are blind where all are wrong.
 
         Args:
-            measures: of `metrics.step_metrics`, with ``gap_unperturbed_mean`` where it was measured.
+            measures: of :func:`step_metrics`, with ``gap_unperturbed_mean`` where it was measured.
             limit: how many times the scale each may be; plain positions at most 5 times.
             strict: raise instead of warning.
 
@@ -131,7 +217,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     are the only plain tokens, as at rate 1, in any case.
 
     Args:
-        measures: of `metrics.step_metrics`.
+        measures: of :func:`step_metrics`.
         limit: how many times larger it may be; a plain gap below 1e-5 counts as 1e-5.
         strict: raise instead of warning; a warning is printed once per process.
 

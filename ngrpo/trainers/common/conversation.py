@@ -106,16 +106,3 @@ class Conversation:
         self.trajectory = dataclasses.replace(
             trajectory, dropped=trajectory.dropped + len(before.record) - len(trajectory.record)
         )
-
-
-def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, Any]:
-    """OpenRLHF's response to a trajectory, with the record in ``mm_train_inputs``, fitted to the tokens in it.
-
-    What its processor made of pictures stands there already.
-    """
-    conversation.go_on(response["observation_tokens"])
-    trajectory = dataclasses.replace(
-        present(conversation.trajectory, "the trajectory"), unperturbed=conversation.unperturbed
-    )
-    response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **trajectory.pack()}
-    return response
