@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import engine_probe, plugin
-from tests.fast.run import run_with
+from ngrpo.trainers.common.engine_records import EngineCheck
 
 
 class Engine:
@@ -28,14 +28,11 @@ class Engine:
 
 
 @pytest.mark.parametrize(("strict", "asked"), [(False, 1), (True, 2)])
-def test_once_at_the_start_and_if_strict_after_each_sync(
-    strict: bool, asked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_with(monkeypatch, strict=strict)
+def test_once_at_the_start_and_if_strict_after_each_sync(strict: bool, asked: int) -> None:
     engine = Engine()
 
     async def use() -> None:
-        proof = EngineCheck(engine, perturbed=True)
+        proof = EngineCheck(engine, perturbed=True, again=strict)
         await asyncio.gather(*(proof.passed() for _ in range(3)))
         assert engine.asked == 1
         proof.weights_synced()

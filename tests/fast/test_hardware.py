@@ -17,13 +17,13 @@ import pytest
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import attention, profile_for
-from ngrpo.machine.hardware.cpu import engine_on_cpu
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import plugin
 from ngrpo.trainers.openrlhf import install, launch, nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
@@ -247,13 +247,13 @@ def test_packed_samples_keep_the_attention_of_the_command_line(
 def test_an_engine_on_a_cpu_has_processes_as_ranks_and_the_trainers_dtype(
     monkeypatch: pytest.MonkeyPatch, ranks: int, backend: str, given: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given)))
+    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given), hardware="cpu"))
 
     class Engine:
         async def __init__(self, **kwargs: object) -> None:
             self.kwargs = kwargs
 
-    engine = engine_on_cpu(Engine)
+    engine = rollout_actor(Engine)
     made = engine.__new__(engine)
     given_by_openrlhf = {"distributed_executor_backend": "as it was", "dtype": "bfloat16"}
     asyncio.run(made.__init__(tensor_parallel_size=ranks, **given_by_openrlhf))

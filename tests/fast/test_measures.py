@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
 
 from ngrpo.config import parse
 from ngrpo.machine.console.progress import Reporter
-from ngrpo.trainers.common.mismatch import ReplayGap, check_gap
+from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.common.side_inputs import records, unpack
+from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
+from ngrpo.trainers.openrlhf.trainer import add_measures
 from perturbations import ReplayRecord, create
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.step import Positions
 
 NAN = np.nan
-SHIFT_SUM, SHIFT_COUNT = QUOTIENTS["perturbation/shift"]
+SHIFT_SUM, SHIFT_COUNT = MEAN_METRICS["perturbation/shift"]
 
 
 def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> FinishedTrajectory:

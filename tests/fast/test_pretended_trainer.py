@@ -10,12 +10,10 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ngrpo.trainers.openrlhf.credit_loss import CreditInLoss
 from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
@@ -25,6 +23,7 @@ from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.common.densities import densities
 from ngrpo.trainers.common.log_probs import corrected, override_log_probs, with_overrides
+from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
@@ -171,14 +170,14 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 HERE = "index by a mask test_pretended_trainer.py"
 RECORDS = {"copy to the device flat_records.py"}
 CORRECTION = {
-    "copy to the host mask_correction.py",
-    "copy to the device mask_correction.py",
-    "_local_scalar_dense mask_correction.py",
-    "index by a mask mask_correction.py",
+    "copy to the host log_probs.py",
+    "copy to the device log_probs.py",
+    "_local_scalar_dense log_probs.py",
+    "index by a mask log_probs.py",
     HERE,
 }
 PACKED = {"_local_scalar_dense flat_records.py", "nonzero test_pretended_trainer.py", HERE}
-CREDITS = {"nonzero credit_loss.py", "index by a mask credit_loss.py"}  # which tokens were generated
+CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
 CREDIT = {
     "first_token": {f"{what} first_token.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
     "simko": {"nonzero simko.py", "bincount simko.py", "tolist simko.py"},
@@ -227,11 +226,8 @@ def test_credits(name: str) -> None:
 
     def outcome(on_device: bool) -> list[Tensor]:
         batch = Batch(perturbation, recorded, on_device)
-        masks = {"action_mask": batch.actions, "attention_mask": batch.mask}
         given: list[Any] = []
-        ours = CreditInLoss(
-            credit, lambda *args: given.extend(args), SimpleNamespace(advantages=batch.advantages, **masks)
-        )
+        ours = CreditInLoss(credit, lambda *args: given.extend(args), batch.advantages, batch.actions, batch.mask)
         with override_log_probs(ours.look, "the credit was not asked", ""):
             log_probs = batch.forward()
         ours(log_probs, log_probs.detach(), batch.advantages)

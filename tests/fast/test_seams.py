@@ -49,12 +49,12 @@ def test_nothing_is_active_for_stock_openrlhf() -> None:
     ("change", "state"),
     [
         ({"upstream": "sha:000000000000"}, "found sha:"),
-        ({"attribute": "ActorPPOTrainer.gone"}, "found nothing of that name"),
+        ({"attribute": "BaseDistributedActor.gone"}, "found nothing of that name"),
         ({"module": "openrlhf.trainer.ray.gone"}, "found no module openrlhf.trainer.ray.gone"),
     ],
 )
 def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> None:
-    row = next(s for s in SEAMS if s.attribute == "ActorPPOTrainer.broadcast_to_vllm")
+    row = next(s for s in SEAMS if s.attribute == "BaseDistributedActor._get_free_port")
     broken = replace(row, **change)
     with pytest.raises(SeamMismatch) as error:
         check(("cpu",), [row, broken])

@@ -27,7 +27,11 @@ VALUES = [
     *of_file(
         "ngrpo/trainers/common/importance.py",
         "test_policy_noises.py",
-        ("(weight < low) | (weight > high)", "weight > high", "importance: the lower bound is ignored"),
+        (
+            "(weight < weights.low) | (weight > weights.high)",
+            "weight > weights.high",
+            "importance: the lower bound is ignored",
+        ),
     ),
     *of_file(
         "ngrpo/methods/advantages/base.py",

@@ -2,7 +2,7 @@
 """`ngrpo` with the weight sync and the sleep of a GPU, on a CPU: OpenRLHF's and vLLM's own code runs in both.
 
 The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the table of seams
-loses those rows and gains others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
+gains rows, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
 memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is
 one of a weight that its sender has freed: whatever reads either shows it.
 
@@ -29,7 +29,6 @@ from tests.pipeline.harness import ROOT, train
 
 FOLDER = "REHEARSAL"
 _OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:"
-_REPLACED = ("weight_sync:no_sync_group", "weight_sync:hand_over_weights", "weight_sync:engine_with_file_sync")
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
@@ -51,11 +50,11 @@ _ROWS = (
 def begin() -> None:
     """Changes the table of this process, before its rows are put in place."""
     from ngrpo.machine.hardware import cpu
-    from ngrpo.trainers.openrlhf import seams
+    from ngrpo.trainers.openrlhf import actor_trainer, seams
 
     cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed
-    kept = [row for row in seams.SEAMS if not (row.ours or "").endswith(_REPLACED)]
-    seams.SEAMS = (*_seams(), *kept)
+    actor_trainer.syncs_by_file = lambda: False
+    seams.SEAMS = (*_seams(), *seams.SEAMS)
 
 
 def _seams() -> list[Any]:
@@ -270,6 +269,8 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
     def broadcast_to_vllm(self: Any) -> None:
         import torch
         from safetensors.torch import save_file
+
+        from ngrpo.trainers.openrlhf.actor_trainer import gathered
 
         weights = gathered(self, keep=True)
         if torch.distributed.get_rank() == 0:

@@ -84,7 +84,7 @@ def main() -> None:
         return [by_place[place] for place in range(len(REWARDS))]
 
     result: dict[str, Any] = {"stock": run(maker())}
-    _apply(experience_maker, [s for s in seams.SEAMS if s.when == "advantage" and s.module.endswith("_maker")])
+    _apply(experience_maker, [s for s in seams.active(["advantage"]) if s.module.endswith("_maker") and s.ours])
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
         begin(RunConfig(specs={"advantage": spec}))

@@ -97,6 +97,11 @@ class Conversation:
         self.trajectory = FinishedTrajectory(turn.record, by_position, mask, dropped, prompted, cached)
         self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
 
+    def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
+        """The whole trajectory, fitted to the tokens that the conversation has at its end."""
+        self.go_on(tokens)
+        return dataclasses.replace(present(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)
+
     def _keep(self, length: int) -> None:
         """Drops what lies beyond the first ``length`` tokens."""
         if length >= len(self._tokens):

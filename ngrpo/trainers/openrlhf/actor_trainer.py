@@ -90,7 +90,7 @@ def actor_trainer(plain: Any) -> type:
             return result
 
         def _init_vllm_sync_group(self, backend: str) -> None:
-            if current_run().hardware != "cpu":
+            if not syncs_by_file():
                 super()._init_vllm_sync_group(backend)
             elif backend == "nccl":
                 raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
@@ -103,7 +103,7 @@ def actor_trainer(plain: Any) -> type:
                 # tensor-parallel rank gets the same noisy ones.
                 noise = run.policy_noise.added(dict(model_of(self.actor).named_parameters()), scale, sync)
             with noise:
-                if run.hardware == "cpu":
+                if syncs_by_file():
                     self.hand_over_weights()
                 else:
                     super().broadcast_to_vllm()
@@ -125,6 +125,11 @@ def actor_trainer(plain: Any) -> type:
             torch.distributed.barrier()
 
     return PerturbedActorTrainer
+
+
+def syncs_by_file() -> bool:
+    """Whether weights go to the engines through a file: there is no NCCL without CUDA."""
+    return current_run().hardware == "cpu"
 
 
 def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +12,16 @@ import torch
 from torch import Tensor
 
 from ngrpo.config.run import current_run
-from ngrpo.methods.advantages.base import Advantage
-from ngrpo.methods.credits.base import StepTokens
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import importance
 from ngrpo.trainers.common.mismatch import GapScale, check_gap, step_metrics
 from ngrpo.trainers.common.policy_loss import behavior
-from ngrpo.trainers.common.side_inputs import TwoRounds, two_rounds, unpack
+from ngrpo.trainers.common.side_inputs import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
+from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
+from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from ngrpo.workbench.scoring.answers import outcome
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
 from perturbations.errors import present
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
@@ -89,45 +84,12 @@ def experience_maker(plain: Any) -> type:
     return MeasuringExperienceMaker
 
 
-def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tensor]:
-    """What the actors kept of each batch, besides the log-probabilities that they returned.
-
-    Args:
-        maker: OpenRLHF's experience maker.
-        method: of our actors; it hands over what was kept.
-        own: the log-probabilities of each batch, (B, A), as they were returned.
-
-    Returns:
-        One for each batch, of the same shape.
-    """
-    import ray
-
-    args = maker.strategy.args
-    copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
-    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
-    batches = [batch for of_actor in by_actor for batch in of_actor]
-    if [part.shape for part in batches] != [part.shape for part in own]:
-        raise RuntimeError(
-            f"{method}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
-            " OpenRLHF 0.11.2's async_run_method_batch."
-        )
-    return batches
-
-
-# ---- rollout against trainer -------------------------------------------------------------------------------------
-
-
 def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
     """Measures the training–inference mismatch before the update, and judges it.
 
     Raises:
         ReplayGap: where it is too large and the run is strict.
     """
-    run, args = current_run(), maker.strategy.args
-    if maker.gap_scale is None:
-        batch = getattr(args.rollout, "vllm_generate_batch_size", None) or args.rollout.batch_size
-        older = bool(getattr(args.train, "async_enable", False)) or batch > args.rollout.batch_size
-        maker.gap_scale = GapScale(args.ds.param_dtype != "fp32", older, noisy=run.policy_noise is not None)
     records, log_probs = [], []
     for experience, of_tokens in zip(experiences, token_log_probs(maker, experiences)):
         records.extend(unpack(experience.mm_train_inputs))
@@ -136,16 +98,38 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, 
         padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
         lengths = experience.attention_mask.sum(dim=-1).tolist()
         log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-    measures = step_metrics(records, log_probs, run.perturbation)
-    if not args.vllm.enable_prefix_caching:
+    measures = step_metrics(records, log_probs, current_run().perturbation)
+    if not maker.strategy.args.vllm.enable_prefix_caching:
         measures.pop("perturbation/prefix_hit_rate", None)
-    if maker.gap_scale.is_needed and (gap := control_gap(maker, records)) is not None:
+    if gap_scale(maker).is_needed and (gap := control_gap(maker, records)) is not None:
         measures["perturbation/gap_unperturbed_mean"] = gap
-    # A sampling schedule's rollouts are drawn at other temperatures than the trainer's: a gap says nothing there.
+    judge(maker, measures)
+    return measures
+
+
+def gap_scale(maker: Any) -> GapScale:
+    """The run's scale of gaps, kept with the experience maker; a resumed run measures its own."""
+    if maker.gap_scale is None:
+        args, rollout = maker.strategy.args, maker.strategy.args.rollout
+        batch = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
+        older = bool(getattr(args.train, "async_enable", False)) or batch > rollout.batch_size
+        maker.gap_scale = GapScale(args.ds.param_dtype != "fp32", older, noisy=current_run().policy_noise is not None)
+    return maker.gap_scale
+
+
+def judge(maker: Any, measures: Mapping[str, float]) -> None:
+    """Warns of the step's gaps where they are too large, or raises.
+
+    Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's, so that a gap says
+    nothing of the replay.
+
+    Raises:
+        ReplayGap: where a gap is too large and the run is strict.
+    """
+    run = current_run()
     if run.sampling_schedule is None:
         check_gap(measures, run.gap_limit, strict=run.strict)
-        maker.gap_scale.check(measures, run.gap_limit, strict=run.strict)
-    return measures
+        gap_scale(maker).check(measures, run.gap_limit, strict=run.strict)
 
 
 def token_log_probs(maker: Any, experiences: Sequence[Experience]) -> list[Tensor]:
@@ -262,232 +246,3 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     if moved:
         measures["ratio"] = torch.cat(ratios).clamp(-20.0, 20.0).exp().mean().item()
     return {f"second_round/{name}": value for name, value in measures.items()}
-
-
-# ---- advantages and credits --------------------------------------------------------------------------------------
-
-
-class Visits:
-    """How often each (prompt, response) outcome has been seen over a run, by hashes of 8 bytes: COPO's N."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[bytes] = Counter()
-
-    def __len__(self) -> int:
-        """The number of different outcomes seen."""
-        return len(self._seen)
-
-    def __repr__(self) -> str:
-        return f"Visits of {len(self)} outcomes"  # OpenRLHF prints what a checkpoint holds
-
-    def visit(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
-        """Counts a batch.
-
-        Args:
-            prompts: one per response.
-            responses: the generated texts.
-
-        Returns:
-            For each response how often its outcome was seen before: in earlier batches, and by *other* responses of
-            this batch. So equal responses get equal counts, in whatever order they stand.
-        """
-        keys = [
-            hashlib.blake2b(f"{prompt}\0{outcome(response)}".encode(), digest_size=8).digest()
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        self._seen.update(keys)
-        return [self._seen[key] - 1 for key in keys]
-
-
-class StepAdvantages:
-    """The run's advantages of one step in the place of OpenRLHF's.
-
-    OpenRLHF 0.11.2 goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for
-    each micro batch `compute_reward` (clip, KL penalty, the last token) and the returns. All of that stays;
-    `compute_reward` receives another number for each response.
-
-    Attributes:
-        measures: of the step, once the advantages were taken.
-    """
-
-    def __init__(self, maker: Any, experiences: list[Experience], advantage: Advantage) -> None:
-        size = maker.args.rollout.n_samples_per_prompt
-        count = sum(len(experience.index) for experience in experiences)
-        if count % size:
-            raise RuntimeError(
-                f"{count} answers are not a whole number of groups of {size} (--rollout.n_samples_per_prompt):"
-                " some prompt was not answered as often as it was asked."
-            )
-        refuse_non_finite(maker.tokenizer, experiences)
-        self.measures: dict[str, float] = {}
-        self._maker, self._experiences, self._size = maker, experiences, size
-        self._advantage = advantage.at_step(maker.training_step)
-        self._rows: Iterator[Tensor] | None = None
-        self._left = len(experiences)
-
-    def through(self, compute: Callable[[list[Experience]], list[Experience]]) -> list[Experience]:
-        """OpenRLHF's own method, while `compute_reward` is given our advantages.
-
-        Raises:
-            RuntimeError: unless it asked once for each micro batch.
-        """
-        token = _step.set(self)
-        try:
-            result = compute(self._experiences)
-        finally:
-            _step.reset(token)
-        if self._left:
-            raise RuntimeError(f"OpenRLHF did not take our advantages for {self._left} micro batches of the step.")
-        return result
-
-    def next(self) -> Tensor:
-        """The advantages of the next micro batch, (B,), from rewards with OpenRLHF's length penalties."""
-        if self._rows is None:
-            self._rows = iter(self._compute())
-        self._left -= 1
-        return next(self._rows)
-
-    def _compute(self) -> tuple[Tensor, ...]:
-        experiences, advantage = self._experiences, self._advantage
-        # Where each response stood when it was generated: a prompt's side by side (micro batches may be mixed).
-        order = torch.tensor(list(itertools.chain.from_iterable(e.index for e in experiences)))
-
-        def grouped(values: Tensor) -> Tensor:
-            result = torch.empty_like(values)
-            result[order] = values
-            return result.reshape(-1, self._size)
-
-        rewards = grouped(torch.cat([e.rewards for e in experiences]))
-        counts = grouped(self._visits()) if advantage.counted else None
-        overlong = None
-        if advantage.leaves_out_overlong:
-            overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
-        advantages = advantage.compute(rewards, counts, overlong)
-        second_round = current_run().second_round
-        if second_round is not None and second_round.group == "all":
-            advantages = advantages_of_all(advantage, rewards, advantages, _in_order(experiences))
-        self.measures = advantage_measures(rewards, advantages, counts)
-        if overlong is not None:
-            self.measures["advantage/overlong"] = overlong.float().mean().item()
-        if counts is not None:
-            self.measures["advantage/outcomes"] = float(len(self._maker.visits))
-        return advantages.reshape(-1)[order].split([len(e.index) for e in experiences])
-
-    def _visits(self) -> Tensor:
-        maker = self._maker
-        if maker.visits is None:
-            maker.visits = Visits()
-        prompts = [prompt for experience in self._experiences for prompt in experience.prompts]
-        texts = [text for experience in self._experiences for text in responses(maker.tokenizer, experience)]
-        return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
-
-
-_step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
-
-
-def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """OpenRLHF's `compute_reward`, given our advantages of a micro batch where a step has them."""
-
-    def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
-        return original(_own(r), *args, **kwargs)
-
-    return compute_reward
-
-
-def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pickle: a context variable cannot be
-    step = _step.get()
-    return estimated if step is None else step.next()
-
-
-def advantages_of_all(
-    advantage: Advantage, rewards: Tensor, advantages: Tensor, carried: Sequence[TwoRounds | None]
-) -> Tensor:
-    """The advantages of groups with a second round, as of all G + G' responses.
-
-    Args:
-        advantage: the run's, at the step.
-        rewards: of the responses that are trained, (P, G), with the penalties that OpenRLHF applied.
-        advantages: of these as they are, (P, G).
-        carried: of each response, P · G in the order of the rewards.
-
-    Returns:
-        (P, G).
-    """
-    result, size = advantages.clone(), rewards.shape[1]
-    for row in range(len(rewards)):
-        of_row = carried[row * size : (row + 1) * size]
-        if of_row[0] is None:
-            continue
-        places = torch.tensor([each.place for each in of_row if each is not None])
-        whole = torch.from_numpy(of_row[0].rewards.copy()).to(rewards)
-        whole[places] = rewards[row]
-        result[row] = advantage.compute(whole.unsqueeze(0))[0, places].to(result)
-    return result
-
-
-def _in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
-    """What the samples of a step carry of two rounds, in the order in which they were generated."""
-    by_place = {}
-    for experience in experiences:
-        by_place.update(zip(experience.index, two_rounds(experience.mm_train_inputs, len(experience.index))))
-    return [by_place[place] for place in sorted(by_place)]
-
-
-def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) -> dict[str, float]:
-    """What a step reports of its advantages, all (P, G).
-
-    Returns:
-        ``mean``, ``min``, ``max`` over all responses; ``uniform_groups``, the share of prompts whose responses all got
-        the same reward, and ``uniform_mean``, their mean advantage (0 in GRPO, below 0 in NGRPO unless all are
-        correct); ``count_mean`` with counts.
-    """
-    uniform = rewards.amax(-1) == rewards.amin(-1)
-    result = {
-        "mean": advantages.mean().item(),
-        "min": advantages.min().item(),
-        "max": advantages.max().item(),
-        "uniform_groups": uniform.float().mean().item(),
-    }
-    if uniform.any():
-        result["uniform_mean"] = advantages[uniform].mean().item()
-    if counts is not None:
-        result["count_mean"] = counts.mean().item()
-    return {f"advantage/{name}": value for name, value in result.items()}
-
-
-def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Gives the tokens of a step the advantages of the run's credit, in place, whatever the estimator was.
-
-    Returns:
-        ``entropy``: mean over the tokens; ``trained``: the share of tokens with an advantage other than 0, of those
-        that had one; ``size``: the mean size of the advantages, over that of those before.
-    """
-    credit = present(current_run().credit, "--credit")
-    masks = [experience.action_mask.bool() for experience in experiences]
-    # The actor's forward, which gives PPO's old log-probabilities, kept the entropy at each token.
-    entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
-    before = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
-    lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
-    order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
-    answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
-    tokens = StepTokens(
-        before,
-        torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before),
-        torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(before),
-        answers,
-        (order // maker.args.rollout.n_samples_per_prompt)[answers],
-    )
-    after = credit.formula(tokens)
-    if after.shape != before.shape:
-        raise RuntimeError(
-            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
-            " number for each is needed."
-        )
-    for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
-        experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
-    had = before != 0.0
-    measures = {"entropy": tokens.entropies.mean().item()}
-    if had.any():
-        measures["trained"] = (after[had] != 0.0).float().mean().item()
-        measures["size"] = (after.abs().sum() / before.abs().sum()).item()
-    return {f"credit/{name}": value for name, value in measures.items()}

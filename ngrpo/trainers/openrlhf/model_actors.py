@@ -113,6 +113,31 @@ class _Replaying:
         return list(entropies)
 
 
+def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tensor]:
+    """What the actors kept of each batch, besides the log-probabilities that they returned.
+
+    Args:
+        maker: OpenRLHF's experience maker.
+        method: of our actors; it hands over what was kept.
+        own: the log-probabilities of each batch, (B, A), as they were returned.
+
+    Returns:
+        One for each batch, of the same shape.
+    """
+    import ray
+
+    args = maker.strategy.args
+    copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
+    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
+    batches = [batch for of_actor in by_actor for batch in of_actor]
+    if [part.shape for part in batches] != [part.shape for part in own]:
+        raise RuntimeError(
+            f"{method}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
+            " OpenRLHF 0.11.2's async_run_method_batch."
+        )
+    return batches
+
+
 @contextmanager
 def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
     """Has OpenRLHF's ``Actor`` keep the entropies of its forwards in this context, (B, A) each."""

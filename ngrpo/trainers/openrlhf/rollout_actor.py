@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -194,9 +193,8 @@ class RecordingExecutor:
             self._reward.raise_failure()
         if conversation.trajectory is None or not (run.perturbation is not None or run.sampling.correct_mask):
             return response
-        conversation.go_on(response["observation_tokens"])  # fitted to the tokens that the executor kept
-        trajectory = dataclasses.replace(conversation.trajectory, unperturbed=conversation.unperturbed)
-        return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **trajectory.pack()}}
+        record = conversation.finished(response["observation_tokens"]).pack()
+        return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}
 
 
 async def generate(

@@ -58,7 +58,7 @@ def samples_generator(plain: type) -> type:
             self._in_round = False
             return super()._generate_vllm(*args, **kwargs)
 
-        def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs: Any) -> Any:
+        def _dispatch_prompts_to_vllm(self, prompts: list[str], *args: object, **kwargs: Any) -> Any:
             run, schedule = current_run(), current_run().sampling_schedule
             # Where the prompts end with a batch, OpenRLHF asks for one more of none, which is no round; prompts that
             # take the place of filtered ones are of the same round.
@@ -80,10 +80,10 @@ def samples_generator(plain: type) -> type:
             try:
                 # With dynamic filtering, which asks for further prompts one by one, batches are never whole.
                 if not run.reproducible or self.args.algo.dynamic_filtering_enable:
-                    return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
+                    return super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
                 group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
                 with _paused_until_complete(engines, len(prompts) * group):
-                    responses = super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
+                    responses = super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
                 return _in_order(responses)
             finally:
                 self.vllm_engines = engines

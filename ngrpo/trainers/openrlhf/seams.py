@@ -135,7 +135,7 @@ SEAMS: tuple[Seam, ...] = (
         "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
         " or second_round or correction_warmup", "sha:351a52599ac6",
         "measures the rollout, and has advantages of its own"),
-    _seam(_EXPERIENCE, "compute_reward", "experience_maker:compute_reward", "advantage", "import",
+    _seam(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage", "import",
         "takes each micro batch's values of the estimator"),
     _seam(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
