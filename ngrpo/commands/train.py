@@ -162,8 +162,13 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         report(f"training failed: {error}")
         return 1
     text = summary.finish(folder, started, began=began)
-    write_training(read_json(folder / "summary.json"), folder / "report.html")
+    written = read_json(folder / "summary.json")
+    write_training(written, folder / "report.html")
     print(text, flush=True)
+    updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+    if updates and not any(updates):
+        report("training failed: no step updated the weights; the warnings above say why.")
+        return 1
     return 0
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 FILE = "run.yaml"
 """Name of the file in a run's folder that repeats it: ``ngrpo train --config runs/x/run.yaml``."""
+GROUP_BASELINES = ("rloo", "reinforce_baseline", "dr_grpo", "group_norm")
+"""OpenRLHF's estimators whose baseline is of a prompt's responses; every preset has one of them."""
 # The flag of each setting, without dashes, in the order of the file.
 SETTINGS = {
     "gap_limit": "perturbation.gap_limit",
@@ -168,6 +170,8 @@ class RunConfig:
             "correction_warmup": self.sampling.correction_warmup is not None,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
+            "group_baseline": self.preset is not None
+            or Flags(self.openrlhf).value("--algo.advantage.estimator") in GROUP_BASELINES,
             "report_groups": self.report_groups > 0,
             "engine_limits": bool(self.engine_limits),
         }

@@ -176,7 +176,9 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     kept = [[torch.tensor([[5.0, 9.0], [1.0, 2.0]])], [], [torch.tensor([[4.0, 8.0]])], []]
     monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda value: value))
     args = SimpleNamespace(
-        ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2), rollout=SimpleNamespace(n_samples_per_prompt=2)
+        ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2),
+        rollout=SimpleNamespace(n_samples_per_prompt=2),
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator="reinforce")),
     )
     return openrlhf_doubles.maker(
         strategy=SimpleNamespace(args=args),

@@ -109,8 +109,8 @@ def test_the_order_of_training_follows_seed_and_step(monkeypatch: pytest.MonkeyP
         def __init__(self, updates: int) -> None:
             vars(self).update(vars(strategy(updates=updates)))
 
-        def ppo_train(self, kl_ctl: float) -> list[int]:
-            return torch.randperm(1000).tolist()
+        def ppo_train(self, kl_ctl: float) -> dict[str, Any]:
+            return {"order": torch.randperm(1000).tolist()}
 
     orders = []
     for noise in (0, 1):

@@ -30,11 +30,13 @@ class Conversation:
         trajectory: of all turns so far; None before the first.
         followed: whether an unperturbed answer is still to be asked for.
         unperturbed: that answer.
+        filters: temperature, top-p, top-k and min-p that its requests shall have.
     """
 
     def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
         self.arguments, self.followed = arguments, followed
         self.unperturbed: UnperturbedAnswer | None = None
+        self.filters: tuple[float, ...] = ()
         self.trajectory: FinishedTrajectory | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
         self._asked: Counter[bytes] = Counter()

@@ -47,7 +47,9 @@ def actor_trainer(plain: Any) -> type:
             if current_run().reproducible:
                 # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
                 torch.manual_seed(seeds.of_training_order(self.args.train.seed, self.actor.model.global_steps))
-            return super().ppo_train(*args, **kwargs)
+            updates = self.actor.model.global_steps
+            status = super().ppo_train(*args, **kwargs)
+            return {**status, "optimizer_steps": float(self.actor.model.global_steps - updates)}
 
         def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
             run, side_inputs = current_run(), experience.mm_train_inputs

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.config.run import current_run
+from ngrpo.config.run import GROUP_BASELINES, current_run
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import importance
 from ngrpo.trainers.common.mismatch import GapScale, check_gap, step_metrics
@@ -19,7 +19,7 @@ from ngrpo.trainers.common.policy_loss import behavior
 from ngrpo.trainers.common.side_inputs import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
+from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
 from perturbations.errors import present
@@ -51,7 +51,9 @@ def experience_maker(plain: Any) -> type:
         kept_groups: KeptGroups | None = None
 
         def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
-            run, experiences = current_run(), super().make_experience_batch(rollout_samples)
+            run = current_run()
+            refuse_untrained(rollout_samples)
+            experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.sampling.correct_mask:
                 refuse_non_finite(self.tokenizer, experiences)
                 self.note(replay_measures(self, experiences))  # before the update
@@ -67,7 +69,7 @@ def experience_maker(plain: Any) -> type:
 
         def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
             run = current_run()
-            if run.advantage is None:
+            if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
             else:
                 with_ours = StepAdvantages(self, experiences, run.advantage)

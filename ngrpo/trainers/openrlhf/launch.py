@@ -8,7 +8,6 @@ Without a perturbation, on CUDA and with flash-attn there is nothing of ours at 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import runpy
 import sys
@@ -58,7 +57,6 @@ def launch(run: RunConfig) -> None:
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(run.hardware)
-    run = dataclasses.replace(run, hardware=profile.name)  # as found here, for all processes of the run
     flags = Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():

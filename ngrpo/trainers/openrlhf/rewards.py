@@ -127,5 +127,19 @@ def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[
             )
 
 
+def refuse_untrained(samples: Sequence[Experience]) -> None:
+    """Raises ``UsageError`` for the first response without a token to train on, with its prompt.
+
+    Its reward would shift the advantages of its siblings, and its mean log-probability is 0 / 0.
+    """
+    for sample in samples:
+        for row in (sample.action_mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
+            raise UsageError(
+                "a response has no token to train on: its prompt is as long as --data.max_len, or an agent masked all"
+                f" of it (action_ranges).\n  prompt: {_short(sample.prompts[row])}\nRaise --data.max_len, leave that"
+                " prompt out, or let the agent keep a token."
+            )
+
+
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 CONTROLS, _CONTROL_TOKENS = 4, 16
 """Unperturbed responses of each engine in each round, and in the trainer's forward; tokens of each at most."""
+_SHOWN = 200
 _LONGEST_CONTROL_PROMPT = 512  # the trainer's forward has logits for the whole vocabulary at each token
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -184,17 +185,31 @@ class RecordingExecutor:
             # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
             arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
         conversation = Conversation({"sample": number, **arguments}, self._quota.next(round_, perturbed))
+        conversation.filters = filters_of(kwargs.get("sampling_params"))
         token = _conversation.set(conversation)
+        where = f"{type(self._executor).__name__}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
         try:
             response = await self._executor.execute(**kwargs)
+        except Exception as error:
+            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         finally:
             _conversation.reset(token)
         if self._reward is not None:
             self._reward.raise_failure()
+        if perturbed and conversation.trajectory is None:
+            raise RuntimeError(
+                f"{where}: it returned a response without a call of generate(), so that nothing was recorded. Let the"
+                " agent generate at least once, and hand on what generate() returns."
+            )
         if conversation.trajectory is None or not (run.perturbation is not None or run.sampling.correct_mask):
             return response
         record = conversation.finished(response["observation_tokens"]).pack()
         return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}
+
+
+def filters_of(params: SamplingParams | None) -> tuple[float, ...]:
+    """Temperature, top-p, top-k and min-p of sampling parameters."""
+    return tuple(getattr(params, name, 0.0) for name in ("temperature", "top_p", "top_k", "min_p"))
 
 
 async def generate(
@@ -214,6 +229,12 @@ async def generate(
     params, arguments = deepcopy(sampling_params), dict(request_arguments(sampling_params))
     arguments.pop("round", None)
     if conversation is not None:
+        if conversation.filters != (given := filters_of(sampling_params)):
+            raise RuntimeError(
+                f"an agent requested {given} where the run samples with {conversation.filters} (temperature, top_p,"
+                " top_k, min_p): the trainer would score its tokens at other temperatures than they were drawn at."
+                " Hand on the sampling parameters that execute() was given."
+            )
         # An agent may have made sampling parameters of its own: the trajectory's arguments hold.
         seed = seeds.of_prompt(prompt, pictures_key((pictures or {}).get("image")))
         arguments = {"seed": seed, **arguments, **conversation.arguments}

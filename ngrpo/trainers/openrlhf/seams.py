@@ -115,11 +115,11 @@ SEAMS: tuple[Seam, ...] = (
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
         "perturbation or reproducible or advantage or credit or policy_noise or sampling_mask or sampling_schedule"
-        " or report_groups or second_round or correction_warmup or eval_at_start", "sha:74b355e75a15",
+        " or report_groups or second_round or correction_warmup or eval_at_start or group_baseline", "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
     _seam("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer",
         "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-        " or correction_warmup", "sha:ad079d89d655", "the same, where asynchronous"),
+        " or correction_warmup or group_baseline", "sha:ad079d89d655", "the same, where asynchronous"),
     _seam("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor",
         "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
         "its checkpoint has the round, where asynchronous"),
@@ -133,9 +133,9 @@ SEAMS: tuple[Seam, ...] = (
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
     _seam(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker",
         "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
-        " or second_round or correction_warmup", "sha:351a52599ac6",
+        " or second_round or correction_warmup or group_baseline", "sha:351a52599ac6",
         "measures the rollout, and has advantages of its own"),
-    _seam(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage", "import",
+    _seam(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or group_baseline", "import",
         "takes each micro batch's values of the estimator"),
     _seam(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
@@ -143,7 +143,8 @@ SEAMS: tuple[Seam, ...] = (
     _seam(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor", "perturbation or sampling_mask",
         "sha:871e4cda19c1", "the same, through its own embedding"),
     _seam(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
-        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss",
+        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss"
+        " or group_baseline",
         "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _seam(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
@@ -163,7 +164,7 @@ SEAMS: tuple[Seam, ...] = (
         " entropy"),
     _seam("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _seam("openrlhf.models.utils", "compute_reward", None, "advantage", "sha:548aa0341385",
+    _seam("openrlhf.models.utils", "compute_reward", None, "advantage or group_baseline", "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
     _seam(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),

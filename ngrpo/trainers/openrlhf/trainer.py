@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
     from transformers import PreTrainedTokenizerBase
 
+NO_UPDATE = (
+    "ngrpo warning: step {step} made no optimizer step: {responses} responses do not fill --train.batch_size, as where"
+    " prompts were filtered out or the last batch is a short one. The weights are those of the step before."
+)
 _STATE, _ROUND = "ngrpo", "ngrpo_round"
 
 
@@ -62,6 +66,8 @@ def trainer(plain: Any) -> type:
             self.experience_maker.training_step, self.noise_step = global_step, global_step + 1
             status, global_step = super().train_step(rollout_samples, global_step)
             add_measures(status, self.experience_maker.step_measures)
+            if status.get("optimizer_steps") == 0.0:
+                print(NO_UPDATE.format(step=global_step, responses=len(rollout_samples)), flush=True)
             self.experience_maker.step_measures = {}
             if run.perturbation is not None:
                 status |= neighbor_drift(self.vllm_engines)

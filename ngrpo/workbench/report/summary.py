@@ -22,6 +22,10 @@ from ngrpo.rollout import used_runner
 from ngrpo.trainers.openrlhf import kept_groups
 from perturbations import registry
 
+NO_STEP = (
+    "no training step was logged: are there fewer prompts than --rollout.batch_size, or were all of them filtered out"
+    " (--algo.dynamic_filtering_range)?"
+)
 RUNNERS = "model_runner"
 """Folder beside the summary in which the engines name their model runner."""
 _PREFIX = "train/"
@@ -108,6 +112,8 @@ def steps(scalars: Series) -> list[dict[str, float]]:
             row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
         if "group_reward_std" in at:  # OpenRLHF's mean over groups: 0 where none has anything to learn from
             row["group_reward_std"] = at["group_reward_std"]
+        if "optimizer_steps" in at:
+            row["optimizer_steps"] = at["optimizer_steps"]
         if "timing/step_total" in at:
             row["step_seconds"] = at["timing/step_total"]
         rows.append(row)
@@ -124,7 +130,7 @@ def table(summary: Mapping[str, Any]) -> str:
     if rows:
         lines += ["", *_grid(rows), "", *_figures(rows, summary["evaluation"])]
     else:
-        lines += ["", "no training step was logged: are there fewer prompts than --rollout.batch_size?"]
+        lines += ["", NO_STEP]
     lines.append(f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}")
     for name in ("checkpoint", "TensorBoard", "summary", "report"):
         lines.append(f"{name:<13} {places[name.lower()]}")

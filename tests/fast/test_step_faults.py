@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that must not move the policy, or do not, are seen: uniform groups, no update, responses without a token."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.trainers.openrlhf import rollout_actor
+from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
+from ngrpo.trainers.openrlhf.step_advantages import compute_reward
+from ngrpo.trainers.openrlhf.trainer import trainer
+from perturbations.errors import UsageError
+from tests.fast.openrlhf_doubles import maker, makers_state
+from tests.fast.run import run_with
+
+
+def group_norm(rewards: torch.Tensor) -> torch.Tensor:
+    """OpenRLHF 0.11.2's."""
+    return (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-9)
+
+
+@pytest.mark.parametrize("size", [3, 8, 32])
+@pytest.mark.parametrize("constant", [0.1, 0.3, 1 / 3, 1e-8, 1e6])
+def test_a_uniform_group_moves_nothing(constant: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that is not uniform, which keeps OpenRLHF's advantages to the bit."""
+    run_with(monkeypatch, preset="dapo")
+    rewards = torch.stack([torch.full((size,), constant), torch.arange(size, dtype=torch.float32)])
+    estimated, taken = group_norm(rewards), []
+    give = compute_reward(lambda r: taken.append(r))
+
+    def upstream(experiences: list[Any]) -> list[Any]:
+        for number, _ in enumerate(experiences):
+            give(estimated[number])
+        return experiences
+
+    experiences = [
+        SimpleNamespace(index=range(row * size, (row + 1) * size), rewards=rewards[row], prompts=["p"] * size)
+        for row in range(2)
+    ]
+    algo = SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm"))
+    made = maker(upstream, args=SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=size), algo=algo))
+    made.compute_advantages_and_returns(experiences)
+    assert taken[0].tolist() == [0.0] * size and torch.equal(taken[1], estimated[1])
+
+
+def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with(monkeypatch, preset="dapo")
+
+    class ActorPPOTrainer:
+        actor = SimpleNamespace(model=SimpleNamespace(global_steps=5))
+
+        def ppo_train(self, updates: int) -> dict[str, float]:
+            self.actor.model.global_steps += updates
+            return {"policy_loss": 0.5}
+
+    actor = actor_trainer(ActorPPOTrainer)()
+    assert actor.ppo_train(2) == {"policy_loss": 0.5, "optimizer_steps": 2.0}
+
+    class PPOTrainer:
+        experience_maker = makers_state()
+
+        def train_step(self, samples: list[Any], step: int) -> tuple[dict[str, float], int]:
+            return actor.ppo_train(0), step + 1
+
+    trainer(PPOTrainer)().train_step([None] * 28, 3)
+    assert "step 4 made no optimizer step: 28 responses do not fill --train.batch_size" in capsys.readouterr().out
+
+
+def test_a_response_without_a_trained_token_is_named() -> None:
+    sample = SimpleNamespace(action_mask=torch.tensor([[0, 0, 0]]), prompts=["What is 2 + 2?"])
+    with pytest.raises(UsageError, match=r"no token to train on.*\n  prompt: 'What is 2"):
+        maker().make_experience_batch([sample])
+
+
+class Agent:
+    """An agent that ends before it generates, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {"observation_tokens": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (Agent(), "Agent, for the prompt 'the question': it returned a response without a call of generate"),
+        (Agent(KeyError("tool")), "Agent, for the prompt 'the question': KeyError: 'tool'"),
+    ],
+)
+def test_an_agent_that_generates_nothing_is_named(agent: Agent, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
+    with pytest.raises(RuntimeError, match=said):
+        asyncio.run(rollout_actor.RecordingExecutor(agent).execute(prompt="the question"))
+
+
+def test_an_agent_keeps_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
+
+    class Colder:
+        async def execute(self, sampling_params: SamplingParams, **kwargs: Any) -> Any:
+            await rollout_actor.generate(SimpleNamespace(), [1, 2], SamplingParams(temperature=0.2))
+
+    with pytest.raises(RuntimeError, match=r"requested \(0\.2, 1\.0.* where the run samples with \(0\.7, 1\.0"):
+        asyncio.run(
+            rollout_actor.RecordingExecutor(Colder()).execute(
+                prompt="p", sampling_params=SamplingParams(temperature=0.7)
+            )
+        )
