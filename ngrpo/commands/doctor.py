@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.machine.hardware import attention, placing, profile_for
-from ngrpo.machine.models import model_size, model_support, packaged
-from ngrpo.machine.upstream import machine, openrlhf_parser, versions
+from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
+from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.upstream import openrlhf_parser, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -136,10 +136,10 @@ def _python() -> Finding:
 
 
 def _model(name: str) -> Finding:
-    support, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
+    support, subject = architecture.support_of(name, ask_hub=True), f"model {name}"
     if support is None:
         return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
-    return Finding(subject, support.told(), "; ".join(support.refused) or None)
+    return Finding(subject, str(support), "; ".join(support.refused) or None)
 
 
 def _judged(subject: str, state: Callable[[], str], check: Callable[[], object]) -> Finding:
@@ -187,17 +187,17 @@ def _driver() -> str | None:
 
 def _placement(hardware: str) -> Finding:
     """Where a training without flags of a placement puts its models, and which models that holds."""
-    subject, there = "placement", machine.here()
+    subject, there = "placement", placement.here()
     if there is None:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
         return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
     size = {"by estimate, with answers of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
     base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
-    models = model_size.table()
+    models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = placing.completed(Flags([*base, name]), there)
-        fits = not placing.notes(openrlhf_parser.resolved(flags.argv), there)
+        flags = gpu_plan.completed(Flags([*base, name]), there)
+        fits = not gpu_plan.notes(openrlhf_parser.resolved(flags.argv), there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
@@ -206,7 +206,7 @@ def _placement(hardware: str) -> Finding:
 def _flash_attn(hardware: str) -> str:
     if hardware == "cpu":
         return "of no use on a CPU; the trainer's attention is PyTorch's own"
-    if attention.has_flash_attn():
+    if stand_ins.has_flash_attn():
         return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
     return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 

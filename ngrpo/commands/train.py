@@ -107,7 +107,7 @@ from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
-from ngrpo.machine.upstream import machine, openrlhf_parser
+from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
 from ngrpo.trainers.openrlhf import launch
@@ -187,7 +187,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
 
     Args:
         run: what is asked for.
-        shape: the GPUs that it is for (`ngrpo.machine.upstream.machine.planned`), or ``true`` for what is at hand.
+        shape: the GPUs that it is for (`ngrpo.machine.upstream.placement.planned`), or ``true`` for what is at hand.
         checks_only: leave out all but the checks.
 
     Returns:
@@ -198,7 +198,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     """
     from ngrpo.commands.dry_run import run_checks, show
 
-    planned = machine.planned(shape, parse.DRY_RUN)
+    planned = placement.planned(shape, parse.DRY_RUN)
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)

@@ -13,7 +13,7 @@ from typing import NoReturn
 from ngrpo.config import correction_check, entry_check
 from ngrpo.config.dataset_check import Columns, check_dataset, label_note
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.models import config_file, parameter_names
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
@@ -280,7 +280,7 @@ def check_noised_model(folder: str, run: RunConfig) -> str | None:
     noise = run.policy_noise
     if noise is None:
         return None
-    names = parameter_names.of_folder(folder)
+    names = architecture.parameter_names(folder)
     if names is None:
         return f"not checked: which weights get noise; --policy_noise {noise.name} looks once the model has loaded."
     noise.selected(names)
@@ -383,7 +383,7 @@ def check_model(folder: str, perturbation: Perturbation | None) -> None:
     config = Path(folder) / "config.json"
     if perturbation is None or not config.is_file():
         return
-    values = config_file.read(config)
+    values = architecture.read_config(config)
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):
         protected_ids(perturbation.protect, vocabulary)

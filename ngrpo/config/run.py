@@ -21,7 +21,7 @@ from ngrpo.machine.storage.result_folder import write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 
 if TYPE_CHECKING:
-    from ngrpo.machine.upstream.machine import Machine
+    from ngrpo.machine.upstream.placement import Machine
     from ngrpo.methods.advantages.base import Advantage
     from ngrpo.methods.credits.base import Credit
     from ngrpo.methods.policy_noises.base import PolicyNoise

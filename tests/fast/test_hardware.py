@@ -5,6 +5,7 @@ import asyncio
 import importlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import attention, profile_for
+from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import plugin
@@ -60,7 +61,7 @@ def test_default_flags_are_added_only_where_absent_and_told() -> None:
 
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    monkeypatch.setattr(attention, "has_flash_attn", lambda: installed)
+    monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: installed)
     monkeypatch.setattr(install, "has_flash_attn", lambda: installed)
 
 
@@ -99,7 +100,7 @@ def test_what_counts_as_flash_attn(
         (tmp_path / file).write_text("raise RuntimeError('nothing is imported to find out')")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     importlib.invalidate_caches()
-    assert attention.has_flash_attn() is found
+    assert stand_ins.has_flash_attn() is found
 
 
 # A whole placement, to which nothing is added.
@@ -156,21 +157,19 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
     monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], flags: list[str]
 ) -> None:
     set_flash_attn(monkeypatch, False)
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    expected = (
-        f"^{' '.join(flags)} cannot be used here: .*flash-attn, and that is not installed.* Fix: .*docs/install.md"
-    )
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
+    expected = f"^{' '.join(flags)} cannot be used here: .*flash-attn, which is not installed.* Fix: .*docs/install.md"
     with pytest.raises(UsageError, match=expected):
         start(run_of(openrlhf=tuple(flags), hardware="cuda"))
     assert launched == {}
 
 
 def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention.check(Flags(["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]), "cuda")
-    monkeypatch.setattr(attention, "find_spec", lambda name: name == "kernels" or None)
-    attention.check(Flags(FLASH), "cuda")
+    stand_ins.check_attention(Flags(["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]), "cuda")
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: name == "kernels" or None)
+    stand_ins.check_attention(Flags(FLASH), "cuda")
     with pytest.raises(UsageError, match="needs CUDA"):
-        attention.check(Flags(FLASH), "cpu")
+        stand_ins.check_attention(Flags(FLASH), "cpu")
 
 
 @pytest.mark.parametrize("driver", [True, False])
@@ -195,7 +194,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, dri
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
-        "from ngrpo.machine.hardware import attention; attention.has_flash_attn = lambda: False\n"
+        "from ngrpo.machine.hardware import stand_ins; stand_ins.has_flash_attn = lambda: False\n"
         "from ngrpo.trainers.openrlhf.launch import launch, RunConfig\n"
         "launch(RunConfig(openrlhf=('--help',), hardware='cuda'))"
     )
@@ -224,9 +223,9 @@ def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> No
 
 
 def test_harmless_values_pass() -> None:
-    attention.check(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
+    stand_ins.check_attention(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
     for packs in PACKING:
-        attention.check(Flags(packs), "cpu")
+        stand_ins.check_attention(Flags(packs), "cpu")
     CPU.check(Flags(["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]))
 
 
@@ -238,7 +237,7 @@ def test_packed_samples_keep_the_attention_of_the_command_line(
     words = [] if given is None else ["--ds.attn_implementation", given]
     monkeypatch.setattr(sys, "argv", ["openrlhf", "--ds.packing_samples", *words])
     args = SimpleNamespace(ds=SimpleNamespace(attn_implementation="flash_attention_2"))
-    seen = attention.attention_as_given(lambda args: args.ds.attn_implementation)(args)
+    seen = stand_ins.attention_as_given(lambda args: args.ds.attn_implementation)(args)
     assert seen == (given or "flash_attention_2")
 
 
@@ -258,6 +257,27 @@ def test_an_engine_on_a_cpu_has_processes_as_ranks_and_the_trainers_dtype(
     given_by_openrlhf = {"distributed_executor_backend": "as it was", "dtype": "bfloat16"}
     asyncio.run(made.__init__(tensor_parallel_size=ranks, **given_by_openrlhf))
     assert made.kwargs == {"tensor_parallel_size": ranks, "distributed_executor_backend": backend, "dtype": dtype}
+
+
+def free_port() -> int:
+    class Actor:
+        """As OpenRLHF's: a static method, called of an instance."""
+
+        _get_free_port = cpu.port_below_outgoing(lambda: -1)
+
+    return Actor()._get_free_port()
+
+
+def test_the_port_of_a_models_processes_is_free_and_given_to_no_outgoing_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {free_port() for _ in range(50)}
+    assert len(found) > 10 and all(20000 <= port < 32768 for port in found)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(cpu, "_PORTS", [taken.getsockname()[1]] * 64)
+        assert free_port() == -1, "the only candidate is taken: the system chooses"
 
 
 def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
@@ -360,7 +380,7 @@ def test_importing_is_light() -> None:
 def test_flash_attention_stand_in_round_trip() -> None:
     import torch
 
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import, pad_input, unpad_input
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in, pad_input, unpad_input
 
     values = torch.arange(8.0).reshape(2, 4, 1)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
@@ -370,7 +390,7 @@ def test_flash_attention_stand_in_round_trip() -> None:
     assert (longest, lengths.tolist()) == (3, [3, 2])
     assert torch.equal(pad_input(rows, indices, 2, 4), values * mask[..., None])
 
-    with during_import():
+    with flash_attn_stand_in():
         from flash_attn.bert_padding import unpad_input as found
 
         assert found is unpad_input

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
@@ -21,8 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.machine.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
-from ngrpo.machine.hardware.compiled import ready_to_compile
+from ngrpo.machine.hardware.processes import add_programs_to_path
+from ngrpo.machine.hardware.stand_ins import WITHOUT_FLASH_ATTN, has_flash_attn
 from ngrpo.trainers.openrlhf.seams import IMPORT, Seam, active
 from perturbations.errors import present
 
@@ -34,12 +33,12 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     environment variable, of which Linux allows 131,072 bytes. Relative paths mean in a worker what they mean here, also
     on a cluster that was started in another folder.
     """
-    here, began = os.getcwd(), time.time()
+    here = os.getcwd()
 
     def in_worker() -> None:
         with suppress(OSError):  # another node need not have the folder
             os.chdir(here)
-        ready_to_compile(began)
+        add_programs_to_path()
         begin(run)
         install_in_worker(conditions)
 

@@ -83,9 +83,9 @@ SEAMS: tuple[Seam, ...] = (
     # ---- a machine without CUDA -------------------------------------------------------------------
     _seam("torch.cuda", "current_device", "hardware.cpu:cuda_current_device", "cpu", "()",
         "OpenRLHF moves batches to torch.cuda.current_device()", "torch 2.13.0"),
-    _seam("torch.cuda", "set_device", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
+    _seam("torch.cuda", "set_device", "hardware.cpu:do_nothing", "cpu", "(device)",
         "DeepspeedStrategy.setup_distributed chooses a CUDA device", "torch 2.13.0"),
-    _seam("torch.cuda", "synchronize", "hardware.cpu:cuda_do_nothing", "cpu", "(device)",
+    _seam("torch.cuda", "synchronize", "hardware.cpu:do_nothing", "cpu", "(device)",
         "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
     _seam(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
         'asks for a device mesh on "cuda" by name'),
@@ -93,12 +93,12 @@ SEAMS: tuple[Seam, ...] = (
         "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
     _seam("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
-    _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:no_shared_memory_op", "cpu", "()",
+    _seam("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:do_nothing", "cpu", "()",
         "compiles an all-reduce kernel for half a minute, where gloo has one", "deepspeed 0.19.6"),
     _seam("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
         "(self, output_tensor, input_tensor, group, async_op)",
         "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
-    _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.ports:outside_of_outgoing", "cpu",
+    _seam(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.cpu:port_below_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
     _seam("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_parser:with_float32", "cpu", "(self)",
@@ -107,10 +107,10 @@ SEAMS: tuple[Seam, ...] = (
         "likewise: the dtype that models are loaded in"),
     _seam(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
-    # ---- without flash-attn (see ngrpo.machine.hardware.attention) ----------------------------------------
-    _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.flash_attn_stand_in:during_import",
+    # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
+    _seam("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in",
         "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
-    _seam("openrlhf.utils", "get_strategy", "hardware.attention:attention_as_given", "without_flash_attn", "import",
+    _seam("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _seam("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
