@@ -16,7 +16,7 @@ from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
 from ngrpo.methods import policy_noises
 from ngrpo.workbench.compare import arguments, results
-from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.diagnose import policy_of
 from ngrpo.workbench.evaluate import engine, outcome
 from ngrpo.workbench.evaluate.engine import Sampling
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model

@@ -15,7 +15,7 @@ from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare import shares
 from ngrpo.workbench.compare.plan import BASELINE, Plan
-from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.diagnose import policy_of
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
