@@ -15,7 +15,7 @@ from ngrpo.commands import diagnose as command
 from ngrpo.config.arms import parse_arms
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.workbench.compare import runs
-from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
+from ngrpo.workbench.compare.runs import ComparisonFolder
 from ngrpo.workbench.diagnose import diagnosis, group_sampling, policy_of
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
 from ngrpo.workbench.evaluate import load_task

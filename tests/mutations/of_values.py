@@ -167,7 +167,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "ngrpo/workbench/compare/verdicts.py",
+        "ngrpo/workbench/compare/results.py",
         "test_significance.py",
         ("value == 0.0 and", "value >= 0.0 and", "verdict: a difference without an interval is none"),
     ),

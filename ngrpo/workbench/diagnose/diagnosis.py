@@ -283,7 +283,7 @@ def side_by_side(
             if sample.record is not None:
                 rows = {p - sample.record.prompt_tokens: row for row, p in enumerate(sample.record.positions.tolist())}
                 for i in perturbed:
-                    tokens[i] |= fed(sample.record, rows[i], tokenizer)
+                    tokens[i] |= fed_texts(sample.record, rows[i], tokenizer)
             by_strategy.append({"strategy": name, "reward": sample.reward, "tokens": tokens})
         question = {"problem": problem.messages[-1]["content"], "answer": problem.answer}
         questions.append({**question, "by_strategy": by_strategy})
