@@ -17,10 +17,9 @@ _NAMES = {
     "neighbors": ("ExactIndex", "NeighborIndex"),
     "options": ("option",),
     "registry": ("available", "create", "create_gate", "register", "register_buffer", "register_gate"),
-    "replay.buffers.base": ("ReplayBuffer",),
-    "replay.record": ("ReplayRecord",),
+    "replay.buffers": ("ReplayBuffer",),
     "replay.scope": ("replaying",),
-    "replay.trajectory": ("FinishedTrajectory",),
+    "replay.trajectory": ("FinishedTrajectory", "ReplayRecord"),
     "step": ("GateStep", "Positions", "Step"),
     "testing": ("check_gate", "check_perturbation"),
 }

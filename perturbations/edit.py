@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perturbations import streams
 from perturbations.compilation import Compiled, on_gpu, twice
-from perturbations.errors import present
+from perturbations.errors import require
 
 Mixer = Callable[[Tensor, Tensor], Tensor]
 """What makes an input of the first candidate and the mixture, (N, D) each: a perturbation's module."""
@@ -78,7 +78,7 @@ def _mixed(
 ) -> Tensor:
     mixed = (candidates.float() * weights.unsqueeze(-1)).sum(dim=-2)
     if sigma is not None:
-        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(present(noise_keys, "noise_keys"), candidates.shape[-1])
+        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(require(noise_keys, "noise_keys"), candidates.shape[-1])
     if module is not None:
         mixed = module(candidates[:, 0].float(), mixed)
     if vectors is not None:

@@ -14,7 +14,7 @@ class UsageError(ValueError):
     """A value, name or file that the user gave cannot be used; the message says what is allowed and how to fix it."""
 
 
-def present(value: _Value | None, what: str) -> _Value:
+def require(value: _Value | None, what: str) -> _Value:
     """A value that may be missing elsewhere and must not be here.
 
     Raises:

@@ -29,7 +29,7 @@ class Registry:
     tree; entry points of installed packages.
     """
 
-    made: ClassVar[list[Registry]] = []
+    instances: ClassVar[list[Registry]] = []
 
     def __init__(self, kind: str, base: str, tree: str, group: str) -> None:
         """
@@ -41,7 +41,7 @@ class Registry:
         """
         self.kind, self.base, self.tree, self.group = kind, base, tree, group
         self.registered: dict[str, type[Options]] = {}
-        Registry.made.append(self)
+        Registry.instances.append(self)
 
     def register(self, name: str) -> Callable[[type[_Class]], type[_Class]]:
         """Class decorator that gives a class its name.
@@ -216,7 +216,7 @@ class Registry:
 
     def _from_file(self, name: str, path: str, attribute: str, source: str | None) -> type:
         label = f"{self.kind} {name!r}"
-        before = [(r, dict(r.registered)) for r in Registry.made]
+        before = [(r, dict(r.registered)) for r in Registry.instances]
         try:
             module = user_files.from_file(path, label) if source is None else user_files.from_text(path, source, label)
         except ValueError:

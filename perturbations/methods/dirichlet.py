@@ -11,7 +11,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -62,6 +62,6 @@ class Dirichlet(TopTokens):
         probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
         if self.density == "exact":
             return densities.dirichlet_weights(edit.weights, probabilities, self.alpha, distinct)
-        normalizer = present(edit.normalizer, "edit.normalizer")
+        normalizer = require(edit.normalizer, "edit.normalizer")
         log_draws = edit.weights.clamp_min(torch.finfo(torch.float32).tiny).log() + normalizer.unsqueeze(-1)
         return densities.dirichlet(log_draws, probabilities, self.alpha, distinct)

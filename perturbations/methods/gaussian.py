@@ -13,7 +13,7 @@ from perturbations import density as densities
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit, one_hot, realise
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -86,7 +86,7 @@ class Gaussian(Perturbation):
         that of logits which differ by 0.03 is as long as the noise itself.
         """
         edit, lookup = replayed.edit, replayed.lookup
-        sigma, keys = present(edit.sigma, "edit.sigma"), present(replayed.noise_keys, "noise_keys")
+        sigma, keys = require(edit.sigma, "edit.sigma"), require(replayed.noise_keys, "noise_keys")
         if self.base == "token":
             mean = lookup(edit.ids[:, 0])
         elif self.base == "fuzzy":

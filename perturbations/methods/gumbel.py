@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -79,7 +79,7 @@ class Gumbel(TopTokens):
         """
         edit, distinct = replayed.edit, densities.distinct(replayed.edit.ids)
         smallest = torch.finfo(torch.float32).tiny
-        normalizer = present(edit.normalizer, "edit.normalizer")
+        normalizer = require(edit.normalizer, "edit.normalizer")
         scores = self.tau * edit.weights.clamp_min(smallest).log() + normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
         gumbels = replayed.gumbel(edit.ids)

@@ -11,7 +11,7 @@ from torch import Tensor
 from perturbations import density as densities
 from perturbations.base import Perturbation, Proposal, Replayed, input_gradient_option
 from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -106,7 +106,7 @@ class Latent(Perturbation):
         """
         edit = replayed.edit
         support = edit.weights > 0.0
-        normalizer = present(edit.normalizer, "edit.normalizer")
+        normalizer = require(edit.normalizer, "edit.normalizer")
         scores = self.tau * torch.where(support, edit.weights, 1.0).log() + normalizer.unsqueeze(-1)
         if self.density == "exact":
             return self._exact(replayed, scores, support)

@@ -12,13 +12,12 @@ import torch
 from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit
 from perturbations.embeddings import ModelEmbeddings
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.neighbors import NeighborIndex, Refresh
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
 from perturbations.top_tokens import check_top_k
-from perturbations.traced import TracedIndex
 
 _VARIANTS = {
     "paper": {"weights": "logits", "realization": "anchor", "space": "input"},
@@ -92,10 +91,10 @@ class Neighbor(Perturbation):
         """Not of the anchor, which is the likeliest token and was not drawn."""
         return self.samples_text
 
-    def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex | TracedIndex:
+    def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
         return embeddings.index(
             self.metric,
-            present(self.space, "space"),  # of the variant
+            require(self.space, "space"),  # of the variant
             self.skip_special,
             kind=self.index,
             skip_same_word=self.skip_same_word,

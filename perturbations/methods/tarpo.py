@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.options import option
 from perturbations.registry import register
 from perturbations.step import Step
@@ -49,8 +49,8 @@ class TARPO(Perturbation):
         Fed is the token where d = 0, and Σ_v p_v E[v] / Σ_v p_v over the k likeliest tokens where d = 1. The sampled
         token goes first, and its weight of 1 or 0 is the decision, which the density reads there.
         """
-        hidden = present(step.hidden, _NO_HIDDEN)
-        router = cast(Router, present(step.module, "the router"))
+        hidden = require(step.hidden, _NO_HIDDEN)
+        router = cast(Router, require(step.module, "the router"))
         latent = router.log_probs(hidden)[:, 1:].exp() > step.uniform(1)
         values, ids = step.top(self.k)
         mixture = nn.functional.pad(torch.softmax(values, dim=-1), (1, 0))
@@ -60,8 +60,8 @@ class TARPO(Perturbation):
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """λ log π of the decisions, (N,), with gradient to the router and, through the hidden state, to the policy."""
-        hidden = present(replayed.hidden, _NO_HIDDEN)
-        router = cast(Router, present(replayed.module, "the router"))
+        hidden = require(replayed.hidden, _NO_HIDDEN)
+        router = cast(Router, require(replayed.module, "the router"))
         decided = (replayed.edit.weights[:, :1] == 0.0).long()
         return self.decision_weight * router.log_probs(hidden).gather(-1, decided).squeeze(-1)
 

@@ -18,9 +18,7 @@ import numpy as np
 from perturbations.streams import SEED_BYTES
 
 if TYPE_CHECKING:
-    from perturbations.replay.record import ReplayRecord
-    from perturbations.replay.sampling_mask import SamplingMask
-    from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+    from perturbations.replay.trajectory import FinishedTrajectory, ReplayRecord, SamplingMask, UnperturbedAnswer
 
 # First byte: version in the two high bits, flags in the others. Then K, the model, the seed, and three lengths as
 # varints: a short answer's record is mostly header, so every byte counts. A K that is no byte is 0 there, and a varint

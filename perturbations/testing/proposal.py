@@ -16,7 +16,6 @@ from perturbations import streams
 from perturbations.base import Perturbation, Proposal
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 from perturbations.step import Step
 from perturbations.testing.density_check import check_density
@@ -139,7 +138,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     require(not broken, f"{where} edit.weights holds {_first(broken)}.", fix)
     _check_weights(perturbation, edit, where)
     if proposal.acts is not None:
-        _check_acts(proposal, where)
+        _check_acts(proposal, proposal.acts, where)
     _check_parts(step, edit, where)
     ruled_out = proposal.tokens[step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()].tolist()
     require(
@@ -162,9 +161,9 @@ def _first(values: list[_Value]) -> _Value | None:
     return values[0] if values else None
 
 
-def _check_acts(proposal: Proposal, where: str) -> None:
+def _check_acts(proposal: Proposal, acts: Tensor, where: str) -> None:
     """Where it does not act, the edit is the token alone: whoever does not look at ``acts`` feeds the same."""
-    edit, acts = proposal.edit, present(proposal.acts, "proposal.acts")
+    edit = proposal.edit
     check_tensor(f"{where} acts", acts, (len(edit.ids),), torch.bool, edit.ids.device)
     alone = (edit.weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
     if ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any()):
@@ -208,9 +207,11 @@ def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
 def check_module(perturbation: Perturbation) -> None:
     """Learned parameters start alike in every process, and each row is its own."""
     torch.manual_seed(1)
-    module = _module(perturbation)
+    module, trained = perturbation.module(_DIMENSION), perturbation.module(_DIMENSION)
     torch.manual_seed(2)
-    other = _module(perturbation)
+    other = perturbation.module(_DIMENSION)
+    if module is None or trained is None or other is None:
+        return
     for (name, one), two in zip(module.named_parameters(), other.parameters()):
         require(
             torch.equal(one, two),
@@ -228,7 +229,7 @@ def check_module(perturbation: Perturbation) -> None:
         fix = f"It must treat each row alone. {EVERY_ROW}"
         require(not difference, f"{label}: a row alone gives another result, {difference}.", fix)
         check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
-    trained = _module(perturbation).requires_grad_()
+    trained.requires_grad_()
     reached = trained(rows, rows.flip(0)).square().sum()
     if reached.requires_grad:
         reached.backward()
@@ -238,10 +239,6 @@ def check_module(perturbation: Perturbation) -> None:
             f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
             "Use it in forward(), without detach, no_grad or a division by 0.",
         )
-
-
-def _module(perturbation: Perturbation) -> nn.Module:
-    return present(perturbation.module(_DIMENSION), f"the module of {perturbation.name}")
 
 
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:

@@ -25,8 +25,7 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.methods import tarpo
 from perturbations.methods.tarpo import Router
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 from perturbations.testing.density_check import replayed
 from tests.token_log_probs import log_probs_of
 

@@ -352,10 +352,14 @@ NOISES = [
         ("+ scale * self._noise", "+ self._noise", "noise without its scale"),
     ),
     *of_file(
-        "perturbations/seeds.py",
+        "ngrpo/methods/policy_noises/base.py",
         "test_policy_noises.py",
-        ('"policy noise", noise, sync, parameter', '"policy noise", noise, parameter', "the same noise in every sync"),
-        ('"policy noise", noise, sync, parameter', '"policy noise", noise, sync', "the same noise in every parameter"),
+        ('"policy noise", self.seed, sync, name', '"policy noise", self.seed, name', "the same noise in every sync"),
+        (
+            '"policy noise", self.seed, sync, name',
+            '"policy noise", self.seed, sync',
+            "the same noise in every parameter",
+        ),
     ),
     *of_file(
         "ngrpo/trainers/openrlhf/policy_noise.py",

@@ -14,7 +14,7 @@ from ngrpo.methods.credits.base import LossTokens, StepTokens
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.step import GateStep, Positions, Step
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _in_loss(credit: Credit) -> list[str]:
         tokens = torch.tensor([0, 0, 0, 0, token])
         log_probs = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         number, advantages = torch.arange(5), torch.full((5,), advantage)
-        changed, term = present(
+        changed, term = require(
             credit.in_loss(LossTokens(logits, number, tokens, log_probs, advantages, 0 * number)),
             "what a credit does in the loss",
         )
@@ -143,14 +143,14 @@ def of_sampling_schedule(schedule: SamplingSchedule) -> list[str]:
         eight, none = torch.arange(8), torch.zeros(8, dtype=torch.int64)
         at = NextTokens(_step(1).logits.expand(8, -1), torch.ones(8), none, none, eight, torch.full_like(eight, 8))
         lines = ["temperature of each of eight answers to a prompt, where 1 is asked for:"]
-        return [*lines, *_curve("answer", dict(enumerate(present(schedule.factor(at), "factor").tolist())))]
+        return [*lines, *_curve("answer", dict(enumerate(require(schedule.factor(at), "factor").tolist())))]
     if factors.min() < factors.max():
         lines = ["temperature of an answer's tokens in the first training step, where 1 is asked for:"]
         return [*lines, *_curve("token", {t: float(factors[t]) for t in (0, 5, 10, 50, 100, 200, 300, 400, 600)})]
     sureness = torch.logspace(-1, 1, 8).unsqueeze(-1)
     same = torch.zeros(8, dtype=torch.int64)
     tokens = NextTokens(_step(1).logits * sureness, torch.ones(8), same, same)
-    values = zip(tokens.entropies().tolist(), present(schedule.factor(tokens), "factor").tolist())
+    values = zip(tokens.entropies().tolist(), require(schedule.factor(tokens), "factor").tolist())
     lines = ["temperature by the entropy at a token, in nats, where 1 is asked for:"]
     return [*lines, *_curve("entropy", {f"{entropy:.2f}": factor for entropy, factor in values})]
 

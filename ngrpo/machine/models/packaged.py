@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.workbench import sandbox
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.options import nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
@@ -242,7 +242,7 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         if isinstance(model, TrainedModel):
             sandbox.make(draft, steps=sandbox.STEPS, report=report)
         else:
-            _convert(present(source, "the package's folder"), model, draft)
+            _convert(require(source, "the package's folder"), model, draft)
         draft.chmod(0o755)
         _publish(draft, folder)
     finally:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import Advantage, normalised
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.options import option
 
 
@@ -29,5 +29,5 @@ class CountBonus(Advantage):
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """The normalised r + β / √(1 + N)."""
-        seen = present(counts, "counts")
+        seen = require(counts, "counts")
         return normalised(rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt())

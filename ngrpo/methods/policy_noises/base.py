@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.policy_noises import registry as _registry
-from perturbations import seeds
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
+from perturbations.streams import trajectory_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,5 +107,6 @@ class PolicyNoise(Options, ABC):
                 parameter.data.copy_(clean[name])
 
     def _noise(self, name: str, sync: int, like: Tensor) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(seeds.of_policy_noise(self.seed, sync, name))
+        seed = trajectory_seed("policy noise", self.seed, sync, name)
+        generator = torch.Generator(like.device).manual_seed(seed)
         return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

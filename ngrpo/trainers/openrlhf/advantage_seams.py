@@ -22,7 +22,7 @@ from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.trainers.openrlhf.second_round_loss import advantages_of_all, in_order
 from ngrpo.trainers.openrlhf.visits import Visits
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -122,7 +122,7 @@ def computed(original: Callable[..., Any], maker: ExperienceMaker, experiences: 
             " some prompt was not answered as often as it was asked."
         )
     refuse_non_finite(maker.tokenizer, experiences)
-    batch = _Batch(maker, experiences, present(current_run().advantage, "--advantage"))
+    batch = _Batch(maker, experiences, require(current_run().advantage, "--advantage"))
     token = _batch.set(batch)
     try:
         result = original(maker, experiences)

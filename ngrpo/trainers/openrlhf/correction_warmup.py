@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.metrics import note_measures
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -50,14 +50,14 @@ def growing_correction(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
-        steps = present(current_run().sampling.correction_warmup, "--sampling.correction_warmup")
+        steps = require(current_run().sampling.correction_warmup, "--sampling.correction_warmup")
         strength = min(1.0, self.training_step / steps)
         note_measures(self, {"importance/strength": strength})
         if strength == 1.0:
             return experiences
         low, high = (float(bound) for bound in self.strategy.args.algo.advantage.is_correction_threshold)
         for experience in experiences:
-            rollout = present(experience.rollout_log_probs, "rollout_log_probs")
+            rollout = require(experience.rollout_log_probs, "rollout_log_probs")
             experience.rollout_log_probs = with_strength(experience.action_log_probs, rollout, strength, (low, high))
         return experiences
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.methods.credits.base import Credit, LossTokens
 from ngrpo.trainers.openrlhf.loss import policy_loss, replacing
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -48,7 +48,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
     if tuple(shape) == (1, int(places[-1]) + 1):
         return places[row], sample
     raise RuntimeError(
-        f"--credit {present(current_run().credit, '--credit').name}: {tuple(shape)} rows of logits for a batch of"
+        f"--credit {require(current_run().credit, '--credit').name}: {tuple(shape)} rows of logits for a batch of"
         f" {tuple(attention_mask.shape)}. It needs a row for each token: no sequence-parallel slices (ring attention)."
     )
 
@@ -104,7 +104,7 @@ def training_step_with_credit(original: Callable[..., Any]) -> Callable[..., Any
     """`ActorPPOTrainer.training_step`, whose loss asks the run's credit."""
 
     def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: object) -> dict[str, Any]:
-        credit = present(current_run().credit, "--credit")
+        credit = require(current_run().credit, "--credit")
         failed = f"--credit {credit.name} did not come into effect"
         with (
             policy_loss(self, lambda loss_fn: CreditInLoss(credit, loss_fn, experience)) as ours,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.metrics import kept_by_actors, note_measures
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -57,7 +57,7 @@ def shared(maker: ExperienceMaker, experiences: list[Experience]) -> None:
     """Gives the tokens of a step the advantages of the run's credit, in place."""
     tokens, masks = of_step(maker, experiences), [experience.action_mask.bool() for experience in experiences]
     before = tokens.advantages
-    credit = present(current_run().credit, "--credit")
+    credit = require(current_run().credit, "--credit")
     after = credit.formula(tokens)
     if after.shape != before.shape:
         raise RuntimeError(

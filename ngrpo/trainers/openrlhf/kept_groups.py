@@ -20,7 +20,7 @@ from ngrpo.machine.console.token_texts import fed, pieces
 from ngrpo.machine.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.side_inputs import unpack
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -262,7 +262,7 @@ def keep(maker: ExperienceMaker, experiences: Sequence[Experience], run: RunConf
     """
     step, args = maker.training_step, maker.strategy.args
     if not hasattr(maker, "kept_groups"):
-        maker.kept_groups = KeptGroups(Path(present(run.run_dir, "the run's folder")), step)
+        maker.kept_groups = KeptGroups(Path(require(run.run_dir, "the run's folder")), step)
     perturbation = run.perturbation
     maker.kept_groups.add(
         step,

@@ -3,7 +3,7 @@
 
 With top-p, top-k or min-p the rollout draws from π_S, the policy renormalised over the set S of tokens left, while a
 trainer scores π. Here the old, the new and the reference log-probabilities are all log π_S(x) = z_x − log Σ_{v ∈ S}
-exp z_v, with S as recorded at the rollout (`perturbations.replay.sampling_mask`) and gradient to every z_v in S. The
+exp z_v, with S as recorded at the rollout (`perturbations.replay.trajectory`) and gradient to every z_v in S. The
 functions at the end are the ``sampling_mask`` rows of `seams.py`. A density, whose context is inside
 of this one, takes the place of what stands here at perturbed positions.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ngrpo.trainers.openrlhf.loss import replacing
 from ngrpo.trainers.openrlhf.side_inputs import unpack
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.flat_records import flat_rows
-from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -133,7 +133,7 @@ def correcting_model(plain: type) -> type:
             attention_mask: Tensor | None = None,
             **kwargs: Any,
         ) -> Any:
-            with corrected(kwargs.get("mm_train_inputs_list"), present(attention_mask, "attention_mask")):
+            with corrected(kwargs.get("mm_train_inputs_list"), require(attention_mask, "attention_mask")):
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
 
     return CorrectingModelActor

@@ -21,10 +21,9 @@ from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
 from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
 from ngrpo.trainers.openrlhf.replay_probe import prove
 from perturbations.base import Perturbation
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.parameters import attached, freeze
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -46,7 +45,7 @@ def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            perturbation = present(current_run().perturbation, "--perturbation")
+            perturbation = require(current_run().perturbation, "--perturbation")
             attach(self.model, perturbation, pretrain_or_model)
             freeze(self.model, perturbation)
 
@@ -61,7 +60,7 @@ def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
         module = attached(raw)
         if module is None:
             return raw, groups
-        perturbation = present(current_run().perturbation, "--perturbation")
+        perturbation = require(current_run().perturbation, "--perturbation")
         rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
         if all(rate is None for rate in rates.values()):
             return raw, groups
@@ -135,7 +134,7 @@ def _replaying_forward(plain: type, attribute: str) -> type:
             **kwargs: Any,
         ) -> Any:
             records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, perturbation = getattr(self, attribute), present(current_run().perturbation, "--perturbation")
+            model, perturbation = getattr(self, attribute), require(current_run().perturbation, "--perturbation")
             if not getattr(self, "_proven", False):
                 prove(model_of(model), self.unperturbed_log_probs)
                 self._proven = True
@@ -170,7 +169,7 @@ def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> dict[str, Any]:
         records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
         # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
-        perturbation = present(current_run().perturbation, "--perturbation")
+        perturbation = require(current_run().perturbation, "--perturbation")
         scope = replay_scope(self.actor, perturbation, look_up=_LOOK_UP if step == 0 else 0)
         replay = scope(records, experience.attention_mask)
         advantages = experience.advantages if perturbation.has_density else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     import argparse
@@ -54,7 +54,7 @@ def noisy_trainer(plain: type) -> type:
             if self.chosen[0] != self.noise_step:
                 divergence = getattr(self.experience_maker, "rollout_divergence", None)
                 total = steps_of_run(self.args, len(self.prompts_dataloader))
-                scale = present(current_run().policy_noise, "--policy_noise").scale(
+                scale = require(current_run().policy_noise, "--policy_noise").scale(
                     self.noise_step, total, self.chosen[1], divergence
                 )
                 self.chosen = (self.noise_step, scale)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perturbations import seeds
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
@@ -38,7 +38,7 @@ def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(present(strategy.args, "strategy.args").train.seed)
+            torch.manual_seed(require(strategy.args, "strategy.args").train.seed)
             return original(strategy, tokenizer)
 
     return prepare_datasets
@@ -51,7 +51,7 @@ def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
-        torch.manual_seed(seeds.of_training_order(self.args.train.seed, self.actor.model.global_steps))
+        torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
         return original(self, *args, **kwargs)
 
     return ppo_train

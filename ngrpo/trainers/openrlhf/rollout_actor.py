@@ -32,7 +32,7 @@ from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from ngrpo.trainers.openrlhf.turns import Conversation, finished
 from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
 from perturbations import registry, seeds
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -199,17 +199,17 @@ async def generate(
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        token_ids = prompt_pictures.unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
+        token_ids = prompt_pictures.unexpanded(prompt, require(actor._mm_pad_token_ids, "the placeholders of pictures"))
         request = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=pictures)
     output = await unperturbed.last_of(actor.llm.generate(request, params, request_id=name))
     if pictures:
-        prompt_pictures.check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
+        prompt_pictures.check_places(prompt, require(output.prompt_token_ids, "the prompt's tokens"))
     parts = await actor.perturbation_pick_ups.take(name)
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
-            seed = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])
+            seed = seeds.trajectory_seed(arguments["seed"], arguments["sample"])
             # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
             # stand out from it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt

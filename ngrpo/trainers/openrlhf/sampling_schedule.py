@@ -16,7 +16,7 @@ from ngrpo.config.run import current_run
 from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from ngrpo.trainers.openrlhf.checkpoint_states import keeping
 from ngrpo.trainers.openrlhf.policy_noise import steps_of_run
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -43,7 +43,7 @@ def scheduled_trainer(plain: type) -> type:
         def train_step(self, rollout_samples: list[Experience], global_step: int) -> Any:
             factor = self.samples_generator.temperature_factor
             status, global_step = super().train_step(rollout_samples, global_step)
-            if present(current_run().sampling_schedule, "--sampling_schedule").follows_training:
+            if require(current_run().sampling_schedule, "--sampling_schedule").follows_training:
                 status["sampling/temperature"] = run_of(self).temperature * factor
                 self.past = (*self.past, PastStep(factor, self.experience_maker.rollout_entropy))
                 self.choose_temperature()
@@ -51,7 +51,7 @@ def scheduled_trainer(plain: type) -> type:
 
         def choose_temperature(self) -> None:
             """Sets what the requests of the next step's rollouts multiply their temperature with."""
-            schedule = present(current_run().sampling_schedule, "--sampling_schedule")
+            schedule = require(current_run().sampling_schedule, "--sampling_schedule")
             if schedule.follows_training:
                 self.samples_generator.temperature_factor = schedule.factor_of_step(self.past, run_of(self))
 

@@ -23,7 +23,7 @@ from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY as REQUEST
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.trainers.openrlhf.engine_handles import StandIn, knowing_evaluations, stood_in
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay import packing
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ async def in_two_rounds(
     def tokens(text: str) -> int:
         return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
-    method, arguments = present(current_run().second_round, "--second_round"), request_arguments(sampling_params)
+    method, arguments = require(current_run().second_round, "--second_round"), request_arguments(sampling_params)
     first = await answers(prompt, sampling_params, max_length)
     length = tokens(prompt)
     if not method.is_needed([reward_of(response) for response in first]) or first[0]["action_ranges"][0][0] < length:
@@ -207,7 +207,7 @@ def engine_of_two_rounds(plain: Any) -> type:
 
     class TwoRoundsRolloutRayActor(plain):
         async def __init__(self, *args: object, **kwargs: Any) -> None:
-            kwargs["max_model_len"] += present(current_run().second_round, "--second_round").room
+            kwargs["max_model_len"] += require(current_run().second_round, "--second_round").room
             # Otherwise vLLM's log-probabilities are those before temperature and top-p: not of what was drawn.
             kwargs = {"logprobs_mode": "processed_logprobs", "max_logprobs": 1, **kwargs}
             await plain.__init__(self, *args, **kwargs)

@@ -21,7 +21,7 @@ from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.openrlhf.loss import policy_loss
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.second_round import TwoRounds, unpack
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -127,7 +127,7 @@ def training_step_of_two_rounds(original: Callable[..., Any]) -> Callable[..., A
     def training_step(self: ActorTrainer, experience: Experience, *args: object, **kwargs: Any) -> dict[str, Any]:
         with policy_loss(
             self,
-            lambda loss_fn: TwoRoundsLoss(present(current_run().second_round, "--second_round"), loss_fn, experience),
+            lambda loss_fn: TwoRoundsLoss(require(current_run().second_round, "--second_round"), loss_fn, experience),
         ):
             return original(self, experience, *args, **kwargs)
 
@@ -139,7 +139,7 @@ def measured_two_rounds(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
         experiences = original(self, rollout_samples)
-        note_measures(self, measures(experiences, present(current_run().second_round, "--second_round")))
+        note_measures(self, measures(experiences, require(current_run().second_round, "--second_round")))
         return experiences
 
     return make_experience_batch

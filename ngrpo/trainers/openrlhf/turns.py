@@ -17,7 +17,7 @@ import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from perturbations import seeds
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
@@ -68,7 +68,7 @@ class Conversation:
             return None
         record = self.trajectory.record
         if again and (record.sigma is None or not len(record)):
-            return dataclasses.replace(record, seed=seeds.of_repeated_turn(record.seed, again))
+            return dataclasses.replace(record, seed=seeds.trajectory_seed(record.seed, again))
         return record
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
@@ -91,7 +91,7 @@ class Conversation:
             mask = (
                 None
                 if mask is None
-                else present(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
+                else require(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
             )
         by_position[start:] = turn.log_probs
         self.trajectory = FinishedTrajectory(turn.record, by_position, mask, dropped, prompted, cached)
@@ -101,7 +101,7 @@ class Conversation:
         """Drops what lies beyond the first ``length`` tokens."""
         if length >= len(self._tokens):
             return
-        before, self._tokens = present(self.trajectory, "the trajectory of earlier turns"), self._tokens[:length]
+        before, self._tokens = require(self.trajectory, "the trajectory of earlier turns"), self._tokens[:length]
         trajectory = before.truncate(length)
         self.trajectory = dataclasses.replace(
             trajectory, dropped=trajectory.dropped + len(before.record) - len(trajectory.record)
@@ -115,7 +115,7 @@ def finished(conversation: Conversation, response: dict[str, Any]) -> dict[str, 
     """
     conversation.go_on(response["observation_tokens"])
     trajectory = dataclasses.replace(
-        present(conversation.trajectory, "the trajectory"), unperturbed=conversation.unperturbed
+        require(conversation.trajectory, "the trajectory"), unperturbed=conversation.unperturbed
     )
     response["mm_train_inputs"] = {**(response.get("mm_train_inputs") or {}), **trajectory.pack()}
     return response

@@ -15,7 +15,7 @@ import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.settings import KEY
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ async def last_of(outputs: AsyncIterable[RequestOutput]) -> RequestOutput:
     last = None
     async for output in outputs:
         last = output
-    return present(last, "an answer")
+    return require(last, "an answer")
 
 
 async def ask(actor: RolloutActor, prompt: list[int], params: SamplingParams, seed: int) -> UnperturbedAnswer | None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.openrlhf.model_actors import model_of
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,7 @@ def sent_with_noise(original: Callable[..., None]) -> Callable[..., None]:
         scale, sync = getattr(self, "policy_noise", (0.0, 0))
         parameters, noise = (
             dict(model_of(self.actor).named_parameters()),
-            present(current_run().policy_noise, "--policy_noise"),
+            require(current_run().policy_noise, "--policy_noise"),
         )
         with noise.added(parameters, scale, sync) if scale else nullcontext():
             original(self)
@@ -62,7 +62,7 @@ def told_of_noise(plain: type) -> type:
         def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
             super().init_model_from_pretrained(*args, **kwargs)
             names = (name for name, _ in model_of(self.actor).named_parameters())
-            present(current_run().policy_noise, "--policy_noise").selected(names)
+            require(current_run().policy_noise, "--policy_noise").selected(names)
 
         def set_policy_noise(self, scale: float, sync: int) -> None:
             self.trainer.policy_noise = (scale, sync)

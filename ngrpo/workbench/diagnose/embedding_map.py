@@ -24,7 +24,7 @@ from ngrpo.workbench.diagnose.sample import GroupSampling
 from ngrpo.workbench.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, seeds, streams
 from perturbations.edit import realise
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -87,7 +87,7 @@ def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
         UsageError: where the model never writes any of the tokens, or a strategy needs more than logits.
     """
     for strategy in _different(strategies):
-        if registry.create(**present(strategy.spec, "the spec")).reads_hidden:
+        if registry.create(**require(strategy.spec, "the spec")).reads_hidden:
             raise UsageError(
                 f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
                 " alone. Leave it out of the perturbations, or leave the map out."
@@ -159,7 +159,7 @@ def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> dict[int
         for texts, length in ((sentences, _LENGTH), (repeated, _MORE)):
             prompts = [prompt for token, prompt in texts.items() if len(COLLECTION.rows[token]) < _FEW]
             jobs = [
-                (prompt, seeds.of_listed_prompt(seed, "map", i), member)
+                (prompt, seeds.trajectory_seed(seed, "map", i), member)
                 for i, prompt in enumerate(prompts)
                 for member in range(_ANSWERS)
             ]
@@ -202,12 +202,12 @@ def _copies(
     seed: int,
 ) -> dict[str, Any]:
     matrix = here.embeddings.matrix()
-    perturbation = registry.create(**present(strategy.spec, "the spec"))
+    perturbation = registry.create(**require(strategy.spec, "the spec"))
     points: list[dict[str, Any]] = []
     others = 0
     for row, (token, text) in enumerate(tokens):
         steps = list(itertools.islice(itertools.cycle(occurrences[token]), COPIES))
-        drawn_from = [seeds.of_drawn_copy(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
+        drawn_from = [seeds.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
         own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
         step = Step(
             logits=torch.stack([logits for logits, _ in steps]).to(matrix.device),

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perturbations import ReplayRecord
-from perturbations.embeddings import ModelEmbeddings
-from perturbations.nearest import nearest_tokens
+from perturbations.embeddings import ModelEmbeddings, nearest_tokens
 from perturbations.replay.scope import ReplayScope
 
 # More inputs than these tell no more: a share of them is known to 0.01 (one standard error).

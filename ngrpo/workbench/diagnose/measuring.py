@@ -15,8 +15,8 @@ from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
 from ngrpo.workbench.evaluate.engine import Generated, Job, generate, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_engine
-from perturbations.errors import present
-from perturbations.seeds import of_listed_prompt
+from perturbations.errors import require
+from perturbations.streams import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -102,7 +102,7 @@ def sample_strategy(
     tokenizer, group = llm.get_tokenizer(), sampling.group
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
     texts = [render(tokenizer, problem) for problem in problems]
-    jobs = [(prompt, of_listed_prompt(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
+    jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
     with noisy_engine(llm, model, policy):
         # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
         _all(llm, jobs, replace(sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens)), policy.step)
@@ -165,6 +165,6 @@ def losses_of(llm: LLM, prompts: Sequence[list[int]], answers: Sequence[list[int
     take_trajectories(llm)
     losses = []
     for prompt, text, output in zip(prompts, texts, outputs):
-        pairs = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
+        pairs = list(zip(text, require(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
         losses.append(-sum(each[token].logprob for token, each in pairs if each))
     return losses
