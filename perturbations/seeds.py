@@ -8,17 +8,29 @@ none). The draws made from it: `streams.py`.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
-from perturbations.streams import trajectory_seed
-
+SEED_BYTES = 6
 # Responses to one prompt in one round; the next round's numbers follow.
 MOST_ANSWERS = 1 << 20
 # Prompts asked without a seed whose count is kept; a server forgets the oldest.
 _PROMPTS_KNOWN = 1 << 20
+
+
+def trajectory_seed(*parts: int | str | bytes) -> int:
+    """Hashes identifying parts to one seed in [0, 2^48); their order and boundaries matter.
+
+    Two of a million trajectories share a seed with probability 0.002, and a record needs only six bytes for it.
+    """
+    digest = hashlib.blake2b(digest_size=SEED_BYTES)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def of_engine(perturbation: int, engine: int) -> int:

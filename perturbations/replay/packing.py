@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perturbations.streams import SEED_BYTES
+from perturbations.seeds import SEED_BYTES
 
 if TYPE_CHECKING:
     from perturbations.replay.trajectory import FinishedTrajectory, ReplayRecord, SamplingMask, UnperturbedAnswer

@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROLLOUTS_AND_TRAINING = ("ngrpo/rollout", "ngrpo/trainers", "perturbations")
 # What is done in a home, as its source says it, and the few other files in these folders where the same words stand:
-# the hash that all seeds are made by, a second round's own bytes, a further gate asked by the default one and by the
+# a second round's own bytes, a further gate asked by the default one and by the
 # conformance suite, the choice of the noise that a weight sync adds, and verl's own weight sync.
 DONE_AT_HOME = {
-    "perturbations/seeds.py": (r"\btrajectory_seed\((?!\))", {"perturbations/streams.py"}),
+    "perturbations/seeds.py": (r"\bblake2b\(digest_size=SEED_BYTES\)|def of_(engine|prompt)\(", set()),
     "perturbations/replay/packing.py": (r"\bsealed\(", {"ngrpo/trainers/openrlhf/second_round.py"}),
     "ngrpo/trainers/openrlhf/loss.py": (r"\bactor_loss_fn\b.*=|\boriginal\(logits, labels", set()),
     "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),

@@ -16,7 +16,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.policy_noises import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 
 
 @dataclass(frozen=True, kw_only=True)

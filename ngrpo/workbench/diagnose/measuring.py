@@ -16,7 +16,7 @@ from ngrpo.workbench.evaluate.engine import Generated, Job, generate, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_engine
 from perturbations.errors import require
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ngrpo.machine.hardware import processes
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -24,7 +24,7 @@ from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder
 from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
