@@ -15,11 +15,7 @@ class UsageError(ValueError):
 
 
 def require(value: _Value | None, what: str) -> _Value:
-    """A value that may be missing elsewhere and must not be here.
-
-    Raises:
-        ValueError: where it is None; ``what`` names it.
-    """
+    """The value; ``ValueError`` that names ``what`` where it is None."""
     if value is None:
         raise ValueError(f"{what} is missing here: pass it.")
     return value

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TARPO: a learned router between token and latent input (Zhang et al., arXiv 2606.05859)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,14 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, require
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
+from perturbations import InputEdit, Proposal, Step, UsageError, option, register, streams
+from perturbations.base import Replayed
+from perturbations.errors import require
+from perturbations.top_tokens import LikeliestTokens
 
 _SPREAD = 0.001
 _NO_HIDDEN = "the last hidden states that the router reads"
@@ -25,10 +19,11 @@ _NO_HIDDEN = "the last hidden states that the router reads"
 
 @register("tarpo")
 @dataclass(frozen=True, kw_only=True)
-class TARPO(Perturbation):
+class TARPO(LikeliestTokens):
     """Feeds the sampled token or the mixture of likely tokens, as a router draws from the last hidden state."""
 
     paper = "TARPO, arXiv 2606.05859"
+    samples_text = True
     module_options = ("bias",)
     reads_hidden = True
 
@@ -77,15 +72,6 @@ class TARPO(Perturbation):
     def draws_token(self) -> bool:
         """Token and decision are drawn independently, of the same hidden state."""
         return self.has_density
-
-    @property
-    def samples_text(self) -> bool:
-        """Only the input is chosen."""
-        return True
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)
 
 
 class Router(nn.Module):

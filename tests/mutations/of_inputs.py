@@ -319,7 +319,7 @@ MIXTURES = [
         ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
     ),
     *of_file(
-        "perturbations/gates/first.py",
+        "perturbations/gates/further.py",
         _MIXTURES,
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ngrpo.methods.credits.base import Credit
     from ngrpo.methods.policy_noises.base import PolicyNoise
     from ngrpo.methods.sampling_schedules.base import SamplingSchedule
-    from perturbations.gates.base import Gate
+    from perturbations.gates import Gate
 
 _WORDS = ("so", "thus", "but", "hence", "then", "therefore")
 _SHARES = (0.40, 0.25, 0.15, 0.10, 0.05, 0.03)

@@ -110,7 +110,7 @@ def sample_strategy(
         outputs = _all(llm, jobs, sampling, policy.step)
         seconds = time.perf_counter() - began
     answers = [answer.tokens for answer in outputs]
-    records = [answer.record for answer in outputs]
+    records = [answer.record for answer in outputs if answer.record is not None]
     here = attached(llm)
     fed = inputs.measured(records, answers, here.embeddings, here.module)
     losses = losses_of(llm, [prompt for prompt, _, _ in jobs], answers)

@@ -50,7 +50,7 @@ def _tokens(sample: Sample, tokenizer: TokenizerLike) -> list[dict[str, Any]]:
     result = []
     for index, text in enumerate(pieces(sample.tokens, tokenizer)):
         token: dict[str, Any] = {"text": text, "perturbed": index in row_of}
-        if index in row_of:
+        if record is not None and index in row_of:
             token |= fed(record, row_of[index], tokenizer)
         result.append(token)
     return result
