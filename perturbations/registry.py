@@ -69,7 +69,8 @@ class Registry:
         """Names in the tree, and their modules."""
         package = importlib.import_module(self.tree)
         modules = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _NOT_NAMES]
-        return {name: f"{self.tree}.{module}" for module in modules for name in self.families.get(module, (module,))}
+        homes = {name: f"{self.tree}.{module}" for module in modules for name in self.families.get(module, (module,))}
+        return dict(sorted(homes.items()))
 
     def installed(self) -> dict[str, EntryPoint]:
         """Names from installed packages, and their entry points."""
