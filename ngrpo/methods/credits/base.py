@@ -69,7 +69,7 @@ class LossTokens:
         return self._by_blocks(self.rows, row_blocks.entropy)
 
     def likeliest(self, which: Tensor, k: int) -> Tensor:
-        """The k likeliest tokens, likeliest first, where the tokens ``which`` (M,) were drawn: ids (M, k), no gradient."""
+        """The k likeliest tokens, likeliest first, where the tokens ``which`` (M,) were drawn: ids (M, k)."""
         return self._by_blocks(self.rows[which], lambda block: row_blocks.largest(block, k)[1])
 
     def log_probs_of(self, which: Tensor, ids: Tensor) -> Tensor:
