@@ -9,7 +9,7 @@ import torch
 
 from perturbations import density, streams
 from perturbations.registry import create
-from perturbations.testing.density_check import replayed
+from perturbations.testing.proposal import replayed
 from tests.fast.density_steps import a_step, likely
 
 

@@ -20,8 +20,7 @@ from ngrpo.workbench.diagnose.group_sampling import Sample, fed_inputs
 from ngrpo.workbench.diagnose.measures import fed_the_same
 from ngrpo.workbench.evaluate import Problem
 from perturbations import ReplayRecord, streams
-from perturbations.embeddings import matrix_embeddings
-from perturbations.nearest import nearest_tokens
+from perturbations.embeddings import matrix_embeddings, nearest_tokens
 
 
 def record(tokens: int, positions: list[int], ids: list[list[int]], weights: list[list[float]]) -> ReplayRecord:
@@ -182,7 +181,7 @@ def test_nearest_token_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     expected = (matrix @ matrix.T - 2 * torch.eye(50)).argmax(dim=-1)  # the nearest other token
     vectors = matrix[expected]
-    monkeypatch.setattr("perturbations.nearest._VOCABULARY_BLOCK", 7)
+    monkeypatch.setattr("perturbations.embeddings._VOCABULARY_BLOCK", 7)
     assert nearest_tokens(vectors, matrix, torch.arange(50)).tolist() == expected.tolist()
 
 

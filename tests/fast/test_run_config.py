@@ -30,7 +30,7 @@ OWN = """
 from dataclasses import dataclass
 
 from perturbations import option
-from perturbations.gates.first import First
+from perturbations.gates.further import First
 from perturbations.methods.gaussian import Gaussian
 
 

@@ -193,7 +193,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "perturbations/replay/record.py",
+        "perturbations/replay/trajectory.py",
         "test_replay.py",
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
     ),

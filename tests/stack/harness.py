@@ -16,8 +16,7 @@ import torch
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.request_names import external_id
 from perturbations import ReplayRecord, replaying
-from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.token_log_probs import log_probs_of
 
 QUESTIONS = [

@@ -23,7 +23,7 @@ from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware.processes import add_programs_to_path
 from ngrpo.machine.hardware.stand_ins import WITHOUT_FLASH_ATTN, has_flash_attn
 from ngrpo.trainers.openrlhf.seams import IMPORT, Seam, active
-from perturbations.errors import present
+from perturbations.errors import require
 
 
 def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
@@ -71,7 +71,7 @@ def place(seams: Iterable[Seam]) -> None:
 
 
 def _ours(seam: Seam) -> Any:
-    module, name = present(seam.ours, "ours").split(":")
+    module, name = require(seam.ours, "ours").split(":")
     return getattr(import_module(module), name)
 
 
@@ -135,7 +135,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        present(module.__spec__, "the module's spec").loader = module.__loader__ = self._loader
+        require(module.__spec__, "the module's spec").loader = module.__loader__ = self._loader
         with ExitStack() as contexts:
             for seam in self._rows:
                 if seam.attribute == IMPORT:

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from importlib.util import find_spec
 from pathlib import Path
 
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 
 IMPORT = "<import>"
 
@@ -230,7 +230,7 @@ def state_of(seam: Seam) -> str:
         arguments = node.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         return f"({', '.join(names)})"
-    return _source_hash(present(_source(seam.module), seam.module), node)
+    return _source_hash(require(_source(seam.module), seam.module), node)
 
 
 # ---- reading upstream sources (parsing only: importing OpenRLHF takes seconds and needs flash_attn) ----

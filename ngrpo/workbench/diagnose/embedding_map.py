@@ -21,8 +21,8 @@ from ngrpo.workbench.diagnose.group_sampling import COPIES, LIKELIEST, PROBE, Gr
 from ngrpo.workbench.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, seeds, streams
 from perturbations.edit import realise
+from perturbations.embeddings import nearest_tokens
 from perturbations.errors import UsageError
-from perturbations.nearest import nearest_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -191,7 +191,7 @@ def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> Contexts
         for texts, length in ((sentences, _LENGTH), (repeated, _MORE)):
             prompts = [prompt for token, prompt in texts.items() if len(LIKELIEST[token]) < _FEW]
             jobs = [
-                (prompt, seeds.of_listed_prompt(seed, "map", i), member)
+                (prompt, seeds.trajectory_seed(seed, "map", i), member)
                 for i, prompt in enumerate(prompts)
                 for member in range(_RESPONSES)
             ]
@@ -209,7 +209,7 @@ def _copies(
     matrix = here.embeddings.matrix()
     logits, positions = zip(*itertools.islice(itertools.cycle(steps), COPIES))
     own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
-    drawn_from = [seeds.of_drawn_copy(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
+    drawn_from = [seeds.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
     step = Step(
         logits=torch.stack(logits).to(matrix.device),
         sampled=own,

@@ -25,12 +25,11 @@ from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_engine
 from ngrpo.workbench.evaluate.scorers import score
 from perturbations import Perturbation, Proposal, Step, option
 from perturbations.edit import one_hot
-from perturbations.embeddings import ModelEmbeddings
-from perturbations.errors import UsageError, present
-from perturbations.nearest import nearest_tokens
+from perturbations.embeddings import ModelEmbeddings, nearest_tokens
+from perturbations.errors import UsageError, require
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
-from perturbations.seeds import of_listed_prompt
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -214,7 +213,7 @@ def sample_strategy(
     tokenizer, group = llm.get_tokenizer(), sampling.group
     texts = [render(tokenizer, problem) for problem in problems]
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
-    jobs = [(prompt, of_listed_prompt(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
+    jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
 
     def responses(limit: int) -> list[Generated]:
         limited = replace(sampling, max_tokens=limit)
@@ -229,7 +228,7 @@ def sample_strategy(
         seconds = time.perf_counter() - began
     tokens = [output.tokens for output in outputs]
     here = attached(llm)
-    fed = fed_inputs([present(output.record, "record") for output in outputs], tokens, here.embeddings, here.module)
+    fed = fed_inputs([require(output.record, "record") for output in outputs], tokens, here.embeddings, here.module)
     samples = []
     for output, loss in zip(outputs, losses_of(llm, [prompt for prompt, _, _ in jobs], tokens)):
         prompt, member = divmod(output.job, group)
@@ -262,7 +261,7 @@ def losses_of(llm: LLM, prompts: Sequence[list[int]], responses: Sequence[list[i
     take_trajectories(llm)
     losses = []
     for prompt, text, output in zip(prompts, texts, outputs):
-        pairs = list(zip(text, present(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
+        pairs = list(zip(text, require(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
         losses.append(-sum(each[token].logprob for token, each in pairs if each))
     return losses
 

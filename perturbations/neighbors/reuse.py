@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a neighbor table outlives a weight sync: rows whose sets are proven to be as they were.
+"""Reuses a neighbor table after a weight sync: rows whose sets are proven unchanged are not searched again.
 
-Scores of these metrics change by no more than the two tokens have moved: by the triangle inequality for distances, and
-for cosines by the distance that the directions have moved. A row is known with a bound that no token outside of its
-set exceeds; with each sync this bound rises by what the row and the others have moved. As long as the set's own
-scores, computed anew, stay above it, the set is that of a full search. Few tokens move much: they are left out
-of "the others" and compared with every row.
+By the triangle inequality a score changes by no more than its two tokens have moved (for cosines: their directions).
+Each row has a bound that no token outside of its set exceeds, and each sync raises the bound by these movements. While
+the set's new scores stay above the bound, the set is that of a full search. The few tokens that move much are compared
+with every row instead.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from perturbations.errors import present
-from perturbations.neighbors.scores import order
+from perturbations.neighbors.matrix import order
 
 if TYPE_CHECKING:
     from perturbations.neighbors.exact import ExactIndex
 
 ADDITIVE = ("cosine", "l2", "l1")
-# Of so many tokens one is compared with every row, those that moved the most.
+# One of so many tokens is compared with every row: those that moved the most.
 _MOVERS = 64
 # Scores are rounded to float32 and equal ones ordered by id, so that less than this decides nothing; in their size.
 _DOUBT = 2.0**-20
@@ -30,36 +28,29 @@ _DOUBT_OF_COSINES = 1e-9  # which may be far smaller than the products that they
 
 
 def movement(before: Tensor, now: Tensor, metric: str, block: int) -> Tensor:
-    """How far each token has moved, no less: (V,) float64.
+    """An upper bound of how far each token has moved, (V,) float64, from (V, D) on any device to (V, D).
 
-    Args:
-        before: (V, D), anywhere.
-        now: (V, D).
-        metric: cosine, l2 or l1.
-        block: rows looked at at once.
+    ``block``: rows that are converted at once.
     """
     parts = []
     for start in range(0, len(now), block):
         old = before[start : start + block].to(now.device).double()
         new = now[start : start + block].double()
         if metric == "cosine":
-            norms = old.norm(dim=-1, keepdim=True), new.norm(dim=-1, keepdim=True)
-            directions = (
-                part / norm.clamp_min(torch.finfo(torch.float64).tiny) for part, norm in zip((old, new), norms)
-            )
-            distances = torch.sub(*directions).norm(dim=-1)
+            tiny = torch.finfo(torch.float64).tiny
+            left, right = old.norm(dim=-1, keepdim=True), new.norm(dim=-1, keepdim=True)
+            distances = (old / left.clamp_min(tiny) - new / right.clamp_min(tiny)).norm(dim=-1)
             # A zero vector has no direction, and -1 for a cosine with anything.
-            distances = torch.where((norms[0] == 0.0).squeeze(-1) ^ (norms[1] == 0.0).squeeze(-1), 4.0, distances)
+            distances = torch.where((left == 0.0).squeeze(-1) ^ (right == 0.0).squeeze(-1), 4.0, distances)
         else:
             distances = torch.linalg.vector_norm(new - old, ord=1 if metric == "l1" else 2, dim=-1)
         parts.append(torch.where((new == old).all(dim=-1), 0.0, distances))
     return torch.cat(parts) * (1.0 + 1e-9)
 
 
-def carry(old: ExactIndex, new: ExactIndex) -> None:
-    """Fills the table of an index from a complete one of earlier weights; searches only the rows in doubt."""
-    new._widen(old._width)
-    before = present(old._before, "the earlier weights of an index")
+def reuse(old: ExactIndex, new: ExactIndex, before: Tensor) -> None:
+    """Fills an index's table from a complete one of earlier weights (V, D); searches only the rows in doubt."""
+    new._widen(old.width)
     distances = movement(before, new._rows, new.metric, new._pairs.block)
     if not bool(distances.any()):
         for name in ("_ids", "_scores", "_rest", "_filled", "_before"):
@@ -92,7 +83,7 @@ def _scored_again(old: ExactIndex, new: ExactIndex) -> tuple[Tensor, Tensor]:
 
 
 def _bound(old: ExactIndex, new: ExactIndex, distances: Tensor, ids: Tensor) -> Tensor:
-    """What no token outside of a row's set exceeds with the new weights, (V,) float64."""
+    """A score that no token outside of a row's set exceeds with the new weights, (V,) float64."""
     few = max(len(distances) // _MOVERS, 1)
     movers = distances.topk(few).indices
     movers = movers[distances[movers] > 0.0]

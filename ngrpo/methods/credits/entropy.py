@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 80/20 rule: only the tokens at which the policy was most uncertain are trained (arXiv 2506.01939)."""
-
-from __future__ import annotations
+"""Credit by entropy: "Reasoning with Exploration" (arXiv 2506.14758), and the 80/20 rule (arXiv 2506.01939)."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +9,23 @@ from torch import Tensor
 
 from ngrpo.methods.credits import register
 from ngrpo.methods.credits.base import Credit, StepTokens
-from perturbations.options import option
+from perturbations import option
+
+
+@register("entropy_bonus")
+@dataclass(frozen=True, kw_only=True)
+class EntropyBonus(Credit):
+    """A token gets a bonus for the policy's uncertainty where it was drawn, at most a share of its advantage's size."""
+
+    paper = "Reasoning with Exploration, arXiv 2506.14758"
+
+    alpha: float = option(0.4, "α, the bonus for each nat of entropy", low=0.0)
+    kappa: float = option(2.0, "κ: the bonus is at most |A| / κ, so that it turns no sign", above=1.0)
+
+    def formula(self, tokens: StepTokens) -> Tensor:
+        """A + min(α H, |A| / κ)."""
+        advantages = tokens.advantages
+        return advantages + torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)
 
 
 @register("top_entropy")

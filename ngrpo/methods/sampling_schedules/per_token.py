@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAD, exploratory annealed decoding: hot at an answer's beginning, cold at its end (arXiv 2510.05251)."""
-
-from __future__ import annotations
+"""Temperatures of single tokens: EAD (arXiv 2510.05251), EDT (arXiv 2403.14541), and a ladder over the answers."""
 
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ from torch import Tensor
 
 from ngrpo.methods.sampling_schedules import register
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
-from perturbations.errors import UsageError
-from perturbations.options import option
+from perturbations import UsageError, option
 
 _SLOWEST = 40000.0
 # Those of t / d at s = 0; the paper's own d_0 is not known here, so it takes the release's 20 · 25.
@@ -54,3 +51,41 @@ class EAD(SamplingSchedule):
         d = (first + self.growth * step).clamp_max(_SLOWEST) * _PER_D[self.variant]
         cooling = (1.0 + self.tau_max - (at.generated / d).exp()).clamp_min(self.tau_min)
         return torch.where(at.generated < self.c, 1.0, cooling)
+
+
+@register("edt")
+@dataclass(frozen=True, kw_only=True)
+class EDT(SamplingSchedule):
+    """EDT: the lower the entropy at a position, the lower the temperature there."""
+
+    paper = "EDT, arXiv 2403.14541"
+
+    t_0: float = option(1.0, "T_0, the temperature where the entropy is high", above=0.0)
+    base: float = option(0.8, "N; at 1 nothing changes", above=0.0, high=1.0)
+    theta: float = option(0.1, "θ, how fast the temperature falls with the entropy", above=0.0)
+    least: float = option(0.1, "the lowest temperature", above=0.0)
+
+    def factor(self, at: NextTokens) -> Tensor:
+        """max(T_0 · N^(θ / H), least), H the entropy of the model's distribution in nats; at H = 0, its limit."""
+        return (self.t_0 * self.base ** (self.theta / at.entropies())).clamp_min(self.least)
+
+
+@register("ladder")
+@dataclass(frozen=True, kw_only=True)
+class Ladder(SamplingSchedule):
+    """Each answer to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
+
+    least: float = option(0.8, "the temperature of a prompt's first answer", above=0.0)
+    most: float = option(1.25, "… and of its last one", above=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least > self.most:
+            raise UsageError(f"sampling schedule option least={self.least}: must be at most most={self.most}.")
+
+    def factor(self, at: NextTokens) -> Tensor | None:
+        """least · (most / least)^(i / (n − 1)) for answer i of n, from 0; an only answer has the one asked for."""
+        if at.answer is None or at.answers is None:
+            return None
+        share = at.answer / (at.answers - 1).clamp_min(1)
+        return torch.where(at.answers > 1, self.least * (self.most / self.least) ** share, 1.0)

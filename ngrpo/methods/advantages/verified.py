@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""W-REINFORCE, weighted correct and wrong samples: a baseline of NGRPO."""
-
-from __future__ import annotations
+"""Baselines of NGRPO (arXiv 2509.18851) for rewards in [0, 1], without a group: `psr`, `nsr`, `w_reinforce`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +8,27 @@ from torch import Tensor
 
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, VerifiedAdvantage
-from perturbations.options import option
+from perturbations import option
+
+
+@register("psr")
+@dataclass(frozen=True, kw_only=True)
+class PositiveOnly(VerifiedAdvantage):
+    """PSR, positive samples only: A = r."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r."""
+        return rewards.clone()
+
+
+@register("nsr")
+@dataclass(frozen=True, kw_only=True)
+class NegativeOnly(VerifiedAdvantage):
+    """NSR, negative samples only: A = r - 1."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r - 1."""
+        return rewards - 1.0
 
 
 @register("w_reinforce")
