@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each method takes real training steps in OpenRLHF, with exact replay. Slow: `make test-all`.
 
-What other tests of this folder train is left out: neighbor, gumbel, hrpo, NGRPO, the densities of SofT-GRPO and STHT.
+What other tests of this folder train is left out: neighbor, gumbel, hrpo, NGRPO, the density of SofT-GRPO.
 """
 
 from __future__ import annotations
@@ -18,57 +18,32 @@ from tests.pipeline.harness import GAP, LOUD, steps_of
 pytestmark = pytest.mark.slow
 
 ELSEWHERE = {"none", "neighbor", "gumbel", "hrpo"}
-DENSITIES = {"dirichlet": "dirichlet", "normal": "normal", "multiplex": "joint", "lepo": "lepo", "latent": "latent"}
-DENSITIES["tarpo"] = "decision"
-ADVANTAGES = ["psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo"]
+DENSITIES = ["multiplex joint", "tarpo decision", "gaussian gaussian --perturbation.base soft"]
+DENSITIES += [f"{name} {name}" for name in ("dirichlet", "normal", "lepo", "latent")]
+PERTURBATIONS = [pair.replace(" ", " --perturbation.density ", 1) for pair in DENSITIES]
+PERTURBATIONS += sorted(
+    set(registry.available()) - ELSEWHERE - {words.split()[0] for words in DENSITIES} | {"gaussian"}
+)
+NEIGHBOR = ["--perturbation.variant released", *(f"--credit {name}" for name in sorted(credits.available()))]
+NEIGHBOR += [f"--advantage {name}" for name in ("psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo")]
+RUNS = [f"--perturbation {words} --algo.kl.init_coef 0" for words in PERTURBATIONS]
+RUNS += [f"--perturbation neighbor --preset grpo {words}" for words in NEIGHBOR]
 
 
-def check(folder: Path, smollm2: str, *flags: str) -> None:
-    for step in steps_of(folder, smollm2, *LOUD, *flags):
+@pytest.mark.parametrize("words", RUNS)
+def test_two_steps(words: str, tmp_path: Path, smollm2: str) -> None:
+    for step in steps_of(tmp_path, smollm2, *LOUD, *words.split()):
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
         for kind in ("gap_perturbed_mean", "gap_plain_mean"):
             assert step.get(kind, 0.0) <= GAP, (kind, step)
-
-
-@pytest.mark.parametrize("name", sorted(set(registry.available()) - ELSEWHERE - set(DENSITIES)))
-def test_perturbation(name: str, tmp_path: Path, smollm2: str) -> None:
-    check(tmp_path, smollm2, "--perturbation", name, "--algo.kl.init_coef", "0")
-
-
-@pytest.mark.parametrize("name", DENSITIES)
-def test_density(name: str, tmp_path: Path, smollm2: str) -> None:
-    flags = ["--perturbation", name, "--perturbation.density", DENSITIES[name], "--algo.kl.init_coef", "0"]
-    check(tmp_path, smollm2, *flags)
-
-
-def test_the_method_as_released(tmp_path: Path, smollm2: str) -> None:
-    check(tmp_path, smollm2, "--perturbation", "neighbor", "--perturbation.variant", "released", "--preset", "grpo")
-
-
-@pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_advantage(advantage: str, tmp_path: Path, smollm2: str) -> None:
-    check(tmp_path, smollm2, "--perturbation", "neighbor", "--advantage", advantage, "--preset", "grpo")
-
-
-@pytest.mark.parametrize("credit", sorted(credits.available()))
-def test_credit(credit: str, tmp_path: Path, smollm2: str) -> None:
-    check(tmp_path, smollm2, "--perturbation", "neighbor", "--credit", credit, "--preset", "grpo")
 
 
 @pytest.mark.parametrize("noise", sorted(policy_noises.available()))
 def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
     """With PSN's importance weights, and a divergence between rollout and trainer where there is noise."""
     loud = {"psn": ["sigma", "0.01"], "aqn": ["start", "0.01"]}[noise]  # an evaluation with clean weights in between
-    flags = [
-        "--policy_noise",
-        noise,
-        f"--policy_noise.{loud[0]}",
-        loud[1],
-        "--perturbation",
-        "neighbor",
-        "--eval.steps",
-        "1",
-    ]
+    flags = ["--policy_noise", noise, f"--policy_noise.{loud[0]}", loud[1], "--perturbation", "neighbor"]
+    flags += ["--eval.steps", "1"]
     flags += ["--policy_noise.steps", "3", "--policy_noise.stages", "3"] if noise == "aqn" else []
     steps = steps_of(tmp_path, smollm2, *LOUD, *flags, "--algo.kl.init_coef", "0")
     scales = [0.01, 0.01] if noise == "psn" else [0.0, 0.01]
@@ -82,14 +57,10 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
 def test_sampling_schedule(schedule: str, tmp_path: Path, smollm2: str) -> None:
     """With importance weights; alone and with a perturbation; an evaluation, which is at its own temperature."""
-    loud = {
-        "ead": ["tau_max", "1.6", "c", "2"],
-        "edt": ["theta", "1.0"],
-        "e3": ["share", "1"],
-        "ladder": ["most", "1.6"],
-    }[schedule]
+    loud = {"ead": ["tau_max", "1.6", "c", "2"], "edt": ["theta", "1.0"], "e3": ["share", "1"]}
+    options = {**loud, "ladder": ["most", "1.6"]}[schedule]
     flags = ["--sampling.schedule", schedule, "--eval.steps", "1", "--algo.kl.init_coef", "0"]
-    for name, value in zip(loud[::2], loud[1::2]):
+    for name, value in zip(options[::2], options[1::2]):
         flags += [f"--sampling.schedule.{name}", value]
     if schedule == "edt":  # the text is sampled: importance weights are of no other
         flags += ["--perturbation", "neighbor", "--perturbation.realization", "sampled"]
