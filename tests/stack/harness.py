@@ -35,6 +35,10 @@ DISTURBED: dict[str, Any] = {
 """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
 
 
+CROWDED = {"num_gpu_blocks_override": 8, "block_size": 32, "max_model_len": 192, "enable_prefix_caching": False}
+"""A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
+
+
 def load_in_float32(folder: str) -> Any:
     """The trainer's side of an engine: the same model in Hugging Face's classes."""
     from transformers import AutoModelForCausalLM
