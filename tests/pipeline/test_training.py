@@ -47,21 +47,21 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm
 
 @pytest.mark.more
 def test_gspo_with_gumbel_in_bfloat16(tmp_path: Path, smollm2: str) -> None:
-    """Also the attention that a run has where none is given. The scale is the gap of the run's unperturbed answers."""
+    """Also the attention that a run has where none is given.
+
+    Rounding at 2^-9 gives this model a gap of 0.03 to 0.04; the mean over a hundred tokens scatters
+    by about a third. A replay that is missed has more than 0.3.
+    """
     flags = ["--perturbation", "gumbel", "--actor.policy_loss_type", "gspo", "--algo.kl.init_coef", "0"]
     flags += ["--ds.attn_implementation", "sdpa", "--ds.param_dtype", "bf16"]
     steps = steps_of(tmp_path, smollm2, *LOUD, *flags)
     check(steps, rate=1.0)
-    plain = sum(step["gap_unperturbed_mean"] for step in steps) / len(steps)
-    assert plain > 10 * GAP, "not bfloat16"
-    # bfloat16 rounds at 2^-9; the mean over a hundred tokens scatters by about a third. At rate 1 the only plain tokens
-    # are the answers' first ones, too few for a mean.
-    assert all(step["gap_perturbed_mean"] <= 2.0 * plain for step in steps)
+    assert all(10 * GAP < step["gap_perturbed_mean"] <= 0.07 for step in steps), "below it is not bfloat16"
 
 
 @pytest.mark.more
-def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, smollm2: str) -> None:
-    result = train(tmp_path, smollm2, "--perturbation", "neighbor", env={"VLLM_PLUGINS": "some_other_plugin"})
+def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, random_model: str) -> None:
+    result = train(tmp_path, random_model, "--perturbation", "neighbor", env={"VLLM_PLUGINS": "some_other_plugin"})
     assert result.returncode != 0
     assert "vLLM worker 0 runs unperturbed" in result.stdout[-3000:]
     assert "pip install ngrpo" in result.stdout[-3000:]
