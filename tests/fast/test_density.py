@@ -186,32 +186,6 @@ def test_gradient_of_the_gaussian() -> None:
     assert torch.autograd.gradcheck(d.gaussian, (x, mean, sigma))
 
 
-def scores_near(p: Tensor) -> Tensor:
-    """y whose noise lies inside the clamp."""
-    return (p.detach() + 1e-6).log() + torch.empty_like(p).uniform_(-1.0, 2.0, generator=generator())
-
-
-@pytest.mark.parametrize("kind", ["gumbel", "dirichlet", "normal"])
-def test_gradient_through_the_probabilities(kind: str) -> None:
-    """With respect to the logits, one candidate cut by top-p and left out."""
-    logits = 0.7 * torch.randn(4, 4, dtype=torch.float64, generator=generator())
-    kept = torch.tensor([[True, True, True, False]]).expand(4, 4)
-    p = d.renormalised(logits, kept)
-    fixed = {
-        "gumbel": scores_near(p),
-        "dirichlet": torch.empty_like(p).uniform_(-1.5, 0.5, generator=generator()),
-        "normal": p + torch.empty_like(p).uniform_(-0.1, 0.1, generator=generator()),
-    }[kind]
-    functions = {
-        "gumbel": lambda z: d.gumbel(fixed, d.renormalised(z, kept), kept),
-        "dirichlet": lambda z: d.dirichlet(fixed, d.renormalised(z, kept), 3.0, kept),
-        "normal": lambda z: d.normal(fixed, d.renormalised(z, kept), kept),
-    }
-    assert torch.autograd.gradcheck(functions[kind], (logits.requires_grad_(),))
-    functions[kind](logits).sum().backward()
-    assert logits.grad[:, :3].abs().min() > 1e-6 and (logits.grad[:, 3] == 0.0).all()
-
-
 EXACT = [
     create("gumbel", density="exact"),
     create("dirichlet", density="exact", alpha=4.0),
@@ -277,22 +251,6 @@ def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_acti
 
 def by_kind(perturbation: Perturbation, step: Step, logits: Tensor) -> Tensor:
     return perturbation.log_density(replayed(step, perturbation.propose(step), logits))
-
-
-def test_gumbel_takes_its_noise_back_from_the_record() -> None:
-    """Against the noise drawn again from its seed, for the rollout's policy and for another."""
-    perturbation = create("gumbel", density="gumbel", top_p=1.0)
-    step = a_step(likely(500))
-    edit = perturbation.propose(step).edit
-    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
-    g = streams.gumbel(keys, edit.ids).clamp(-1.5, 3.0).double()
-    for logits in (step.logits, step.logits + 0.5 * torch.randn(500, V, generator=generator(2))):
-        old = torch.softmax(step.logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
-        p = torch.softmax(logits.double().gather(-1, edit.ids), dim=-1) + 1e-6
-        noise = torch.where((g > -1.5) & (g < 3.0), (g + old.log() - p.log()).clamp(-1.5, 3.0), g)
-        used = p.log() > -3.0
-        want = torch.where(used, -noise - torch.exp(-noise), 0.0).sum(-1) / used.sum(-1)
-        assert (by_kind(perturbation, step, logits).double() - want).abs().max() < 2e-5
 
 
 def test_gumbel_with_weights_too_small_for_float32() -> None:
