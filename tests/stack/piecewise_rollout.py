@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 
 def main(folder: str, perturbation: str) -> None:
@@ -14,19 +13,17 @@ def main(folder: str, perturbation: str) -> None:
     from tests.stack import as_on_cuda
     from tests.stack.harness import build_engine, gaps, load_in_float32, sample
 
-    spec = json.loads(perturbation)
     with as_on_cuda.in_pieces():
-        llm = build_engine(folder, spec, enforce_eager=False)
-    result: dict[str, Any] = dict(vars(compilation_counter))
-    if spec is not None:
-        rollouts = sample(llm, [list(range(100 * i, 100 * i + 20)) for i in range(1, 9)], max_tokens=32)
-        model = load_in_float32(folder)
-        result |= {
-            "edits": sum(len(each.record) for each in rollouts),
-            "gap": gaps(model, rollouts).max().item(),
-            "without": gaps(model, rollouts, replay=False).max().item(),
-            "tokens": [each.tokens for each in rollouts],
-        }
+        llm = build_engine(folder, json.loads(perturbation), enforce_eager=False)
+    rollouts = sample(llm, [list(range(100 * i, 100 * i + 20)) for i in range(1, 9)], max_tokens=32)
+    model = load_in_float32(folder)
+    result = {
+        **vars(compilation_counter),
+        "edits": sum(len(each.record) for each in rollouts),
+        "gap": gaps(model, rollouts).max().item(),
+        "without": gaps(model, rollouts, replay=False).max().item(),
+        "tokens": [each.tokens for each in rollouts],
+    }
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -14,7 +14,7 @@ from tests.own_process import result_of
 SPEC = {"name": "gaussian", "rate": 0.5}
 
 
-def engine_of(folder: str, spec: dict[str, Any] | None) -> dict[str, Any]:
+def engine_of(folder: str, spec: dict[str, Any]) -> dict[str, Any]:
     return result_of("tests.stack.piecewise_rollout", folder, json.dumps(spec), timeout=600)
 
 
