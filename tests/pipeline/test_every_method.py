@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each method takes real training steps in OpenRLHF, with exact replay. Slow: `make test-all`.
 
-What other tests of this folder train is left out: neighbor, gumbel, hrpo, NGRPO, the density of SofT-GRPO.
+What other tests of this folder train is left out: neighbor, gumbel, NGRPO, the density of SofT-GRPO.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from ngrpo.machine.storage.parameters_file import FILE
 from ngrpo.methods import credits, policy_noises, sampling_schedules
 from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from perturbations import registry
@@ -78,3 +82,42 @@ def test_sampling_schedule(schedule: str, tmp_path: Path, smollm2: str) -> None:
         assert factor(past, run) == 1.0, "the second step is compared with the first one's own entropy"
     else:
         assert abs(steps[0]["importance_divergence"]) > 0.01, "drawn at other temperatures than the trainer's"
+
+
+def test_hrpos_gate_trains_is_synced_and_saved(tmp_path: Path, smollm2: str) -> None:
+    """The rates are so large that an update which missed the rollout would show in the gap of step 2.
+
+    Adam's first step moves each parameter by its rate: Λ by 4. With the gate of step 1 the rollout of step 2 would be
+    off by 0.17 on average.
+    """
+    rates = ["--perturbation.gate_lr", "0.02", "--perturbation.lambda_lr", "4"]
+    kl = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"]
+    first, second = steps_of(tmp_path, smollm2, *LOUD, *kl, "--perturbation", "hrpo", *rates)
+    print({name: (first[name], second[name]) for name in ("gap_perturbed_mean", "gap_plain_mean", "shift", "rate")})
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert first["rate"] > 0.9 and first["shift"] > 0.0
+    assert second["shift"] > 1.5 * first["shift"], "the gate has not changed"
+    assert max(first["gap_perturbed_mean"], second["gap_perturbed_mean"]) <= GAP
+    (saved,) = tmp_path.rglob(FILE)
+    gate = load_file(saved)
+    assert set(gate) == {"w_r", "w_i", "lambda_shift"}
+    assert all(value.float().abs().max() > 0 for value in gate.values())
+    model = saved.parents[1]
+    weights = load_file(model / "model.safetensors")
+    assert not [name for name in weights if "perturbation" in name]
+
+
+def test_a_corrected_mask_scores_what_the_rollout_drew_from(tmp_path: Path, smollm2: str) -> None:
+    """At this temperature the twenty likeliest tokens hold so little, on average exp(-0.56) in answers to such prompts,
+    that a trainer of the whole distribution would show a gap, and a vllm_kl, of 0.56."""
+    truncated = ["--sampling.top_k", "20", "--rollout.temperature", "1.5", "--sampling.correct_mask"]
+    correction = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.is_correction_mode", "clip"]
+    steps = steps_of(tmp_path, smollm2, "--perturbation", "none", *truncated, *correction)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["sampling"] == {"temperature": 1.5, "top_p": 1.0, "top_k": 20, "min_p": None, "correct_mask": True}
+    for number, step in enumerate(steps, start=1):
+        # OpenRLHF's own: the mean of log π_rollout − log π_trainer, with the engine's processed log-probabilities.
+        kl = summary["scalars"]["train/vllm_kl"][str(number)]
+        print(f"step {number}: gap {step['gap_plain_mean']:.1e}, at most {step['gap_plain_max']:.1e}; vllm_kl {kl:.1e}")
+        assert step["gap_plain_mean"] <= GAP and abs(kl) <= GAP
+        assert math.isfinite(summary["scalars"]["train/policy_loss"][str(number)])

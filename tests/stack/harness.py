@@ -94,13 +94,7 @@ def sample(
 
     from ngrpo.rollout import take_trajectories
 
-    settings: dict[str, Any] = {
-        "temperature": 1.0,
-        "max_tokens": 64,
-        "ignore_eos": True,
-        "logprobs": 0,
-        **params,
-    }
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
     each = [
         SamplingParams(**settings, extra_args={"perturbation": given} if given else None)
         for given in (arguments or [None] * len(prompts))
