@@ -412,13 +412,16 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("", "Add --advantage group_norm, or --second_round.group kept"),
-        ("--advantage copo", "--advantage copo looks at more"),
-        ("--advantage group_norm --advantage.overlong exclude", "--advantage group_norm looks at more"),
+        ("", "add --advantage group_norm, or --second_round.group kept"),
+        ("--advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
+        (
+            "--advantage group_norm --advantage.overlong exclude",
+            "--advantage group_norm cannot be used with",
+        ),
         ("--perturbation neighbor", "--perturbation neighbor cannot be used with --second_round lope"),
         ("--sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot"),
-        ("--train.agent_func_path agent.py", "--train.agent_func_path cannot"),
-        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt cannot"),
+        ("--train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
+        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt 2 cannot"),
         ("--actor.policy_loss_type gspo", "gspo cannot"),
         ("--advantage group_norm --credit simko", "--credit simko cannot"),
         ("--rollout.n_samples_per_prompt 1 --advantage group_norm", "n_samples_per_prompt 1 cannot"),
@@ -433,7 +436,7 @@ def test_what_it_cannot_go_with(words: str, told: str) -> None:
 
 def test_a_reward_model_comes_too_late() -> None:
     words = ["--model", "smollm2-135m", "--data.prompt_dataset", "x.jsonl", "--advantage", "group_norm"]
-    with pytest.raises(UsageError, match="A reward model comes too late"):
+    with pytest.raises(UsageError, match="a reward model, which comes too late"):
         unstarted(run_config([*words, "--second_round", "lope"]))
 
 
