@@ -202,7 +202,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
-    flags = rules.unstarted(run)
+    flags = rules.resolve_flags(run)
     rules.check_parsed(flags)
     for note in (*run.notes, *run_notes.notes(flags, run), *rules.notes(flags, run)):
         print(f"warning: {note}")

@@ -15,7 +15,7 @@ from ngrpo.config import batch_check, compatibility, parse, preflight, presets
 from ngrpo.config.compatibility import HARDWARE, TRAINING
 from ngrpo.config.dataset_check import check_files, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import attention, placing, profile_of_run
 from ngrpo.machine.models import model_support, packaged
@@ -201,7 +201,7 @@ def completed(run: RunConfig) -> Flags:
     flags = parse.replace_model_names(flags, packaged.check_name)
     flags = flags.with_defaults(packaged.training_flags(flags.value("--actor.model_name_or_path")))
     flags = flags.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
-    for kind in beside_perturbation():
+    for kind in run_level_kinds():
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
             flags = flags.with_defaults(part.flags(flags))
@@ -234,7 +234,7 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     return told
 
 
-def unstarted(run: RunConfig) -> Flags:
+def resolve_flags(run: RunConfig) -> Flags:
     """All flags of a run that is not started; the files of its task are elsewhere.
 
     Raises:
@@ -249,8 +249,8 @@ def unstarted(run: RunConfig) -> Flags:
 
 
 def checked(run: RunConfig) -> Flags:
-    """:func:`unstarted`, after all that can be looked at before a start; ``UsageError`` for the first broken rule."""
-    flags = unstarted(run)
+    """:func:`resolve_flags`, after all checks before a start; ``UsageError`` for the first broken rule."""
+    flags = resolve_flags(run)
     for stage in ("start", "data", "model"):
         check(stage, flags, run)
     return flags
@@ -264,7 +264,7 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
 
 
 def preview(flags: Flags, run: RunConfig) -> list[str]:
-    """The words of :func:`unstarted` with a task's files where a start would have them."""
+    """The words of :func:`resolve_flags` with a task's files where a start would have them."""
     folder = None
     if run.task is not None:
         with suppress(UsageError):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
@@ -65,7 +65,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         UsageError: for what only OpenRLHF's trainer has, for an estimator or a loss that verl has not, and for what
             would make another advantage of ours.
     """
-    of_openrlhf = [kind.flag for kind in beside_perturbation() if kind.name in run.specs and kind.name != "advantage"]
+    of_openrlhf = [kind.flag for kind in run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
     of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
     if of_openrlhf:
         raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
@@ -111,7 +111,11 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         own |= {name: value for name, (value, default) in settings.items() if value != default}
         lines += of_perturbation(own)
     left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
-    left += [f"--{SETTINGS[name]}" for name in _UNTRANSLATED if getattr(run, name) != getattr(RunConfig, name)]
+    left += [
+        flag
+        for flag, entry in SETTINGS.items()
+        if entry.name in _UNTRANSLATED and getattr(run, entry.name) != entry.default
+    ]
     return [f"{_ROLLOUT}.name=vllm", *lines], left
 
 

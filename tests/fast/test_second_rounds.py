@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ngrpo.config.parse import run_config
-from ngrpo.config.rules import unstarted
+from ngrpo.config.rules import resolve_flags
 from ngrpo.config.run import RunConfig
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.methods.second_rounds.base import opening
@@ -431,18 +431,18 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 )
 def test_what_it_cannot_go_with(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told.replace("(", r"\(")):
-        unstarted(run_config([*MODEL, "--second_round", "lope", *words.split()]))
+        resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
 
 
 def test_a_reward_model_comes_too_late() -> None:
     words = ["--model", "smollm2-135m", "--data.prompt_dataset", "x.jsonl", "--advantage", "group_norm"]
     with pytest.raises(UsageError, match="a reward model, which comes too late"):
-        unstarted(run_config([*words, "--second_round", "lope"]))
+        resolve_flags(run_config([*words, "--second_round", "lope"]))
 
 
 def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
     words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
-    assert unstarted(run_config(words)).value("--algo.kl.init_coef") == "0"
-    assert unstarted(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
+    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
+    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
     kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
-    assert unstarted(kept) and "second_round" in kept.conditions
+    assert resolve_flags(kept) and "second_round" in kept.conditions

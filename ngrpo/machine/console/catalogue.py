@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 
-from ngrpo.config.kinds import FLAGS, Kind, beside_perturbation, of_registry
+from ngrpo.config.kinds import FLAGS, Kind, of_registry, run_level_kinds
 from ngrpo.machine.console.text_table import aligned, defined
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import registry
@@ -151,7 +151,7 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     Raises:
         UsageError: where that cannot be loaded.
     """
-    beside = (line for kind in beside_perturbation() for line in _of_kind(kind))
+    beside = (line for kind in run_level_kinds() for line in _of_kind(kind))
     parts = [usage.replace("{kinds}", "\n".join(beside))]
     parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, dataclasses.fields(Perturbation)))
     for kind_registry, root in FLAGS.items():

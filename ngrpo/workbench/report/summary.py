@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import described
 from ngrpo.machine.console.terminal_chart import columns
@@ -122,7 +122,7 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = summary["steps"]
     places = summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    for part in (kind.name for kind in beside_perturbation()):
+    for part in (kind.name for kind in run_level_kinds()):
         if summary.get(part):
             lines.append(f"{part:<13} " + " ".join(_words(summary[part])))
     if rows:
