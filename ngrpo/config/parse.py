@@ -60,7 +60,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         ours = {ALIASES.get(flag, flag): value for flag, value in flags.items()} | ours
         origin = f" (options from {file} and the command line)"
     given = {flag: ours.pop(flag) for flag in SETTINGS if flag in ours}
-    settings = {
+    settings: dict[str, Any] = {
         SETTINGS[flag].name: coerce(RunConfig, SETTINGS[flag], value, label=f"{flag} {value}")
         for flag, value in given.items()
     }
@@ -229,8 +229,7 @@ def _spec_of(kind: Kind, ours: Mapping[str, Any], origin: str) -> tuple[dict[str
         return None, ()
     fields = kind.option_fields(str(name), options)
     for option in [option for option, value in options.items() if value is None]:
-        owner, field = fields.get(option, (None, None))
-        if owner is not None and bool not in kinds(owner, field.name):
+        if option in fields and bool not in kinds(fields[option][0], fields[option][1].name):
             raise UsageError(f"{flag}.{option} needs a value (see: ngrpo train --help).")
         options[option] = True
     try:

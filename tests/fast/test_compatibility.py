@@ -67,7 +67,7 @@ REFUSED = {
 
 
 def outcome(words: str) -> str:
-    """Why a command line is refused by the rules on a run, as `--dry-run` and a start look at them; empty where none."""
+    """Why the rules of a start and of `--dry-run` refuse a command line; empty where they do not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:

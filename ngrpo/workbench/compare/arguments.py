@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.config.parse import DRY_RUN, EVAL_AT_START
+from ngrpo.config.parse import DRY_RUN
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -38,7 +38,7 @@ _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "conf
 # The beginning of a flag for another command, and the flags of a training that begin so too.
 _GROUPS = {
     "eval": (
-        EVAL_AT_START,
+        "--eval.at_start",
         "--eval.dataset",
         "--eval.split",
         "--eval.steps",
@@ -223,7 +223,7 @@ def _evaluated_while_training(rest: Flags, evaluation: Flags) -> Flags:
 
     OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation so far, with the optimiser's states.
     """
-    if not rest.has("--eval.steps", EVAL_AT_START):
+    if not rest.has("--eval.steps", "--eval.at_start"):
         return rest
     alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
     return rest.with_defaults({**_values_of(evaluation, alike), "--ckpt.best_metric_key": "none"})
