@@ -102,13 +102,13 @@ def rows(other: Feature, *pairs: tuple[Any, ...]) -> Iterator[Row]:
     return (Row(what, other, *reasons) for what, *reasons in pairs)
 
 
-def flag(name: str, *, off: Sequence[str] = (), only: Sequence[str] = ()) -> Feature:
+def flag(name: str, *, off: str = "", only: str = "") -> Feature:
     """A flag of OpenRLHF's.
 
     Args:
         name: the flag, or a part of its name.
-        off: the values that do not count.
-        only: the only values that count; empty for all.
+        off: the values that do not count, with blanks between them.
+        only: the only value that counts; empty for all.
     """
 
     def given(asked: Combination) -> str:
@@ -119,10 +119,10 @@ def flag(name: str, *, off: Sequence[str] = (), only: Sequence[str] = ()) -> Fea
         plain = value.lower()
         with suppress(ValueError):
             plain = f"{float(value):g}"
-        counts = plain in only if only else plain not in off
+        counts = plain == only if only else plain not in off.split()
         return f"{found.name} {value}".rstrip() if counts else ""
 
-    values = only[0] if only else f"other than {off[0]}" if off else ""
+    values = only or (f"other than {off.split()[0]}" if off else "")
     return Feature(f"{name} {values}".rstrip(), given)
 
 
@@ -171,18 +171,17 @@ def hardware(name: str) -> Feature:
     return Feature(f"--hardware {name}", lambda asked: f"--hardware {name}" if asked.hardware == name else "")
 
 
-def engine(name: str, path: str, counts: Callable[[Any], bool] = bool, *, shown: bool = False) -> Feature:
+def engine(path: str, counts: Callable[[Any], Any] = bool, *, name: str = "") -> Feature:
     """A setting of vLLM's configuration; one that only later releases have counts as not asked for."""
+    setting = path.rpartition(".")[2]
 
     def given(asked: Combination) -> str:
         value = asked.settings
         for step in path.split("."):
             value = getattr(value, step, None)
-        if not counts(value):
-            return ""
-        return f"{name}={value!r}" if shown else name
+        return (name or f"{setting}={value!r}") if counts(value) else ""
 
-    return Feature(name, given)
+    return Feature(name or setting, given)
 
 
 def verl(key: str, counts: Callable[[Any], bool] = bool) -> Feature:
@@ -197,7 +196,7 @@ def verl(key: str, counts: Callable[[Any], bool] = bool) -> Feature:
     return Feature(key, given)
 
 
-def trl(name: str, counts: Callable[[Any, Mapping[str, Any]], bool]) -> Feature:
+def trl(name: str, counts: Callable[[Any, Mapping[str, Any]], Any]) -> Feature:
     """A setting of TRL's configuration, or an argument of its trainer."""
     return Feature(name, lambda asked: name if counts(asked.settings, asked.arguments) else "")
 
@@ -215,6 +214,11 @@ def both(one: Feature, other: Feature) -> Feature:
 def above_one(value: object) -> bool:
     """Whether a setting splits the work; one that is not there does not."""
     return isinstance(value, int) and value > 1
+
+
+def no_fsdp(strategy: object) -> bool:
+    """Whether verl trains by another strategy than those that replay."""
+    return strategy not in ("fsdp", "fsdp2")
 
 
 def adapts_embedding(lora: Any) -> bool:
@@ -290,7 +294,7 @@ def _critic(asked: Combination) -> str:
 
 
 def _other_estimator(asked: Combination) -> str:
-    return flag(ESTIMATOR, off=("group_norm",)).given(Combination(flags=Flags(asked.flags.given)))
+    return flag(ESTIMATOR, off="group_norm").given(Combination(flags=Flags(asked.flags.given)))
 
 
 PERTURBATION = part("perturbation", counts=lambda made: made.active)
@@ -303,8 +307,8 @@ UNSAMPLED = Feature("--perturbation NAME whose text is not drawn from the policy
 FROZEN_INPUT = part("perturbation", "that freezes the embedding", lambda made: made.freeze in ("embedding", "both"))
 PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
 
-GSPO = flag(LOSS, only=("gspo",))
-WEIGHTS = flag(CORRECTION, off=("off",))
+GSPO = flag(LOSS, only="gspo")
+WEIGHTS = flag(CORRECTION, off="off")
 NO_WEIGHTS = Feature(f"{CORRECTION} off", lambda asked: "" if WEIGHTS.given(asked) else f"{CORRECTION} off")
 BOUNDS_WITHOUT_ONE = Feature(f"{BOUNDS} that excludes 1", _bounds_without_one)
 # The settings under which OpenRLHF 0.11.2 weighs each token's loss by a bounded π / π_rollout.
@@ -320,7 +324,7 @@ ONE_ANSWER = Feature(
     "--rollout.n_samples_per_prompt 1",
     lambda asked: "--rollout.n_samples_per_prompt 1" * (asked.value("--rollout.n_samples_per_prompt") == "1"),
 )
-NO_REWARD_IN_ROLLOUT = Feature("a reward model", _without_reward)
+LATE_REWARD = Feature("a reward model", _without_reward)
 EVAL_AT_START = Feature("--eval.at_start", lambda asked: "--eval.at_start" * asked.run.eval_at_start)
 
 NOISE, SCHEDULE = part("policy_noise"), part("sampling_schedule")
@@ -349,7 +353,7 @@ FLASH_ATTENTION = Feature(
 FLASH_ATTENTION_2 = Feature(
     "--ds.attn_implementation flash_attention_2",
     lambda asked: (
-        flag("--ds.attn_implementation", only=("flash_attention_2",)).given(asked) * ("kernels" in asked.missing)
+        flag("--ds.attn_implementation", only="flash_attention_2").given(asked) * ("kernels" in asked.missing)
     ),
 )
 WITHOUT_FLASH_ATTN = Feature(

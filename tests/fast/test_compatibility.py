@@ -118,6 +118,6 @@ def test_an_engine_is_told_of_all_problems() -> None:
         compatibility.check(compatibility.ENGINE, asked)
     first, second = str(caught.value).splitlines()
     assert first.startswith("pipeline_parallel_size=2 cannot be used with perturbation 'soft': only the first stage")
-    assert second.startswith("enable_prompt_embeds cannot be used with perturbation 'soft': inputs without tokens")
+    assert second.startswith("enable_prompt_embeds=True cannot be used with perturbation 'soft': inputs without tokens")
     parallel.pipeline_parallel_size, model.enable_prompt_embeds = 1, False
     compatibility.check(compatibility.ENGINE, asked)
