@@ -105,7 +105,7 @@ TRAINING = (
     ),
     *rows(
         given.TOKENLESS,
-        (given.CREDIT_IN_LOSS, fX,
+        (given.CREDIT_IN_LOSS, f"{_TOKENLESS}, so none of the likeliest ones can share in the credit", _DENSITY_TOKEN),
         (given.KL_TERM, f"{_TOKENLESS}, so none has a KL term", f"set {KL} 0, {_TOKEN}"),
     ),
     Row(
