@@ -3,8 +3,8 @@
 
 All perturbations, gates, advantages and the other kinds that `ngrpo new` knows:
 in the tree, of installed packages, and their papers. With a name: its options
-with ranges and defaults, and a picture of what it does. compatibility: the
-table of what does not go with what (docs/compatibility.md).
+with ranges and defaults. compatibility: the table of what does not go with what
+(docs/compatibility.md).
 
 examples
   ngrpo list
