@@ -11,7 +11,8 @@ commands
   data      problems from the hub or a file as the JSONL that train and eval
             read
   list      what is registered: perturbations, gates, advantages and the rest;
-            list NAME: its options and what it does
+            list NAME: its options and what it does; list compatibility: what
+            does not go with what
   check     does a perturbation, gate or advantage of yours keep its contract
   new       a file of your own to start from, with its test: a perturbation, a
             gate, an advantage, ...

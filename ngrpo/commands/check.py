@@ -66,7 +66,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:
-        report(f"{name} breaks the contract that {kind.rests} on ({broken} of the checks).")
+        report(f"{name} breaks the contract that {kind.error_context} on ({broken} of the checks).")
         return 1
     prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
     report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")

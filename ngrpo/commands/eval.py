@@ -105,8 +105,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]
         "--run-dir": (command.run_dir, "Give --out."),
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
-        parse.REPORT_GROUPS: (command.report_groups, "Leave it out."),
-        parse.EVAL_AT_START: (command.eval_at_start, "Leave it out."),
+        "--report.groups": (command.report_groups, "Leave it out."),
+        "--eval.at_start": (command.eval_at_start, "Leave it out."),
         "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():

@@ -101,7 +101,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ngrpo.config import checkpoint_check, entry_check, parse, preflight, rules, verl_lines
+from ngrpo.config import parse, preflight, rules, run_notes, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
@@ -202,9 +202,9 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
-    flags = rules.unstarted(run)
+    flags = rules.resolve_flags(run)
     rules.check_parsed(flags)
-    for note in (*run.notes, *_notes(flags, run), *rules.notes(flags, run)):
+    for note in (*run.notes, *run_notes.notes(flags, run), *rules.notes(flags, run)):
         print(f"warning: {note}")
     if not checks_only:
         print(f"added to OpenRLHF's flags: {shlex.join(rules.preview(Flags((), flags.added), run))}\n")
@@ -217,7 +217,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     complete = rules.completed(run)
     placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
     rules.check("start", rules.of_hardware(placed, run), run)
-    for note in _notes(complete, run):
+    for note in run_notes.notes(complete, run):
         report(f"warning: {note}")
     if run.task is not None:
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
@@ -225,7 +225,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
-    if (line := checkpoint_check.first_step(complete)) is not None:
+    if (line := preflight.first_step(complete)) is not None:
         report(line)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
@@ -239,16 +239,3 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     complete = parse.replace_model_names(complete, resolved)
     rules.check("model", complete, run)
     return complete
-
-
-def _notes(complete: Flags, run: RunConfig) -> list[str]:
-    """What advantage, sampling, the datasets' labels, batches, gap and the perturbation's entry in the loss warn of."""
-    flags = Flags(run.openrlhf)
-    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(flags)]
-    return [
-        *notes,
-        *preflight.dataset_notes(flags),
-        *preflight.batch_notes(complete),
-        *preflight.gap_notes(run),
-        *entry_check.notes(complete, run),
-    ]
