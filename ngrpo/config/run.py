@@ -2,7 +2,7 @@
 """The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
 A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.install`).
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.worker`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RunConfig:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
+        """The conditions of `ngrpo.patches` that hold because of what is asked for."""
         conditions = {
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,

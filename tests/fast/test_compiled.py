@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ngrpo import patches
 from ngrpo.config import run
 from ngrpo.machine.hardware.compiled import ready_to_compile, remove_stale_locks
-from ngrpo.trainers.openrlhf import install
+from ngrpo.trainers.openrlhf import worker
 from tests.fast.run import run_of
 
 
@@ -56,9 +57,9 @@ def test_locks_go_wherever_torch_compiles_and_in_each_process(
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
     lock = locked(tmp_path / "own" / "fused_adam" if set_folder else default_folder() / "fused_adam", 600.0)
     if in_worker:
-        monkeypatch.setattr(install, "install", lambda conditions: None)
+        monkeypatch.setattr(patches, "install", lambda conditions: None)
         monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test
-        install.setup_hook((), run_of())()
+        worker.setup_hook((), run_of())()
     else:
         ready_to_compile(time.time())
     assert not lock.exists()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ngrpo.config import parse, rules
+from ngrpo.patches import active
 from ngrpo.trainers.openrlhf import correction_warmup, metrics
 from ngrpo.trainers.openrlhf.correction_warmup import with_strength
-from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 from tests.fast.run import run_with
@@ -78,9 +78,9 @@ def test_the_strength_follows_the_steps(monkeypatch: pytest.MonkeyPatch) -> None
 def test_it_is_outermost_and_the_step_is_known() -> None:
     """Measures and the report's groups are of the rollout's own log-probabilities."""
     rows = active(["correction_warmup", "perturbation", "sampling_schedule", "report_groups"])
-    ours = [seam.ours for seam in rows if seam.target.endswith("RemoteExperienceMaker.make_experience_batch")]
+    ours = [row.ours for row in rows if row.target.endswith("RemoteExperienceMaker.make_experience_batch")]
     assert ours[-1] == "ngrpo.trainers.openrlhf.correction_warmup:growing_correction"
-    alone = [seam.target for seam in active(["correction_warmup"])]
+    alone = [row.target for row in active(["correction_warmup"])]
     assert "openrlhf.trainer.ppo_trainer.PPOTrainer" in alone
     assert "openrlhf.trainer.ppo_trainer_async.TrainingActor" in alone
 
@@ -96,7 +96,7 @@ def test_the_weights_are_measured_as_the_rollout_left_them(monkeypatch: pytest.M
     )
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
     maker = SimpleNamespace(strategy=SimpleNamespace(args=args), step_measures={}, training_step=0)
-    rows = [seam.ours for seam in active(["correction_warmup"]) if seam.target.endswith("make_experience_batch")]
+    rows = [row.ours for row in active(["correction_warmup"]) if row.target.endswith("make_experience_batch")]
     in_order = [metrics.measured_rollout_policy, correction_warmup.growing_correction]
     assert rows == [f"{row.__module__}:{row.__name__}" for row in in_order]
     make = correction_warmup.growing_correction(metrics.measured_rollout_policy(lambda maker, samples: samples))

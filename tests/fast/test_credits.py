@@ -15,8 +15,8 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.console import catalogue
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
+from ngrpo.patches import active
 from ngrpo.trainers.openrlhf import credit_seams
-from ngrpo.trainers.openrlhf.seams import active
 from ngrpo.workbench.report import summary
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
@@ -102,11 +102,11 @@ def test_the_command_line() -> None:
     settings = parse.run_config(words)
     assert settings.specs.get("credit") == {"name": "top_entropy", "fraction": 0.3}
     assert settings.conditions == ("credit",)
-    seams = {seam.ours for seam in active(["credit"])}
+    ours = {row.ours for row in active(["credit"])}
     assert {
         "ngrpo.trainers.openrlhf.credit_seams:own_credit",
         "ngrpo.trainers.openrlhf.credit_seams:with_entropies",
-    } < seams
+    } < ours
     for words, message in (
         (["--credit", "top"], "unknown credit 'top'"),
         (["--credit.fraction", "0.3"], "--credit.fraction is given, but no credit. Add --credit NAME."),

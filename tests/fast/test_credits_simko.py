@@ -17,9 +17,9 @@ from ngrpo.methods import credits
 from ngrpo.methods.credits import base
 from ngrpo.methods.credits.base import LossTokens, StepTokens
 from ngrpo.methods.credits.simko import quantiles
+from ngrpo.patches import active
 from ngrpo.trainers.openrlhf import credit_loss
 from ngrpo.trainers.openrlhf.loss import with_replacements
-from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
@@ -206,7 +206,7 @@ def test_only_such_a_credit_is_asked_in_the_loss() -> None:
     ours = "ngrpo.trainers.openrlhf.credit_loss:training_step_with_credit"
     for name, among in (("simko", True), ("top_entropy", False)):
         rows = active(run_of(credit={"name": name}).conditions)
-        assert (ours in {seam.ours for seam in rows}) is among
+        assert (ours in {row.ours for row in rows}) is among
     # The last row on the training step is the outermost, whose replacement is shown what nothing has replaced yet.
     steps = [s.ours for s in active(["perturbation", "sampling_mask", "credit_in_loss"]) if "training_step" in s.target]
     assert steps[-1] == ours and len(steps) == 3

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ngrpo.config import parse
+from ngrpo.patches import active
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from ngrpo.trainers.openrlhf.seams import active
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -188,7 +188,7 @@ def test_the_flag() -> None:
     words = ["--model", "smollm2-135m", "--report.groups", "3"]
     settings = parse.run_config(words)
     assert settings.report_groups == 3 and settings.conditions == ("report_groups",)
-    ours = [seam.ours for seam in active(["report_groups"])]
+    ours = [row.ours for row in active(["report_groups"])]
     assert ours[-1] == "ngrpo.trainers.openrlhf.kept_groups:kept_groups"
     assert "ngrpo.trainers.openrlhf.metrics:reporting_trainer" in ours
     assert parse.run_config(["--report.groups", "0"]) == run_of()

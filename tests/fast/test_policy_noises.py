@@ -15,9 +15,9 @@ from torch import nn
 from ngrpo.config import parse, preflight, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
+from ngrpo.patches import active
 from ngrpo.trainers.openrlhf import policy_noise, weight_sync
 from ngrpo.trainers.openrlhf.importance import importance_measures
-from ngrpo.trainers.openrlhf.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
@@ -284,7 +284,7 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
 def test_the_command_line() -> None:
     settings = parse.run_config(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"])
     assert settings.specs.get("policy_noise")["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
-    assert {seam.ours.rpartition(":")[2] for seam in active(["policy_noise"])} == {
+    assert {row.ours.rpartition(":")[2] for row in active(["policy_noise"])} == {
         "sent_with_noise", "told_of_noise", "measured_rollout_policy", "noisy_trainer", "reporting_trainer",
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ngrpo.config import parse
+from ngrpo.patches import active
 from ngrpo.rollout import settings
 from ngrpo.trainers.openrlhf import reproducible
-from ngrpo.trainers.openrlhf.seams import active
 from perturbations import available, create
 from perturbations.errors import UsageError
 from tests.fast.run import run_of
@@ -84,7 +84,7 @@ def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
 
 def test_an_unperturbed_run_has_stock_training() -> None:
     """Its engine has seeded draws, its order is fixed; nothing of replay, density or measures is in place."""
-    ours = {seam.ours.split(":")[0] for seam in active(run_of(reproducible=True).conditions) if seam.ours}
+    ours = {row.ours.split(":")[0] for row in active(run_of(reproducible=True).conditions) if row.ours}
     draws_and_order = {"rollout_actor", "rollout_requests", "reproducible", "resume"}
     assert ours == {f"ngrpo.trainers.openrlhf.{name}" for name in draws_and_order}
 

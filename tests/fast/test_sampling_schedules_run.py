@@ -17,10 +17,10 @@ from ngrpo.machine.console import catalogue
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
+from ngrpo.patches import active
 from ngrpo.rollout import runner_v1, settings
 from ngrpo.rollout.request_check import checked
 from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
-from ngrpo.trainers.openrlhf.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
@@ -237,7 +237,7 @@ def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_in_place_for_a_schedule() -> None:
     """Also that a checkpoint holds the round, which the training step of the requests follows from."""
-    rows = {seam.ours for seam in active(["sampling_schedule"])}
+    rows = {row.ours for row in active(["sampling_schedule"])}
     assert {
         "ngrpo.trainers.openrlhf.resume:resuming_trainer",
         "ngrpo.trainers.openrlhf.sampling_schedule:scheduled_trainer",

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def openrlhf() -> Iterator[Any]:
-    """Its modules, with the seam of the log-probabilities in place."""
+    """Its modules, with the patch of the log-probabilities in place."""
     from ngrpo.machine.hardware.flash_attn_stand_in import during_import
 
     model()  # transformers looks for flash-attn itself, and before the stand-in

@@ -37,7 +37,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def actor(hf_model: Any) -> Iterator[Any]:
-    """OpenRLHF's Actor around the shared model, with the seam of the density in place."""
+    """OpenRLHF's Actor around the shared model, with the patch of the density in place."""
     from ngrpo.machine.hardware.flash_attn_stand_in import during_import
 
     with during_import():

@@ -2,7 +2,7 @@
 """Training with flash-attn and without it.
 
 OpenRLHF 0.11.2 pins flash-attn 2.8.3, which PyPI has as source only, but can do without it. Where it is missing, two
-rows of `seams.py` in `trainers/openrlhf` hold: five names that OpenRLHF imports have a stand-in, and the trainer's
+rows of `ngrpo/patches.py` hold: five names that OpenRLHF imports have a stand-in, and the trainer's
 attention is PyTorch's own, for packed samples too. Ring attention is refused. Where flash-attn is there, nothing of
 this holds.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
 
 WITHOUT_FLASH_ATTN = "without_flash_attn"
-"""The condition of the stand-in's row in `ngrpo.trainers.openrlhf.seams`."""
+"""The condition of the stand-in's row in `ngrpo.patches`."""
 
 DEFAULT_FLAGS: dict[str, Default] = {"--ds.attn_implementation": "sdpa"}
 """OpenRLHF flags that are added without flash-attn; OpenRLHF's default is flash_attention_2."""

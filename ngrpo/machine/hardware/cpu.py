@@ -2,7 +2,7 @@
 """The CPU profile: unmodified OpenRLHF (Ray, DeepSpeed, vLLM) on a machine without CUDA.
 
 OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each stand-in below is one row of
-`ngrpo.trainers.openrlhf.seams`, takes the original and returns what stands in its place. All of them can go
+`ngrpo.patches`, takes the original and returns what stands in its place. All of them can go
 when OpenRLHF asks DeepSpeed's accelerator for its device, as its own SFT path already does in part.
 """
 
@@ -132,7 +132,7 @@ PROFILE = Profile(
 )
 
 
-# ---- stand-ins: each takes the original and returns what takes its place (see ngrpo.trainers.openrlhf.seams) ----
+# ---- stand-ins: each takes the original and returns what takes its place (see ngrpo.patches) ----
 
 
 def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:

@@ -22,7 +22,7 @@ class Profile:
 
     Attributes:
         name: ``"cpu"`` or ``"cuda"``; also the condition under which the rows of
-            `ngrpo.trainers.openrlhf.seams` that this hardware needs are put in place.
+            `ngrpo.patches` that this hardware needs are put in place.
         env: Environment variables for every process. A value that the user already exported wins.
         default_flags: OpenRLHF flags that are added where the command line does not have them.
         ray_init: Given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started

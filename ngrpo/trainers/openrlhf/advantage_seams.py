@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our advantages in place of OpenRLHF's: the functions of the ``advantage`` rows of `seams.py`.
+"""Our advantages in place of OpenRLHF's: the functions of the ``advantage`` rows of `patches.py`.
 
 OpenRLHF 0.11.2 goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for
 each micro batch `compute_reward` (clip, KL penalty, the last token) and the returns. All of that stays. Only the

@@ -3,7 +3,7 @@
 
 OpenRLHF 0.11.2 weighs each token's loss by w = π_trainer / π_rollout within its bounds, from the first step on. In step
 t, counted from 0, it is 1 + α (w − 1) here, with α = min(1, t / N). OpenRLHF forms w from two log-probabilities, so the
-rollout's is replaced by the one from which that weight follows; a row of `seams.py`.
+rollout's is replaced by the one from which that weight follows; a row of `patches.py`.
 """
 
 from __future__ import annotations

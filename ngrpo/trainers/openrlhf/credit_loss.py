@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credits that depend on the policy of each update: the ``credit_in_loss`` row of `seams.py`.
+"""Credits that depend on the policy of each update: the ``credit_in_loss`` row of `patches.py`.
 
 What such a credit adds to the score of a token enters the policy loss alone, as term − stop_gradient(term): its value
 is 0, so the ratio, the clip and the reported ratios are the token's, and its gradient is the term's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages by token: the functions of the ``credit`` rows of `seams.py`.
+"""Advantages by token: the functions of the ``credit`` rows of `patches.py`.
 
 The actor's forward over the rollouts, which gives PPO's old log-probabilities, also gives the entropy at each token.
 Once OpenRLHF has its advantages, whatever the estimator, the credit shares them anew among all tokens of the step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--eval.at_start``: the evaluation that a run's later ones are compared with. A row of `seams.py`."""
+"""``--eval.at_start``: the evaluation that a run's later ones are compared with. A row of `patches.py`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def nothing_replaced() -> Iterator[None]:
 
 
 def with_replacements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`openrlhf.models.actor.log_probs_from_logits`, with what is to be put in. A row of `seams.py`."""
+    """`openrlhf.models.actor.log_probs_from_logits`, with what is to be put in. A row of `patches.py`."""
 
     def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
         log_probs = original(logits, labels, *args, **kwargs)

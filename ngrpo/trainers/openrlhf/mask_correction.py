@@ -4,7 +4,7 @@
 With top-p, top-k or min-p the rollout draws from π_S, the policy renormalised over the set S of tokens left, while a
 trainer scores π. Here the old, the new and the reference log-probabilities are all log π_S(x) = z_x − log Σ_{v ∈ S}
 exp z_v, with S as recorded at the rollout (`perturbations.replay.sampling_mask`) and gradient to every z_v in S. The
-functions at the end are the ``sampling_mask`` rows of `seams.py`. A density, whose context is inside
+functions at the end are the ``sampling_mask`` rows of `patches.py`. A density, whose context is inside
 of this one, takes the place of what stands here at perturbed positions.
 """
 

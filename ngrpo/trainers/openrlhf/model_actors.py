@@ -2,7 +2,7 @@
 """OpenRLHF's actor and reference with replay: every forward sees what the rollout saw.
 
 Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes its place: a row of
-`seams.py`.
+`patches.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's objects with what the seams keep on them, for annotations: nothing here is imported as a run goes."""
+"""OpenRLHF's objects with what the patches keep on them, for annotations: nothing here is imported as a run goes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Trainer(Protocol):
 
 
 class ActorTrainer(Protocol):
-    """``ActorPPOTrainer``, whose loss the seams may take the place of."""
+    """``ActorPPOTrainer``, whose loss the patches may replace."""
 
     actor: Any
     args: argparse.Namespace

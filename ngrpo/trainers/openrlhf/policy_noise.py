@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--policy_noise``: how noisy the weights are that engines roll out with. A row of `seams.py`.
+"""``--policy_noise``: how noisy the weights are that engines roll out with. A row of `patches.py`.
 
 The noise is added while weights are sent (`weight_sync.py`), whatever way they go (NCCL, CUDA IPC, a file). For an
 evaluation the engines are sent the clean weights, and the noisy ones again after it.

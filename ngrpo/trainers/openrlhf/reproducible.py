@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same seed, the same rollouts from run to run: the rows of `seams.py` under ``--reproducible``.
+"""The same seed, the same rollouts from run to run: the rows of `patches.py` under ``--reproducible``.
 
 Stock OpenRLHF 0.11.2 shuffles prompts and micro-batches by generators that its seed does not reach or that others have
 used, sends requests to an engine that is already running, and trains on answers in the order in which they finish. The
@@ -32,7 +32,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def seeded_prompt_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`prepare_datasets`: the order of the prompts follows ``--train.seed``. A row of `seams.py`."""
+    """`prepare_datasets`: the order of the prompts follows ``--train.seed``. A row of `patches.py`."""
 
     def prepare_datasets(strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Any:
         import torch
@@ -60,7 +60,7 @@ def seeded_training_order(original: Callable[..., Any]) -> Callable[..., Any]:
 def whole_batches(plain: type) -> type:
     """`SamplesGenerator` whose engines start on a batch when it is complete, and whose answers keep its order.
 
-    A row of `seams.py`. With dynamic filtering, which asks for further prompts one by one, nothing changes.
+    A row of `patches.py`. With dynamic filtering, which asks for further prompts one by one, nothing changes.
     """
 
     class WholeBatchSamplesGenerator(plain):  # type: ignore[misc, valid-type]

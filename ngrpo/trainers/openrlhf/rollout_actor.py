@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's rollout actor with a perturbed vLLM engine: each response carries its record.
 
-The functions at the end are rows of `seams.py`.
+The functions at the end are rows of `patches.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every request of OpenRLHF says to the engine: its round, its training step, and whether it is perturbed.
 
-Rows of `seams.py`.
+Rows of `patches.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The masks of ``--sampling.top_k|min_p`` in OpenRLHF: the ``sampling`` rows of `seams.py`.
+"""The masks of ``--sampling.top_k|min_p`` in OpenRLHF: the ``sampling`` rows of `patches.py`.
 
 Evaluation keeps its own sampling.
 """

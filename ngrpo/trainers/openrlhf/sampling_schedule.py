@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--sampling.schedule``: what it needs of the training. The functions are rows of `seams.py`.
+"""``--sampling.schedule``: what it needs of the training. The functions are rows of `patches.py`.
 
 Within an answer the engine's workers change the temperature (`ngrpo.rollout.perturber`); requests tell them the
 training step (`rollout_requests.py`). Here a schedule that follows the training chooses the temperature of

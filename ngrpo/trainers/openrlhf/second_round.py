@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--second_round``: the rollouts. The functions at the end are rows of `ngrpo.trainers.openrlhf.seams`.
+"""``--second_round``: the rollouts. The functions at the end are rows of `ngrpo.patches`.
 
 OpenRLHF's rollout actor draws all answers to one prompt in one call, with their rewards. So that is where a second
 round belongs: right answers of it go on as answers to the prompt of the data, each with what the loss needs of it.

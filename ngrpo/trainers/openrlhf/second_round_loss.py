@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--second_round``: what is trained. Rows of `ngrpo.trainers.openrlhf.seams`, and what the advantages' row asks.
+"""``--second_round``: what is trained. Rows of `ngrpo.patches`, and what the advantages' row asks.
 
 An answer of the second round is trained as one to the prompt of the data, which it was not drawn from. So its ratio has
 log π_old given the prompt that was asked, as the engine drew it, in the place of the old log-probability.

@@ -9,7 +9,7 @@
 3. A rollout actor has neighbors computed anew at the end, and its engine prove itself again: :func:`prepared_engine`.
 
 What a vLLM worker does with them (a perturbation's own parameters, which travel with the policy's, go to its module;
-sleep and waking) is `ngrpo/rollout/new_weights.py`. Functions with ``original`` or ``plain`` are rows of `seams.py`.
+sleep and waking) is `ngrpo/rollout/new_weights.py`. Functions with ``original`` or ``plain`` are rows of `patches.py`.
 """
 
 from __future__ import annotations

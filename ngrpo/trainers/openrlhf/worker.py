@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of a Ray worker process: the run, its folder and the upstream patches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ngrpo import patches
+from ngrpo.config.run import RunConfig, begin
+from ngrpo.machine.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
+from ngrpo.machine.hardware.compiled import ready_to_compile
+
+
+def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
+    """Ray's `worker_process_setup_hook`: runs in every worker before any of its tasks or actors.
+
+    Ray keeps the function, and with it the run, in its own store: no disk need be shared, and no environment variable,
+    which Linux limits to 131,072 bytes, holds them. Relative paths mean in a worker what they mean here, also on a
+    cluster that was started in another folder.
+    """
+    here, began = os.getcwd(), time.time()
+
+    def in_worker() -> None:
+        with suppress(OSError):  # another node need not have the folder
+            os.chdir(here)
+        ready_to_compile(began)
+        begin(run)
+        # Nodes of a cluster may differ, and the driver looked at its own only.
+        patches.install(conditions if has_flash_attn() else [*conditions, WITHOUT_FLASH_ATTN])
+
+    return in_worker
