@@ -2,10 +2,10 @@
 """usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
 
 Looks at everything that a perturbed training rests on, and says of each thing
-that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, what
-is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
-rollout of the packaged model, perturbed, and its replay. Ends with a block for
-a bug report.
+that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, the
+upstream patches, vLLM's plugin. Then a self-test in half a minute: a rollout
+of the packaged model, perturbed, and its replay. Ends with a block for a bug
+report.
 
   --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
                             told from its config.json whether it is supported
@@ -33,6 +33,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
@@ -116,7 +117,7 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield _judged("compiler", lambda: "what is compiled on first use can be", lambda: profile.check(Flags()))
     yield _placement(profile.name)
     yield Finding("flash-attn", _flash_attn(profile.name))
-    yield _seams(profile.name)
+    yield _patches(profile.name)
     yield _plugin()
     yield from _model_runner(profile.name)
     if named is not None:
@@ -211,17 +212,14 @@ def _flash_attn(hardware: str) -> str:
     return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
 
-def _seams(hardware: str) -> Finding:
-    from ngrpo.trainers.openrlhf import seams
-
-    conditions = {word for seam in seams.SEAMS for word in seam.when.split(" or ")} - {"cpu"}
-    rows = seams.active(conditions | ({"cpu"} if hardware == "cpu" else set()))
+def _patches(hardware: str) -> Finding:
+    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if hardware == "cpu" or row.when != "cpu"]
     try:
-        seams.check((), rows)
-    except seams.SeamMismatch as error:
+        patches.check(rows)
+    except patches.PatchMismatch as error:
         first, *_, fix = str(error).splitlines()
-        return Finding("what is replaced upstream", first, f"{fix} All rows: python -m ngrpo.trainers.openrlhf.seams")
-    return Finding("what is replaced upstream", f"all {len(rows)} definitions are as they were when ours were written")
+        return Finding("upstream patches", first, f"{fix} All rows: python -m ngrpo.patches")
+    return Finding("upstream patches", f"all {len(rows)} definitions match the table")
 
 
 def _plugin() -> Finding:

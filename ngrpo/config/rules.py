@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ngrpo import patches
 from ngrpo.config import batch_check, compatibility, parse, preflight, presets
 from ngrpo.config.compatibility import HARDWARE, TRAINING
 from ngrpo.config.dataset_check import check_files, is_checked
@@ -22,7 +23,6 @@ from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import openrlhf_parser, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Machine
-from ngrpo.trainers.openrlhf import seams
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from ngrpo.workbench.scoring import reward_files
@@ -133,6 +133,12 @@ def _options(flags: Flags, run: RunConfig) -> str | None:
     )
 
 
+def _check_patches(run: RunConfig) -> None:
+    """The patches of the training, and vLLM's where anything is asked for that OpenRLHF lacks."""
+    conditions = conditions_for(profile_of_run(run.hardware), run)
+    patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
+
+
 RULES = (
     Rule(
         "given",
@@ -153,8 +159,8 @@ RULES = (
     Rule("start", _resolved(batch_check.check), lambda *_: "the batches divide over the ranks"),
     Rule(
         "start",
-        lambda flags, run: seams.check(conditions_for(profile_of_run(run.hardware), run)),
-        lambda *_: "what is replaced upstream is as it was",
+        lambda flags, run: _check_patches(run),
+        lambda *_: "the upstream patches match the installed packages",
     ),
     Rule(
         "start",

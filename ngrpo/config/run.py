@@ -2,7 +2,7 @@
 """The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
 A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.install`).
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.worker`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.config.sampling import Sampling
 from ngrpo.machine.storage.result_folder import write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.placement import Machine
 from perturbations.options import option
 
 if TYPE_CHECKING:
-    from ngrpo.machine.upstream.placement import Machine
     from ngrpo.methods.advantages.base import Advantage
     from ngrpo.methods.credits.base import Credit
     from ngrpo.methods.policy_noises.base import PolicyNoise
@@ -152,7 +152,7 @@ class RunConfig:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
+        """The conditions of `ngrpo.patches` that hold because of what is asked for."""
         conditions = {
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,

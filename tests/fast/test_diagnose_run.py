@@ -140,7 +140,7 @@ class Continued:
 
     def rows(self, *words: str) -> list[str]:
         made = plan("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
-        compare._before(made, self.folder, "model", SimpleNamespace(note=self.told.append))
+        compare._before(made, self.folder, "model")
         return [row["name"] for row in self.folder.read("diagnosis/diagnosis.json")["strategies"]]
 
 

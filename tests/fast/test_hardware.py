@@ -15,13 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from ngrpo import patches
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import plugin
-from ngrpo.trainers.openrlhf import install, launch, nodes
+from ngrpo.trainers.openrlhf import launch, nodes, worker
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
@@ -62,7 +63,7 @@ def test_default_flags_are_added_only_where_absent_and_told() -> None:
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: installed)
-    monkeypatch.setattr(install, "has_flash_attn", lambda: installed)
+    monkeypatch.setattr(worker, "has_flash_attn", lambda: installed)
 
 
 def test_cuda_with_flash_attn_is_stock_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
-    rules._attention(flags, run)
+    rules._hardware(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
@@ -122,7 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     done: dict[str, object] = {}
     monkeypatch.setenv(RUN_ID, "")
     monkeypatch.setattr(launch, "_start_ray", lambda profile, flags, conditions, settings: done.update(ray=conditions))
-    monkeypatch.setattr(launch, "install", lambda conditions: done.update(seams=conditions))
+    monkeypatch.setattr(patches, "install", lambda conditions: done.update(patches=conditions))
     monkeypatch.setattr(launch, "_run", lambda words: done.update(words=words))
     return done
 
@@ -134,7 +135,7 @@ def test_cuda_without_flash_attn_trains_with_sdpa_and_says_so(
     start(run_of(openrlhf=("--train.seed", "1", *PLACED), hardware="cuda"))
     held = ("without_flash_attn",)
     words = ["--ds.attn_implementation", "sdpa", "--train.seed", "1", *PLACED]
-    assert launched == dict(ray=held, seams=held, words=words), "the seam is in this process and in the workers"
+    assert launched == dict(ray=held, patches=held, words=words), "the patch is in this process and in the workers"
     start(run_of(openrlhf=("--ds.attn_implementation", "eager", *PLACED), hardware="cuda"))
     assert launched["words"] == ["--ds.attn_implementation", "eager", *PLACED]
 
@@ -175,22 +176,22 @@ def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.Monke
     assert stand_ins.missing() == ["flash-attn"]
 
 
-@pytest.mark.parametrize("driver", [True, False])
-@pytest.mark.parametrize("worker", [True, False])
-def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, driver: bool, worker: bool) -> None:
-    set_flash_attn(monkeypatch, driver)
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, here: bool, there: bool) -> None:
+    set_flash_attn(monkeypatch, here)
     settings = run_of(perturbation={"name": "neighbor"})
     profile = profile_for("cuda")
-    hook = install.setup_hook(conditions_for(profile, settings), settings)
-    set_flash_attn(monkeypatch, worker)
+    hook = worker.setup_hook(conditions_for(profile, settings), settings)
+    set_flash_attn(monkeypatch, there)
     held: set[str] = set()
-    monkeypatch.setattr(install, "install", held.update)
+    monkeypatch.setattr(patches, "install", held.update)
     monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test
     monkeypatch.setenv("PATH", "/usr/bin")
     hook()
     assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
-    assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
+    assert held == {"perturbation", *(() if here and there else ("without_flash_attn",))}
 
 
 @pytest.mark.more
@@ -326,11 +327,11 @@ def test_an_engine_joins_ray_without_the_hook_of_its_run() -> None:
     given = RuntimeEnv(env_vars={"X": "1", WORKER_PROCESS_SETUP_HOOK_ENV_VAR: "key"})
     given["worker_process_setup_hook"] = "in_worker"
     config = SimpleNamespace(ray_runtime_env=given)
-    plugin._without_setup_hook(config)
+    plugin.without_setup_hook(config)
     assert config.ray_runtime_env.to_dict() == {"env_vars": {"X": "1"}}
     for other in (None, RuntimeEnv(), RuntimeEnv(env_vars={"X": "1"})):  # no Ray, or no run of ours
         before = other and other.to_dict()
-        plugin._without_setup_hook(SimpleNamespace(ray_runtime_env=other))
+        plugin.without_setup_hook(SimpleNamespace(ray_runtime_env=other))
         assert (other and other.to_dict()) == before
 
 

@@ -27,6 +27,7 @@ FLOORS = (
         "ngrpo",
         "ngrpo.machine.upstream",
         "ngrpo.machine.storage",
+        "ngrpo.patches",
         "ngrpo.workbench.statistics",
         "ngrpo.workbench.sandbox",
     ),
