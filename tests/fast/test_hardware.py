@@ -111,7 +111,6 @@ def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
-    rules._attention(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 

@@ -121,7 +121,7 @@ def test_the_flags_of_a_packaged_model_count_for_a_density() -> None:
     model = ["--actor.model_name_or_path", "sandbox"]
     density = run_of(perturbation=create("gaussian", base="soft", density="gaussian").spec())
     check_flags(model, density)
-    with pytest.raises(UsageError, match=r"--train.batch_size 64 .* 128 samples .*--rollout.batch_size 16"):
+    with pytest.raises(UsageError, match=r"--train.batch_size 64, .* 128 samples .*--rollout.batch_size 16"):
         check_flags([*model, "--rollout.batch_size", "16"], density)
 
 
