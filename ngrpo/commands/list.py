@@ -25,21 +25,7 @@ from perturbations.errors import UsageError
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints the table, or one entry in full.
-
-    Args:
-        argv: everything after ``ngrpo list``.
-        report: not used.
-
-    Returns:
-        0.
-
-    Raises:
-        UsageError: for an unknown name, or more than one.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(__doc__, end="")
-        return 0
+    """Prints the table, or one entry in full."""
     if len(argv) > 1:
         raise UsageError(f"ngrpo list takes one name at most, got {' '.join(argv)!r}.")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

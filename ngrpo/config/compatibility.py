@@ -31,15 +31,13 @@ _PICTURES, _RING, _ZERO_3 = (
     flag("--ds.zero_stage", only="3"),
 )
 _WARMUP = sampling("correction_warmup")
-_DENSITY_TOKEN = "add --perturbation.density token"
-_TOKEN = f"or {_DENSITY_TOKEN}"
+_TOKEN = "or add --perturbation.density token"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
 _NARROW = "a position whose token the filter cuts stays unperturbed, so its token has another distribution"
 _ONE_UPDATE = (
     "the density's noise is too narrow, or of too many dimensions, for a policy ratio, so each rollout is used for one"
     " update at the policy that drew it"
 )
-_TOKENLESS = "no token is drawn at the density's positions"
 _GSPO = (
     "GSPO puts the rollout's policy in the place of the old one, and its narrow clip would leave out nearly all answers"
     " with a negative advantage"
@@ -103,10 +101,17 @@ TRAINING = (
         (given.SMALL_BATCH, _ONE_UPDATE, f"set --train.batch_size to these samples, {_TOKEN}"),
         (given.NOISE, f"{_ONE_UPDATE}, not at weights without the noise", f"leave one of them out, {_TOKEN}"),
     ),
-    *rows(
+    Row(
+        given.CREDIT_IN_LOSS,
         given.TOKENLESS,
-        (given.CREDIT_IN_LOSS, f"{_TOKENLESS}, so none of the likeliest ones can share in the credit", _DENSITY_TOKEN),
-        (given.KL_TERM, f"{_TOKENLESS}, so none has a KL term", f"set {KL} 0, {_TOKEN}"),
+        "no token is drawn at its positions, so none of the likeliest ones can share in the credit",
+        f"leave one of them out, {_TOKEN}",
+    ),
+    Row(
+        given.KL_TERM,
+        given.TOKENLESS_SCORE,
+        "no token is drawn at its positions, so none has a KL term",
+        f"set {KL} 0, {_TOKEN}",
     ),
     Row(
         given.GSPO,

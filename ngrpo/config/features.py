@@ -264,6 +264,12 @@ def _unsampled(asked: Combination) -> str:
     return asked.called("perturbation") + (f" (its text is sampled with {' or '.join(ways)})" if ways else "")
 
 
+def _frozen_input(asked: Combination) -> str:
+    made = asked.part("perturbation")
+    frozen = made is not None and made.freeze in ("embedding", "both")
+    return f"--perturbation.freeze {made.freeze}" if frozen else ""
+
+
 def _kl_term(asked: Combination) -> str:
     coefficient = asked.value(KL)
     if not float(coefficient) > 0.0:
@@ -301,10 +307,11 @@ PERTURBATION = part("perturbation", counts=lambda made: made.active)
 REPLAYED = Feature("--perturbation NAME or --sampling.correct_mask", _replayed)
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
-TOKENLESS = density("at whose positions no token is drawn", lambda made: made.score_only and not made.draws_token)
+TOKENLESS = density("at whose positions no token is drawn", lambda made: not made.draws_token)
+TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
 DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
 UNSAMPLED = Feature("--perturbation NAME whose text is not drawn from the policy", _unsampled)
-FROZEN_INPUT = part("perturbation", "that freezes the embedding", lambda made: made.freeze in ("embedding", "both"))
+FROZEN_INPUT = Feature("--perturbation.freeze embedding or both", _frozen_input)
 PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
 
 GSPO = flag(LOSS, only="gspo")

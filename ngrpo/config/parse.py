@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
@@ -34,10 +34,27 @@ OPTION_GROUPS = {
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {SAMPLING}.correct_mask and {SAMPLING}.schedule NAME",
 }
+# Of several of these flags the last one counts, as of OpenRLHF's.
+_LAST_COUNTS = ("--model", "--preset", "--task", "--hardware", "--run-dir", "--log-file")
 _CORRECT_MASK = f"{SAMPLING}.correct_mask"
 _NEEDS = {kind.flag: kind.needs for kind in KINDS.values()}
 # What vLLM 0.26 to 0.31 gives engines that are made as OpenRLHF makes them.
 _VLLM_LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+
+
+class Command(NamedTuple):
+    """A run, and the words after ``--dry-run`` and ``--print``, None without them."""
+
+    run: RunConfig
+    dry_run: str | None
+    print_for: str | None
+
+
+def read_command(argv: Sequence[str]) -> Command:
+    """Reads a command line with its files; raises ``UsageError`` as :func:`run_config` and :func:`with_files`."""
+    words = with_files(argv)
+    flags = Flags(words)
+    return Command(run_config(words), flags.value(DRY_RUN), flags.value(PRINT))
 
 
 def run_config(argv: Sequence[str]) -> RunConfig:
@@ -165,7 +182,7 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
         if name in (DRY_RUN, PRINT):  # what to do with the run, and no part of it
             continue
-        if name in ours:
+        if name in ours and name not in _LAST_COUNTS:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {OPTION_GROUPS[SAMPLING]}.")
@@ -195,14 +212,15 @@ def _options(ours: Mapping[str, Any], root: str) -> dict[str, Any]:
 def _refuse_near_miss(name: str) -> None:
     """A misspelt flag of ours must not reach OpenRLHF, where it would be an unknown word among many."""
     root, dot, rest = name.partition(".")
-    for known, form in OPTION_GROUPS.items():
+    for known in (group for group in OPTION_GROUPS if "." not in group):
         if difflib.SequenceMatcher(None, root, known).ratio() >= 0.8 or root.startswith(known[:8]):
             if root.startswith((f"{known}_", f"{known}-")):
                 dot, rest = ".", root[len(known) + 1 :] + dot + rest
+            form = OPTION_GROUPS[known]
             raise UsageError(f"unknown flag {name!r}. Did you mean {known + dot + rest!r}? The flags are {form}.")
-    close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8)
-    if close:
-        raise UsageError(f"unknown flag {name!r}. Did you mean {close[0]!r}? (See: ngrpo train --help.)")
+    for word in (name, root):
+        for setting in difflib.get_close_matches(word, SETTINGS, n=1, cutoff=0.8):
+            raise UsageError(f"unknown flag {name!r}. Did you mean {setting!r}? (See: ngrpo train --help.)")
 
 
 def _check_limits(settings: Mapping[str, Any]) -> None:

@@ -113,7 +113,6 @@ def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
-    rules._hardware(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
