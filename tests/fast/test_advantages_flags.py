@@ -186,4 +186,4 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert read.perturbation is None
     assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {row.attribute for row in patches.active(conditions)}
-    assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets
+    assert {"RemoteExperienceMaker", "compute_reward", "SamplesGenerator"} <= targets

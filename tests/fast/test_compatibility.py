@@ -56,7 +56,7 @@ FEATURES = {
 # The pairs that a row refuses; every other pair makes a run.
 REFUSED = {
     "second": "perturbation unsampled density score parameters simko mask warm-up gspo vision",
-    "density": "adaptive schedule e3 mask top_p correction warm-up",
+    "density": "simko adaptive schedule e3 mask top_p correction warm-up",
     "score": "noise adaptive schedule e3 async correction warm-up epochs",
     "async": "noise adaptive e3 evaluation",
     "gspo": "credit simko adaptive schedule e3 warm-up",

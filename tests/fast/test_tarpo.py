@@ -226,5 +226,5 @@ def test_the_gated_rows_are_routed_by_their_own_hidden_states(monkeypatch: pytes
 @pytest.mark.parametrize("name", ["hrpo", "tarpo"])
 def test_trl_has_no_place_for_parameters(name: str) -> None:
     config = SimpleNamespace(use_vllm=True, vllm_mode="colocate")
-    with pytest.raises(UsageError, match="parameters of its own is not supported: TRL would neither train nor send"):
+    with pytest.raises(UsageError, match="cannot be used with TRL: TRL would neither train nor send"):
         compatibility.check(TRL, Combination(parts={"perturbation": create(name)}, settings=config, arguments={}))

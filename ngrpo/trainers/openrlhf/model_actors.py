@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
 
-def policy_model_actor(plain: Any) -> type:
+def policy_model_actor(plain: type) -> type:
     """A subclass of `PolicyModelActor`: its log-probabilities, PPO's old ones, are those of the replayed history."""
 
-    class ReplayingPolicyActor(_Replaying, plain):
+    class ReplayingPolicyActor(_Replaying, plain):  # type: ignore[misc, valid-type]
         is_policy, model_attribute = True, "actor"
 
         def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
@@ -50,10 +50,10 @@ def policy_model_actor(plain: Any) -> type:
     return ReplayingPolicyActor
 
 
-def reference_model_actor(plain: Any) -> type:
+def reference_model_actor(plain: type) -> type:
     """A subclass of `ReferenceModelActor`: the same history, through its own embedding."""
 
-    class ReplayingReferenceActor(_Replaying, plain):
+    class ReplayingReferenceActor(_Replaying, plain):  # type: ignore[misc, valid-type]
         is_policy, model_attribute = False, "model"
 
     return ReplayingReferenceActor

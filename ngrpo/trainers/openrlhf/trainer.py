@@ -15,6 +15,8 @@ from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from perturbations.errors import require
 
 if TYPE_CHECKING:
+    import argparse
+
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
     from transformers import PreTrainedTokenizerBase
@@ -175,7 +177,7 @@ def run_of(trainer: Any) -> Run:
     return Run(steps, args.rollout.temperature, vocabulary(args.actor.model_name_or_path))
 
 
-def steps_of_run(args: Any, prompts: int) -> int:
+def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
 
     Fewer where prompts are filtered out.
