@@ -32,7 +32,7 @@ from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.methods.gaussian import Gaussian
 from perturbations.step import Step
-from perturbations.testing.density_check import replayed
+from perturbations.testing.proposal import replayed
 
 POSITIONS, VOCABULARY, HIDDEN = 256, 4000, 16
 SIZES, MISMATCHES = (576, 2048), (0.03, 0.1)

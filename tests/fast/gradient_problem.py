@@ -24,8 +24,7 @@ from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.parameters import attach, attached
 from perturbations.replay import ReplayRecord
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 
 V, D, PROMPTS = 4, 2, 2
 TEMPERATURE = 0.8

@@ -153,7 +153,7 @@ def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(wai
         return {}, False
 
     core.step_fn, core.post_step, core.batch_queue = step, lambda executed: None, None
-    plugin._with_probe_calls(lambda self, method: calls.append(method))(core, "perturbation_replace")
+    plugin.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
     assert calls == [*(["step"] if told else []), "perturbation_replace"]
 
 

@@ -12,7 +12,7 @@ from ngrpo.config import parse, preflight
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
-from tests.fast.run import run_with
+from tests.fast.run import check_pairs, run_with
 
 
 class Trainer:
@@ -57,5 +57,6 @@ def test_what_it_needs(words: list[str], said: str) -> None:
     settings = parse.run_config(["--eval.at_start"])
     with pytest.raises(UsageError, match=said):
         preflight.check_eval_at_start(Flags(words), settings)
+        check_pairs(words, settings)
     preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
     preflight.check_eval_at_start(Flags(words), parse.run_config([]))

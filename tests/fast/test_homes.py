@@ -14,7 +14,7 @@ ROLLOUTS_AND_TRAINING = ("ngrpo/rollout", "ngrpo/trainers", "perturbations")
 # the hash that all seeds are made by, a second round's own bytes, a further gate asked by the default one and by the
 # conformance suite.
 DONE_AT_HOME = {
-    "perturbations/seeds.py": (r"\btrajectory_seed\((?!\))", {"perturbations/streams.py"}),
+    "perturbations/seeds.py": (r"\bblake2b\(digest_size=SEED_BYTES\)|def of_(engine|prompt)\(", set()),
     "perturbations/replay/packing.py": (r"\bsealed\(", {"ngrpo/trainers/common/side_inputs.py"}),
     "ngrpo/trainers/openrlhf/actor_trainer.py": (r"\bactor_loss_fn\b.*=", set()),
     "ngrpo/trainers/common/log_probs.py": (r"\boriginal\(logits, labels", set()),

@@ -20,9 +20,8 @@ from ngrpo.trainers.common.side_inputs import unpack
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.fast.density_model import Model, log_probs_of, record_of
 from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of

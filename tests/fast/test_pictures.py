@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.machine.hardware import stand_ins
 from ngrpo.trainers.common.conversation import Conversation
 from ngrpo.trainers.common.side_inputs import unpack
 from ngrpo.trainers.openrlhf import rollout_actor
@@ -109,14 +110,11 @@ def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -
     package.mkdir()
     asks = "import torch\nfor name in ('nms', 'qnms'):\n"
     asks += "    torch.library.register_fake(f'torchvision::{name}')(lambda *args: None)\n"
-    (package / "__init__.py").write_text(asks)
-    program = (
-        "from ngrpo.machine.hardware import torchvision_operators as t; t.declare_on_import(); t.declare_on_import()"
-        "; import torchvision"
-    )
     environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "PATH": ""}
-    for words, works in ((program, True), ("import torchvision", False)):
-        done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=False)
+    for before, works in ((stand_ins._BEFORE_TORCHVISION, True), ("", False)):
+        (package / "__init__.py").write_text(before + asks)
+        words = [sys.executable, "-c", "import torchvision"]
+        done = subprocess.run(words, env=environment, capture_output=True, check=False)
         assert (done.returncode == 0) is works, done.stderr
 
 

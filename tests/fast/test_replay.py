@@ -191,13 +191,14 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
     from ngrpo.rollout.settings import read_buffer
     from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
-    from ngrpo.workbench.compare import arguments, runs
+    from ngrpo.workbench.compare import runs
+    from ngrpo.workbench.compare.plan import read_plan
 
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
     (tmp_path / "mine.py").write_text(BUFFER)
     ours = ["--perturbation.replay_buffer", f"{tmp_path}/mine.py:Counting", "--perturbation.replay_buffer.most", "5"]
     shared = ["--model", "smollm2-135m", "--task", "arithmetic", *ours]
-    plan, _ = arguments.parse(["--perturbations", "none,neighbor", *shared])
+    plan, _ = read_plan(["--perturbations", "none,neighbor", *shared])
     built: list[dict[str, Any]] = []
     asked: list[str] = []
 

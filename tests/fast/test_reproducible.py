@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from ngrpo.config import parse
+from ngrpo.patches import active
 from ngrpo.rollout import settings
 from ngrpo.trainers.openrlhf import samples_generator
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
-from ngrpo.trainers.openrlhf.seams import active
 from ngrpo.trainers.openrlhf.trainer import prepare_datasets
 from perturbations import available, create
 from perturbations.errors import UsageError

@@ -84,63 +84,63 @@ ADVANTAGES = [
         "ngrpo: the clip range the wrong way round",
     ),
     Mutation(
-        "ngrpo/methods/advantages/psr.py",
+        "ngrpo/methods/advantages/verified.py",
         "return rewards.clone()",
         "return rewards - 1.0",
         "test_advantages.py",
         "psr: wrong answers count",
     ),
     Mutation(
-        "ngrpo/methods/advantages/nsr.py",
+        "ngrpo/methods/advantages/verified.py",
         "return rewards - 1.0",
         "return rewards.clone()",
         "test_advantages.py",
         "nsr: correct answers count",
     ),
     Mutation(
-        "ngrpo/methods/advantages/w_reinforce.py",
+        "ngrpo/methods/advantages/verified.py",
         "self.lam * rewards, rewards - 1.0",
         "rewards, rewards - 1.0",
         "test_advantages.py",
         "w_reinforce: λ is ignored",
     ),
     Mutation(
-        "ngrpo/methods/advantages/w_reinforce.py",
+        "ngrpo/methods/advantages/verified.py",
         "self.lam * rewards, rewards - 1.0",
         "self.lam * rewards, rewards",
         "test_advantages.py",
         "w_reinforce: wrong answers do not count",
     ),
     Mutation(
-        "ngrpo/methods/advantages/w_reinforce.py",
+        "ngrpo/methods/advantages/verified.py",
         "rewards >= 1.0 - ROUNDING",
         "rewards > 0.0",
         "test_advantages.py",
         "w_reinforce: a partly correct answer counts as correct",
     ),
     Mutation(
-        "ngrpo/methods/advantages/copo.py",
+        "ngrpo/methods/advantages/group_norm.py",
         "rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt()",
         "rewards + 1.0 / (1.0 + seen.to(rewards.dtype)).sqrt()",
         "test_advantages.py",
         "copo: β is ignored",
     ),
     Mutation(
-        "ngrpo/methods/advantages/copo.py",
+        "ngrpo/methods/advantages/group_norm.py",
         "(1.0 + seen.to",
         "(2.0 + seen.to",
         "test_advantages.py",
         "copo: 2 + N in place of 1 + N",
     ),
     Mutation(
-        "ngrpo/methods/advantages/copo.py",
+        "ngrpo/methods/advantages/group_norm.py",
         "(rewards.dtype)).sqrt()",
         "(rewards.dtype))",
         "test_advantages.py",
         "copo: no square root",
     ),
     Mutation(
-        "ngrpo/methods/advantages/copo.py",
+        "ngrpo/methods/advantages/group_norm.py",
         "rewards + self.beta",
         "rewards - self.beta",
         "test_advantages.py",
@@ -166,7 +166,7 @@ _BEST = "test_advantages_best_of_k.py"
 
 BEST_OF_K = [
     *of_file(
-        "ngrpo/methods/advantages/pass_at_k.py",
+        "ngrpo/methods/advantages/best_of_k.py",
         _BEST,
         ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
         (
@@ -183,7 +183,7 @@ BEST_OF_K = [
         ),
     ),
     *of_file(
-        "ngrpo/methods/advantages/pkpo.py",
+        "ngrpo/methods/advantages/best_of_k.py",
         _BEST,
         ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
         ("rank = j - (j > i)", "rank = j", "pkpo: the answer itself is among the others"),
@@ -218,7 +218,7 @@ AT_THE_BOUND = [
         (r'f"{number:.7f}".rstrip("0").rstrip(".")', 'f"{number:.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ),
     *of_file(
-        "ngrpo/methods/advantages/pkpo.py",
+        "ngrpo/methods/advantages/best_of_k.py",
         _ORDER,
         ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
@@ -281,7 +281,7 @@ CREDITS = [
         ("return places[row], sample", "return row, sample", "packed rows are taken for padded ones"),
     ),
     *of_file(
-        "ngrpo/methods/credits/top_entropy.py",
+        "ngrpo/methods/credits/entropy.py",
         "test_credits.py",
         ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
         ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
@@ -289,7 +289,7 @@ CREDITS = [
         ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
     ),
     *of_file(
-        "ngrpo/methods/credits/entropy_bonus.py",
+        "ngrpo/methods/credits/entropy.py",
         "test_credits.py",
         (
             "torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)",
@@ -356,10 +356,14 @@ NOISES = [
         ("+ scale * self._noise", "+ self._noise", "noise without its scale"),
     ),
     *of_file(
-        "perturbations/seeds.py",
+        "ngrpo/methods/policy_noises/base.py",
         "test_policy_noises.py",
-        ('"policy noise", noise, sync, parameter', '"policy noise", noise, parameter', "the same noise in every sync"),
-        ('"policy noise", noise, sync, parameter', '"policy noise", noise, sync', "the same noise in every parameter"),
+        ('"policy noise", self.seed, sync, name', '"policy noise", self.seed, name', "the same noise in every sync"),
+        (
+            '"policy noise", self.seed, sync, name',
+            '"policy noise", self.seed, sync',
+            "the same noise in every parameter",
+        ),
     ),
     *of_file(
         "ngrpo/trainers/openrlhf/trainer.py",

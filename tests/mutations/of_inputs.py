@@ -106,12 +106,12 @@ DENSITIES = [
         ("return self.has_density", "return False", "tarpo: the token is not in the action"),
     ),
     *of_file(
-        "perturbations/replay/last_hidden.py",
+        "perturbations/replay/scope.py",
         f"{_GRADIENT}[tarpo-density-two-steps]",
         ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
     ),
     *of_file(
-        "perturbations/replay/last_hidden.py",
+        "perturbations/replay/scope.py",
         "test_tarpo.py",
         ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
     ),
@@ -137,7 +137,7 @@ DENSITIES = [
     ),
 ]
 
-_LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/sampling_mask.py"
+_LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
 _LEFT = "ngrpo/rollout/tokens_left.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
@@ -327,7 +327,7 @@ MIXTURES = [
         ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
     ),
     *of_file(
-        "perturbations/gates/first.py",
+        "perturbations/gates/further.py",
         _MIXTURES,
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ),

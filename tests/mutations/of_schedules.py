@@ -9,7 +9,7 @@ _LADDER = "test_sampling_schedules_ladder.py"
 
 SCHEDULES = [
     *of_file(
-        "ngrpo/methods/sampling_schedules/ead.py",
+        "ngrpo/methods/sampling_schedules/per_token.py",
         "test_sampling_schedules.py",
         ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
@@ -19,13 +19,13 @@ SCHEDULES = [
         ('"released": 1}', '"released": 0}', "ead: the release's first step is its step 0"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/edt.py",
+        "ngrpo/methods/sampling_schedules/per_token.py",
         "test_sampling_schedules.py",
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
         ("self.t_0 * ", "", "edt: T_0 is missing"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/ladder.py",
+        "ngrpo/methods/sampling_schedules/per_token.py",
         _LADDER,
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
         ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
@@ -64,14 +64,10 @@ SCHEDULES = [
         ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
     ),
     *of_file(
-        "ngrpo/config/preflight.py",
+        "ngrpo/config/features.py",
         "test_sampled_text.py",
-        ("and not perturbation.samples_text:", "and False:", "weights of tokens that were not drawn from the policy"),
-    ),
-    *of_file(
-        "ngrpo/config/correction_check.py",
-        "test_sampled_text.py",
-        ("if replace(perturbation, **{field.name: choice}).samples_text:", "if False:", "no way out is named"),
+        ("or made.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
+        ("if replace(made, **{entry.name: choice}).samples_text:", "if False:", "no way out is named"),
     ),
     *of_file(
         "perturbations/testing/proposal.py",

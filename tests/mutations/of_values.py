@@ -121,7 +121,7 @@ VALUES = [
     ),
     *of_file(
         "perturbations/density.py",
-        "test_density_exact.py",
+        "test_density.py",
         (".clamp(*_REACH)", "", "censored noise has no bounds"),
     ),
     *of_file(
@@ -167,7 +167,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "ngrpo/workbench/compare/verdicts.py",
+        "ngrpo/workbench/compare/results.py",
         "test_significance.py",
         ("value == 0.0 and", "value >= 0.0 and", "verdict: a difference without an interval is none"),
     ),
@@ -193,7 +193,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "perturbations/replay/record.py",
+        "perturbations/replay/trajectory.py",
         "test_replay.py",
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
     ),

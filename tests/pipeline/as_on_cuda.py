@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo` with the weight sync and the sleep of a GPU, on a CPU: OpenRLHF's and vLLM's own code runs in both.
 
-The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the table of seams
-gains rows, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
+The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the patches lose
+those rows and gain others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
 memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is
 one of a weight that its sender has freed: whatever reads either shows it.
 
@@ -49,27 +49,27 @@ _ROWS = (
 
 def begin() -> None:
     """Changes the table of this process, before its rows are put in place."""
+    from ngrpo import patches
     from ngrpo.machine.hardware import cpu
-    from ngrpo.trainers.openrlhf import actor_trainer, seams
+    from ngrpo.trainers.openrlhf import actor_trainer
 
     cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed
     actor_trainer.syncs_by_file = lambda: False
-    seams.SEAMS = (*_seams(), *seams.SEAMS)
+    patches.OPENRLHF = (*_patches(), *patches.OPENRLHF)
 
 
-def _seams() -> list[Any]:
-    from ngrpo.trainers.openrlhf import seams
+def _patches() -> list[Any]:
+    from ngrpo.machine.upstream.install import Patch
 
-    ours = [seams.Seam(module, name, _OURS + act, "cpu", "", "", "") for module, name, act in _ROWS]
-    return [dataclasses.replace(row, upstream=seams.state_of(row)) for row in ours]
+    ours = [Patch(module, name, _OURS + act, "cpu", "sha:", "", "") for module, name, act in _ROWS]
+    return [dataclasses.replace(row, upstream=row.state()) for row in ours]
 
 
 def begin_in_engine() -> None:
     """A plugin of vLLM's, for the process of an engine's core, which Ray does not start."""
-    from ngrpo.trainers.openrlhf import install
+    from ngrpo.machine.upstream.install import place
 
-    if not any(isinstance(finder, install._Finder) for finder in sys.meta_path):
-        install.place(_seams())
+    place(_patches())
 
 
 def rehearse(folder: Path, model: str, *flags: str) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:

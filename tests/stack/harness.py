@@ -16,8 +16,7 @@ import torch
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.request_names import external_id
 from perturbations import ReplayRecord, replaying
-from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.token_log_probs import log_probs_of
 
 QUESTIONS = [
@@ -33,6 +32,10 @@ DISTURBED: dict[str, Any] = {
     "enable_chunked_prefill": True,
 }
 """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
+
+
+CROWDED = {"num_gpu_blocks_override": 8, "block_size": 32, "max_model_len": 192, "enable_prefix_caching": False}
+"""A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
 
 
 def load_in_float32(folder: str) -> Any:
@@ -90,13 +93,7 @@ def sample(
 
     from ngrpo.rollout import take_trajectories
 
-    settings: dict[str, Any] = {
-        "temperature": 1.0,
-        "max_tokens": 64,
-        "ignore_eos": True,
-        "logprobs": 0,
-        **params,
-    }
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
     each = [
         SamplingParams(**settings, extra_args={"perturbation": given} if given else None)
         for given in (arguments or [None] * len(prompts))

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.stack
 @pytest.fixture(scope="module")
 def openrlhf() -> Iterator[Any]:
     """Its modules, with the seam of the log-probabilities in place."""
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
     model()  # transformers looks for flash-attn itself, and before the stand-in
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import actor, loss
         from openrlhf.trainer.ray import ppo_actor
     original = actor.log_probs_from_logits

@@ -38,9 +38,9 @@ TEMPERATURE = 0.8
 @pytest.fixture(scope="module")
 def actor(hf_model: Any) -> Iterator[Any]:
     """OpenRLHF's Actor around the shared model, with the seam of the density in place."""
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import actor as module
     original = module.log_probs_from_logits
     module.log_probs_from_logits = with_overrides(original)

@@ -27,10 +27,10 @@ def actor() -> Any:
     """OpenRLHF's own actor around a tiny Qwen3-VL."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
     pytest.importorskip("openrlhf")
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import actor as module
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}

@@ -17,7 +17,7 @@ import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from perturbations import seeds
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
@@ -70,7 +70,7 @@ class Conversation:
             return None
         record = self.trajectory.record
         if again and (record.sigma is None or not len(record)):
-            return dataclasses.replace(record, seed=seeds.of_repeated_turn(record.seed, again))
+            return dataclasses.replace(record, seed=seeds.trajectory_seed(record.seed, again))
         return record
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
@@ -93,7 +93,7 @@ class Conversation:
             mask = (
                 None
                 if mask is None
-                else present(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
+                else require(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
             )
         by_position[start:] = turn.log_probs
         self.trajectory = FinishedTrajectory(turn.record, by_position, mask, dropped, prompted, cached)
@@ -102,13 +102,13 @@ class Conversation:
     def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
         """The whole trajectory, fitted to the tokens that the conversation has at its end."""
         self.go_on(tokens)
-        return dataclasses.replace(present(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)
+        return dataclasses.replace(require(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)
 
     def _keep(self, length: int) -> None:
         """Drops what lies beyond the first ``length`` tokens."""
         if length >= len(self._tokens):
             return
-        before, self._tokens = present(self.trajectory, "the trajectory of earlier turns"), self._tokens[:length]
+        before, self._tokens = require(self.trajectory, "the trajectory of earlier turns"), self._tokens[:length]
         trajectory = before.truncate(length)
         self.trajectory = dataclasses.replace(
             trajectory, dropped=trajectory.dropped + len(before.record) - len(trajectory.record)

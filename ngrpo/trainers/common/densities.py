@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ngrpo.trainers.common.log_probs import override_log_probs
 from perturbations.base import Replayed
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.scope import ReplayScope
 
 
@@ -37,7 +37,7 @@ class Densities:
             temperature: by which the logits are divided.
             advantages: of the actions, (B, A), where this forward is for the loss.
         """
-        self._perturbation = present(scope.perturbation, "the scope's perturbation")
+        self._perturbation = require(scope.perturbation, "the scope's perturbation")
         self._scope, self._temperature = scope, temperature
         self._advantages = advantages
         self._scored: Tensor | None = None

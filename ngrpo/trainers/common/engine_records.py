@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.rollout.async_scheduling import taken_length
 from ngrpo.rollout.records import of_all_workers
 from ngrpo.rollout.request_names import external_id
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -22,7 +22,7 @@ async def final_output(outputs: AsyncIterable[RequestOutput]) -> RequestOutput:
     last = None
     async for output in outputs:
         last = output
-    return present(last, "a response")
+    return require(last, "a response")
 
 
 class EngineCheck:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ngrpo.trainers.common.side_inputs import unpack
 from perturbations.replay.flat_records import flat_rows
-from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())

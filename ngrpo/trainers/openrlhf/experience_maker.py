@@ -22,7 +22,7 @@ from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
     if strength < 1.0:
         low, high = (float(bound) for bound in maker.strategy.args.algo.advantage.is_correction_threshold)
         for experience in experiences:
-            rollout = present(experience.rollout_log_probs, "rollout_log_probs")
+            rollout = require(experience.rollout_log_probs, "rollout_log_probs")
             experience.rollout_log_probs = importance.with_strength(
                 experience.action_log_probs, rollout, strength, (low, high)
             )

@@ -19,7 +19,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.common.side_inputs import unpack
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -249,7 +249,7 @@ def keep(maker: Any, experiences: Sequence[Experience], run: RunConfig) -> None:
     """
     step, args, perturbation = maker.training_step, maker.strategy.args, run.perturbation
     if maker.kept_groups is None:
-        maker.kept_groups = KeptGroups(Path(present(run.run_dir, "the run's folder")), step)
+        maker.kept_groups = KeptGroups(Path(require(run.run_dir, "the run's folder")), step)
     maker.kept_groups.add(
         step,
         lambda: of_step(

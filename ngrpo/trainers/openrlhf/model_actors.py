@@ -19,10 +19,9 @@ from ngrpo.trainers.common.log_probs import corrected, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
 from ngrpo.trainers.common.side_inputs import OURS, records
 from perturbations.base import Perturbation
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.parameters import attached, freeze
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
 
-def policy_model_actor(plain: Any) -> type:
+def policy_model_actor(plain: type) -> type:
     """A subclass of `PolicyModelActor`: its log-probabilities, PPO's old ones, are those of the replayed history."""
 
-    class ReplayingPolicyActor(_Replaying, plain):
+    class ReplayingPolicyActor(_Replaying, plain):  # type: ignore[misc, valid-type]
         is_policy, model_attribute = True, "actor"
 
         def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
@@ -51,10 +50,10 @@ def policy_model_actor(plain: Any) -> type:
     return ReplayingPolicyActor
 
 
-def reference_model_actor(plain: Any) -> type:
+def reference_model_actor(plain: type) -> type:
     """A subclass of `ReferenceModelActor`: the same history, through its own embedding."""
 
-    class ReplayingReferenceActor(_Replaying, plain):
+    class ReplayingReferenceActor(_Replaying, plain):  # type: ignore[misc, valid-type]
         is_policy, model_attribute = False, "model"
 
     return ReplayingReferenceActor
@@ -84,7 +83,7 @@ class _Replaying:
         action_densities, entropies = None, []
         with ExitStack() as stack:
             if run.sampling.correct_mask:
-                stack.enter_context(corrected(side_inputs, present(attention_mask, "attention_mask")))
+                stack.enter_context(corrected(side_inputs, require(attention_mask, "attention_mask")))
             if run.credit is not None and self.is_policy:
                 entropies = stack.enter_context(_kept_entropies(model))
             if run.perturbation is not None:
@@ -204,7 +203,7 @@ def actor_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            perturbation = present(current_run().perturbation, "--perturbation")
+            perturbation = require(current_run().perturbation, "--perturbation")
             attach(self.model, perturbation, pretrain_or_model)
             freeze(self.model, perturbation)
 
@@ -219,7 +218,7 @@ def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
         module = attached(raw)
         if module is None:
             return raw, groups
-        perturbation = present(current_run().perturbation, "--perturbation")
+        perturbation = require(current_run().perturbation, "--perturbation")
         rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
         if all(rate is None for rate in rates.values()):
             return raw, groups

@@ -33,7 +33,7 @@ from ngrpo.trainers.common.weights_file import load_weights_file
 from ngrpo.trainers.openrlhf import second_round
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
 from perturbations import registry, seeds
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 if TYPE_CHECKING:
@@ -245,11 +245,11 @@ async def generate(
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        token_ids = unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
+        token_ids = unexpanded(prompt, require(actor._mm_pad_token_ids, "the placeholders of pictures"))
         request = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=pictures)
     output, parts = await _asked(actor, request, params)
     if pictures:
-        check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
+        check_places(prompt, require(output.prompt_token_ids, "the prompt's tokens"))
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
@@ -257,7 +257,7 @@ async def generate(
             # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
             # stand out from it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
-            control = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])
+            control = seeds.trajectory_seed(arguments["seed"], arguments["sample"])
             conversation.unperturbed = await unperturbed_response(actor, text, sampling_params, control)
     return output
 

@@ -20,7 +20,7 @@ from ngrpo.config.run import current_run
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY, request_arguments
 from ngrpo.trainers.common.side_inputs import TwoRounds
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +110,7 @@ async def in_two_rounds(
     def tokens(text: str) -> int:
         return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
-    method, arguments = present(current_run().second_round, "--second_round"), request_arguments(sampling_params)
+    method, arguments = require(current_run().second_round, "--second_round"), request_arguments(sampling_params)
     first = await answers(prompt, sampling_params, max_length)
     length = tokens(prompt)
     if not method.is_needed([reward_of(response) for response in first]) or first[0]["action_ranges"][0][0] < length:

@@ -20,7 +20,7 @@ from ngrpo.trainers.common.side_inputs import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -234,7 +234,7 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
         ``entropy``: mean over the tokens; ``trained``: the share of tokens with an advantage other than 0, of those
         that had one; ``size``: the mean size of the advantages, over that of those before.
     """
-    credit = present(current_run().credit, "--credit")
+    credit = require(current_run().credit, "--credit")
     masks = [experience.action_mask.bool() for experience in experiences]
     # The actor's forward, which gives PPO's old log-probabilities, kept the entropy at each token.
     entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.config.run import current_run
 from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
+    import argparse
+
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +84,7 @@ def trainer(plain: Any) -> type:
         def choose_temperature(self) -> None:
             """Sets what the requests of the next step's rollouts multiply their temperature with."""
             if follows_training():
-                schedule = present(current_run().sampling_schedule, "--sampling.schedule")
+                schedule = require(current_run().sampling_schedule, "--sampling.schedule")
                 self.samples_generator.temperature_factor = schedule.factor_of_step(self.past_steps, run_of(self))
 
         def broadcast_to_vllm(self) -> None:
@@ -162,7 +164,7 @@ def prepare_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(present(strategy.args, "strategy.args").train.seed)
+            torch.manual_seed(require(strategy.args, "strategy.args").train.seed)
             return original(strategy, tokenizer)
 
     return prepare_datasets
@@ -181,7 +183,7 @@ def run_of(trainer: Any) -> Run:
     return Run(steps, args.rollout.temperature, vocabulary(args.actor.model_name_or_path))
 
 
-def steps_of_run(args: Any, prompts: int) -> int:
+def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
 
     Fewer where prompts are filtered out.

@@ -174,7 +174,7 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
     """An engine in this process with noise on its weights; with the model's own ones again after it.
 
     Args:
-        llm: of `ngrpo.workbench.diagnose.measuring.build`, idle.
+        llm: of `ngrpo.workbench.diagnose.group_sampling.build`, idle.
         model: what it was built from, a folder or hub name.
         policy: of its rollouts.
     """
